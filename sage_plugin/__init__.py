@@ -1,0 +1,42 @@
+"""Quantised attention for diffusers and transformers, with capture, tuning and benchmarks around it.
+
+`patch(pipe)` makes a pipeline run its attention on quantised kernels; everything else is reached
+through the `sage` command. Importing this package reads no file and loads none of its parts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "attention": "sage_plugin.kernels.attention.api",
+    "patch": "sage_plugin.plugin.patch",
+    "patched": "sage_plugin.plugin.patch",
+    "record": "sage_plugin.capture.recorder",
+    "report": "sage_plugin.plugin.report",
+    "unpatch": "sage_plugin.plugin.patch",
+}
+
+__all__ = ["__version__", "attention", "patch", "patched", "record", "report", "unpatch"]  # noqa: F822
+
+if TYPE_CHECKING:
+    from sage_plugin.capture.recorder import record
+    from sage_plugin.kernels.attention.api import attention
+    from sage_plugin.plugin.patch import patch, patched, unpatch
+    from sage_plugin.plugin.report import report
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    """Load a public name from its home on first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'sage_plugin' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,136 @@
+"""What a device is: identity, slug, limits. The writer and the reader of configs both ask here.
+
+HIP is told from CUDA by `torch.version.hip`, never by a capability number.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+
+import torch
+
+from sage_plugin.errors import DeviceError
+from sage_plugin.schema import DeviceFacts, Toolchain
+
+E4M3FN_ARCHS = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121", "gfx950")
+E4M3FNUZ_ARCHS = ("gfx940", "gfx941", "gfx942")
+
+
+def slug(name: str) -> str:
+    """File-system safe form of a driver's device name.
+
+    Example:
+        >>> slug("NVIDIA H100 80GB HBM3")
+        'nvidia-h100-80gb-hbm3'
+    """
+    text = re.sub(r"\((?:r|tm)\)", "", name.strip().lower())
+    return re.sub(r"[^a-z0-9]+", "-", text).strip("-") or "unknown"
+
+
+def fp8_dtype(arch: str) -> str | None:
+    """Torch's name of the FP8 type of an architecture's matrix units, or `None`.
+
+    gfx942 multiplies e4m3fnuz (largest value 240), the others e4m3fn (448).
+    """
+    if arch in E4M3FN_ARCHS:
+        return "float8_e4m3fn"
+    if arch in E4M3FNUZ_ARCHS:
+        return "float8_e4m3fnuz"
+    return None
+
+
+def facts(device: torch.device | str | int | None = None) -> DeviceFacts:
+    """Identity and limits of a device; memoised.
+
+    Args:
+        device: a torch device, its name, or a CUDA index; `None` is the current GPU, else the CPU.
+
+    Raises:
+        DeviceError: the device does not exist here.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if resolved.type == "cpu":
+        return _cpu_facts()
+    if resolved.type != "cuda":
+        raise DeviceError(f"device {str(resolved)!r}: only cpu and cuda (ROCm too) are known")
+    if not torch.cuda.is_available():
+        raise DeviceError("no GPU that torch can use: install a CUDA or ROCm build, or use the CPU")
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"GPU {index} does not exist: there are {torch.cuda.device_count()}")
+    return _gpu_facts(index)
+
+
+@functools.cache
+def _cpu_facts() -> DeviceFacts:
+    machine = platform.machine() or "unknown"
+    return DeviceFacts(
+        slug=slug(f"cpu-{machine}"),
+        name=f"CPU {machine}",
+        kind="cpu",
+        arch=machine,
+        sm_count=os.cpu_count() or 1,
+        memory_bytes=0,
+        smem_bytes=0,
+        fp8_dtype="float8_e4m3fn",
+    )
+
+
+@functools.cache
+def _gpu_facts(index: int) -> DeviceFacts:
+    properties = torch.cuda.get_device_properties(index)
+    hip = torch.version.hip is not None
+    if hip:
+        arch = properties.gcnArchName.split(":")[0]
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+    smem = getattr(properties, "shared_memory_per_block_optin", 0)
+    return DeviceFacts(
+        slug=slug(properties.name),
+        name=properties.name,
+        kind="hip" if hip else "cuda",
+        arch=arch,
+        sm_count=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        smem_bytes=smem or properties.shared_memory_per_block,
+        fp8_dtype=fp8_dtype(arch),
+    )
+
+
+@functools.cache
+def toolchain() -> Toolchain:
+    """Versions that measurements depend on."""
+    from sage_plugin import __version__
+
+    return Toolchain(
+        sage_plugin=__version__,
+        torch=torch.__version__,
+        triton=triton_version(),
+        python=platform.python_version(),
+        driver=_driver(),
+    )
+
+
+@functools.cache
+def triton_version() -> str:
+    """Triton's version, or an empty string where it cannot be imported for whatever reason."""
+    try:
+        import triton
+    except Exception:  # a broken install raises OSError or RuntimeError too (report 104)
+        return ""
+    return str(triton.__version__)
+
+
+def _driver() -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # optional package, and NVML refuses in many ways
+        return ""

@@ -1,0 +1,72 @@
+"""Every error that `sage_plugin` raises on purpose, and the exit code that the command line gives it.
+
+A message says what was got, what is allowed and what to do. Nothing here imports anything of ours.
+"""
+
+from __future__ import annotations
+
+
+class SageError(Exception):
+    """Base of all errors of this package; the command line prints it as one sentence.
+
+    Attributes:
+        exit_code: what `sage` exits with when this error ends a command (design section 8).
+    """
+
+    exit_code: int = 1
+
+
+class UsageError(SageError, ValueError):
+    """A wrong option, an unknown name, or input that is missing, empty or foreign."""
+
+    exit_code = 2
+
+
+class UnknownKernelError(UsageError):
+    """A kernel or variant name that this version does not know."""
+
+
+class UnsupportedInputError(UsageError):
+    """Tensors that a kernel asked for by name cannot take (shape, dtype, device, layout)."""
+
+
+class PatchError(UsageError, TypeError):
+    """An object that holds no attention that can be patched."""
+
+
+class CaptureError(UsageError):
+    """A capture folder or file that is empty, damaged or of another schema."""
+
+
+class ConfigError(UsageError):
+    """A config file, launch config or ledger with unknown, missing or illegal content."""
+
+
+class TuningError(SageError, RuntimeError):
+    """No candidate, the baseline included, passed the accuracy gate."""
+
+    exit_code = 1
+
+
+class GateError(SageError, RuntimeError):
+    """A measured kernel failed its accuracy gate."""
+
+    exit_code = 1
+
+
+class DeviceError(SageError, RuntimeError):
+    """No device, driver or optional package for what was asked."""
+
+    exit_code = 3
+
+
+class OutputError(SageError, OSError):
+    """A file or folder that cannot be written."""
+
+    exit_code = 3
+
+
+class DemoError(SageError, RuntimeError):
+    """The demo model or its packages are missing or damaged, or its run made no kernel call."""
+
+    exit_code = 3

@@ -1,0 +1,40 @@
+"""Launch configs of `fav2`: data only, read from the top."""
+
+from __future__ import annotations
+
+from sage_plugin.kernels.space import Region, Space, Tile
+from sage_plugin.schema import LaunchConfig
+
+
+def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> LaunchConfig:
+    return LaunchConfig(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        loads="pointer",
+        smooth_k=False,
+        smooth_v=False,
+        pv_flush=0,
+    )
+
+
+NVIDIA_TILES = (Tile(128, 64, 4), Tile(128, 64, 8), Tile(128, 128, 8), Tile(64, 64, 4), Tile(128, 32, 4))
+NVIDIA_AXES = {"num_stages": (2, 3, 4)}
+AMD_TILES = (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 32, 4))
+AMD_AXES = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
+
+SPACE = Space(
+    (
+        Region("emulation", 256, _config(128, 128, 4, 1), (Tile(128, 64, 4), Tile(128, 256, 4))),
+        Region("sm_90", 64, _config(128, 64, 4, 3), NVIDIA_TILES, NVIDIA_AXES, element_bytes=2),
+        Region("sm_90", 128, _config(128, 64, 8, 3), NVIDIA_TILES, NVIDIA_AXES, element_bytes=2),
+        Region("sm_*", 64, _config(128, 64, 4, 2), NVIDIA_TILES, NVIDIA_AXES, element_bytes=2),
+        Region("sm_*", 128, _config(128, 32, 4, 2), NVIDIA_TILES, NVIDIA_AXES, element_bytes=2),
+        Region("sm_*", 256, _config(64, 32, 4, 1), (Tile(64, 64, 8),), element_bytes=2),
+        Region("sm_*", 128, _config(32, 32, 4, 1), (Tile(64, 32, 4),), element_bytes=4),
+        Region("sm_*", 256, _config(16, 16, 4, 1), (), element_bytes=4),
+        Region("gfx*", 128, _config(128, 32, 4, 1), AMD_TILES, AMD_AXES, element_bytes=2),
+        Region("gfx*", 256, _config(32, 16, 4, 1), (), element_bytes=4),
+    )
+)

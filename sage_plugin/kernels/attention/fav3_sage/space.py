@@ -1,0 +1,19 @@
+"""Launch configs of `fav3_sage`: data only, read from the top."""
+
+from __future__ import annotations
+
+from sage_plugin.kernels.attention.quantised_space import (
+    HOPPER_AXES,
+    HOPPER_TILES,
+    common_regions,
+    launch,
+)
+from sage_plugin.kernels.space import Region, Space
+
+SPACE = Space(
+    (
+        Region("sm_90", 64, launch(64, 128, 4, 2, loads="descriptor", smooth_v=True), HOPPER_TILES, HOPPER_AXES),
+        Region("sm_90", 128, launch(64, 128, 4, 2, loads="descriptor", smooth_v=True), HOPPER_TILES, HOPPER_AXES),
+        *common_regions(smooth_v=True),
+    )
+)

@@ -1,0 +1,59 @@
+"""Launch configs that the quantised kernels start from: data only, read from the top.
+
+`loads="descriptor"` is TMA, which pays on Hopper with one warpgroup a program and several programs an
+SM; elsewhere blocks are loaded by pointers.
+"""
+
+from __future__ import annotations
+
+from sage_plugin.kernels.space import Region, Tile
+from sage_plugin.schema import LaunchConfig
+
+
+def launch(
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
+    *,
+    loads: str = "pointer",
+    smooth_v: bool = True,
+    maxnreg: int = 0,
+) -> LaunchConfig:
+    """A launch config with K smoothed and two-level accumulation at every block."""
+    return LaunchConfig(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        loads=loads,
+        smooth_k=True,
+        smooth_v=smooth_v,
+        pv_flush=1,
+        maxnreg=maxnreg,
+    )
+
+
+HOPPER_TILES = (Tile(64, 128, 4), Tile(64, 64, 4), Tile(128, 128, 8), Tile(128, 64, 8))
+HOPPER_AXES = {"num_stages": (2, 3, 4), "maxnreg": (0, 128)}
+NVIDIA_TILES = (Tile(128, 64, 4), Tile(128, 64, 8), Tile(128, 128, 8), Tile(64, 64, 4), Tile(128, 32, 4))
+NVIDIA_AXES = {"num_stages": (2, 3, 4)}
+AMD_TILES = (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4))
+AMD_AXES = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
+EMULATION_TILES = (Tile(128, 64, 4), Tile(128, 128, 4), Tile(128, 256, 4))
+
+
+def common_regions(*, smooth_v: bool) -> tuple[Region, ...]:
+    """Regions of every architecture that has no region of its own in a kernel's `space.py`."""
+
+    def at(*tile: int) -> LaunchConfig:
+        return launch(*tile, smooth_v=smooth_v)
+
+    return (
+        Region("emulation", 256, at(128, 128, 4, 1), EMULATION_TILES),
+        Region("sm_*", 64, at(128, 64, 4, 3), NVIDIA_TILES, NVIDIA_AXES),
+        Region("sm_*", 128, at(128, 64, 8, 2), NVIDIA_TILES, NVIDIA_AXES),
+        Region("sm_*", 256, at(64, 32, 8, 1)),
+        Region("gfx*", 128, at(128, 64, 4, 1), AMD_TILES, AMD_AXES),
+        Region("gfx*", 256, at(64, 32, 4, 1)),
+    )

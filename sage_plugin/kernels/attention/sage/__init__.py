@@ -1,0 +1,1 @@
+"""`sage`: INT8 Q K^T and FP16 P V (SageAttention, arXiv 2410.02367)."""

@@ -1,0 +1,113 @@
+"""What a kernel offers to the rest: a two-step implementation, and the decision that leads to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sage_plugin.schema import LaunchConfig
+
+HOST = "host"
+"""Variant of the kernels that belong to torch itself (`torch`, `sdpa`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which kernel a call runs on.
+
+    Attributes:
+        kernel: kernel name; `"sdpa"` where the call goes to the host's attention.
+        variant: variant name, `"host"` for torch's own.
+        reason: why the call goes to the host's attention, `None` where it does not.
+    """
+
+    kernel: str
+    variant: str
+    reason: str | None = None
+
+    @property
+    def label(self) -> str:
+        """`kernel:variant`, as shown in reports."""
+        return f"{self.kernel}:{self.variant}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A launch config and where it came from.
+
+    Attributes:
+        config: the launch config.
+        source: `"override"`, `"env"`, `"exact"`, `"near"` or `"default"`.
+        detail: one sentence that names the file or the table.
+    """
+
+    config: LaunchConfig
+    source: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The part of an attention call that is not a tensor.
+
+    Attributes:
+        scale: factor of the scores before softmax, from the true head dim unless given.
+        causal: bottom-right aligned causal mask.
+        layout: `"bhsd"` or `"bshd"`, of the inputs and of the output.
+    """
+
+    scale: float
+    causal: bool
+    layout: str
+
+
+class Operands(Protocol):
+    """What `prepare` made of Q, K and V; opaque to callers, and tied to one launch config."""
+
+    @property
+    def launch_config(self) -> LaunchConfig | None:
+        """The launch config that fixed the quantisation blocks; `None` where nothing is tuned."""
+
+
+class Implementation(Protocol):
+    """One variant of one kernel, in two steps so that each can be timed."""
+
+    def prepare(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        problem: Problem,
+        launch: LaunchConfig | None,
+    ) -> Operands:
+        """Quantise: everything that depends on the data but is not attention."""
+
+    def launch(
+        self,
+        operands: Operands,
+        *,
+        out_dtype: torch.dtype | None = None,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention on prepared operands; the output has V's dtype unless `out_dtype` is given."""
+
+
+def bhsd(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """A `(B, H, S, D)` view of a tensor in either layout."""
+    return tensor if layout == "bhsd" else tensor.transpose(1, 2)
+
+
+def empty_output(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An output of Q's shape whose memory order follows Q's; the op's fake uses it too."""
+    return torch.empty_like(q, dtype=dtype)
+
+
+def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
+    """A contiguous fp32 `(B, H, Sq)` buffer for the log-sum-exp."""
+    batch, heads, seq = (q.shape[0], q.shape[1], q.shape[2])
+    if layout == "bshd":
+        heads, seq = seq, heads
+    return torch.empty((batch, heads, seq), dtype=torch.float32, device=q.device)

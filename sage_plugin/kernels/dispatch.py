@@ -1,0 +1,227 @@
+"""The decision table: which kernel and variant a call runs on, or why the host's attention takes it.
+
+Everything here is known without data: shapes, dtypes, device. Nothing queries a device; `facts_of`
+is the one place where a tensor's device becomes facts, and a compiler sees it as a constant.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sage_plugin import device, settings
+from sage_plugin.errors import UnknownKernelError
+from sage_plugin.kernels.attention.implementations import TRITON_KERNELS
+from sage_plugin.kernels.contract import HOST, Decision, Found
+from sage_plugin.kernels.launches import (
+    candidates,
+    default_launch,
+    find_launch,
+    forget,
+    illegal_reason,
+    tune_command,
+)
+from sage_plugin.schema import (
+    KERNEL_ALIASES,
+    KERNELS,
+    VARIANTS,
+    CallKey,
+    CallShape,
+    DeviceFacts,
+)
+
+__all__ = [
+    "Decision",
+    "Found",
+    "call_key",
+    "candidates",
+    "decide",
+    "default_launch",
+    "facts_of",
+    "find_launch",
+    "forget",
+    "illegal_reason",
+    "kernels_of",
+    "parse_kernel",
+    "resolve_kernel",
+    "tune_command",
+]
+
+DTYPES = ("float16", "bfloat16", "float32")
+MAX_HEAD_DIM = 256
+FP8_KERNELS = ("fav3_sage", "fav3_fp8")
+INT8_ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
+AMD_PREFIXES = ("gfx9", "gfx11", "gfx12")
+
+
+def resolve_kernel(name: str) -> str:
+    """The canonical name of a kernel, `"auto"` included.
+
+    Raises:
+        UnknownKernelError: no kernel has that name.
+
+    Example:
+        >>> resolve_kernel("qk_int8")
+        'sage'
+    """
+    known = KERNEL_ALIASES.get(name, name)
+    if known != "auto" and known not in KERNELS:
+        raise UnknownKernelError(
+            f"kernel {name!r} is not known; choose one of auto, {', '.join(KERNELS)} "
+            f"(alias {', '.join(f'{a} = {k}' for a, k in KERNEL_ALIASES.items())})"
+        )
+    return known
+
+
+def parse_kernel(text: str) -> tuple[str, str]:
+    """Split `kernel` or `kernel:variant` into names that exist; the variant defaults to `"auto"`.
+
+    Raises:
+        UnknownKernelError: the kernel or its variant is not known.
+
+    Example:
+        >>> parse_kernel("fav3_sage:portable")
+        ('fav3_sage', 'portable')
+    """
+    name, _, variant = text.partition(":")
+    kernel = resolve_kernel(name)
+    return kernel, _checked_variant(kernel, variant or "auto")
+
+
+def kernels_of(facts: DeviceFacts) -> tuple[str, ...]:
+    """The kernels that a device can run, plainest first."""
+    return tuple(k for k in KERNELS if _device_reason(k, facts) is None)
+
+
+@torch.compiler.assume_constant_result
+def facts_of(kind: str, index: int | None) -> DeviceFacts:
+    """Facts of a device by type and index, a constant to a compiler."""
+    return device.facts(torch.device(kind, index) if index is not None else kind)
+
+
+@torch.compiler.assume_constant_result
+def environment_choice() -> tuple[str, str]:
+    """What the environment puts in place of `kernel="auto"` and `variant="auto"`."""
+    now = settings.current()
+    return now.kernel or "auto", now.variant or "auto"
+
+
+def decide(
+    shape: CallShape,
+    facts: DeviceFacts,
+    *,
+    kernel: str = "auto",
+    variant: str = "auto",
+    min_seq: int = 0,
+    mask: bool = False,
+    dropout: float = 0.0,
+    needs_grad: bool = False,
+) -> Decision:
+    """Which kernel and variant one attention call runs on.
+
+    Args:
+        shape: the call.
+        facts: the device of its tensors.
+        kernel: kernel name, alias or `"auto"`.
+        variant: variant name or `"auto"`.
+        min_seq: calls whose shorter side is under it go to the host's attention.
+        mask: whether the call has an attention mask.
+        dropout: its dropout probability.
+        needs_grad: whether a gradient has to flow through it.
+
+    Returns:
+        The decision; with a reason where the host's attention takes the call.
+
+    Raises:
+        UnknownKernelError: the kernel or the variant is not known.
+    """
+    if kernel == "auto" or variant == "auto":
+        env_kernel, env_variant = environment_choice()
+        kernel = env_kernel if kernel == "auto" else kernel
+        variant = env_variant if variant == "auto" else variant
+    kernel = resolve_kernel(kernel)
+    automatic = kernel == "auto"
+    if automatic:
+        if facts.kind == "cpu" and variant == "auto":
+            return _host("on a CPU the host's attention is the fastest")
+        kernel = "fav3_sage" if facts.fp8_dtype is not None else "sage"
+    variant = _checked_variant(kernel, variant)
+    if kernel in ("torch", "sdpa"):
+        return Decision(kernel, HOST)
+    reason = _call_reason(shape, min_seq, mask, dropout, needs_grad) or _device_reason(kernel, facts)
+    if reason is not None:
+        return _host(reason)
+    if variant == "auto":
+        variant = "emulation" if facts.kind == "cpu" else "portable"
+    return Decision(kernel, variant)
+
+
+def call_key(shape: CallShape, decision: Decision) -> CallKey:
+    """The call key under which a call's launch config is looked up."""
+    return CallKey(
+        kernel=decision.kernel,
+        variant=decision.variant,
+        head_dim=shape.head_dim,
+        dv=shape.dv,
+        dtype=shape.dtype,
+        gqa_ratio=shape.heads_q // shape.heads_k,
+        causal=shape.causal,
+        mask_kind=shape.mask_kind,
+        layout=shape.layout,
+        seq_q=shape.seq_q,
+        seq_k=shape.seq_k,
+        batch_heads=shape.batch * shape.heads_q,
+    )
+
+
+def _host(reason: str) -> Decision:
+    return Decision("sdpa", HOST, reason)
+
+
+def _checked_variant(kernel: str, variant: str) -> str:
+    if variant == "auto" or (variant == HOST and kernel in ("torch", "sdpa")):
+        return "auto" if kernel not in ("torch", "sdpa") else HOST
+    built = TRITON_KERNELS.get(kernel, (HOST,)) if kernel != "auto" else ("emulation", "portable")
+    if variant not in built:
+        what = "not built in this version" if variant in VARIANTS else "not known"
+        raise UnknownKernelError(
+            f"variant {variant!r} of kernel {kernel!r} is {what}; choose one of auto, {', '.join(built)}"
+        )
+    return variant
+
+
+def _call_reason(
+    shape: CallShape, min_seq: int, mask: bool, dropout: float, needs_grad: bool
+) -> str | None:
+    """Why no kernel takes this call on any hardware, or `None`."""
+    if needs_grad:
+        return "a gradient is needed"
+    if dropout > 0.0:
+        return "dropout is not supported"
+    if mask:
+        return "an attention mask is not supported"
+    if shape.dtype not in DTYPES:
+        return f"dtype {shape.dtype} is not supported"
+    if shape.head_dim > MAX_HEAD_DIM:
+        return f"head dim {shape.head_dim} is over {MAX_HEAD_DIM}"
+    if shape.dv != shape.head_dim:
+        return f"V has {shape.dv} channels and Q {shape.head_dim}"
+    if shape.seq_q == 0 or shape.seq_k == 0 or shape.batch == 0:
+        return "the call is empty"
+    if shape.seq_q < min_seq or shape.seq_k < min_seq:
+        return f"shorter than min_seq {min_seq}"
+    return None
+
+
+def _device_reason(kernel: str, facts: DeviceFacts) -> str | None:
+    """Why a device cannot run a kernel, or `None`."""
+    if kernel in ("torch", "sdpa") or facts.kind == "cpu":
+        return None
+    if not device.triton_version():
+        return "Triton is not installed"
+    if facts.kind == "cuda" and facts.arch not in INT8_ARCHS:
+        return f"{facts.arch} has no INT8 tensor product in Triton"
+    if facts.kind == "hip" and not facts.arch.startswith(AMD_PREFIXES):
+        return f"{facts.arch} is not a known AMD architecture"
+    if kernel in FP8_KERNELS and facts.fp8_dtype is None:
+        return f"{facts.arch} has no FP8 matrix units"
+    return None

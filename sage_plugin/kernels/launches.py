@@ -1,0 +1,179 @@
+"""Launch configs: the default, the search space, legality, and the look-up that a call goes through."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import threading
+
+from sage_plugin import settings
+from sage_plugin.errors import ConfigError
+from sage_plugin.kernels.contract import Found
+from sage_plugin.kernels.space import Region, Space
+from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
+
+logger = logging.getLogger(__name__)
+
+TMA_ARCHS = ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
+SMALLEST_BLOCK = 16
+SMALLEST_8BIT_BLOCK = 32
+LARGEST_BLOCK = 256
+
+_memo: dict[tuple[CallKey, str, str], Found] = {}
+_warned: set[tuple[object, ...]] = set()
+_lock = threading.Lock()
+
+
+def find_launch(key: CallKey, facts: DeviceFacts, *, config_dir: str | None = None) -> Found:
+    """The launch config of a call: environment, registry (exact or near), architecture default.
+
+    The result, a miss too, is memoised by key, device and folder; no file is read after the first
+    look. A miss on a GPU is warned about once with the command that would fill it.
+
+    Raises:
+        ConfigError: `SAGE_PLUGIN_LAUNCH` is not a JSON object of launch config fields.
+    """
+    at = (key, facts.slug, config_dir or "")
+    found = _memo.get(at)
+    if found is None:
+        found = _look_up(key, facts, config_dir)
+        with _lock:
+            _memo[at] = found
+    return found
+
+
+def forget() -> None:
+    """Drop every memoised config, so that files written since are seen."""
+    from sage_plugin.registry import lookup
+
+    with _lock:
+        _memo.clear()
+        _warned.clear()
+    lookup.clear()
+
+
+def default_launch(key: CallKey, facts: DeviceFacts) -> LaunchConfig:
+    """The architecture default of a call.
+
+    Raises:
+        ConfigError: the kernel has no launch config on this hardware.
+    """
+    return _region(key, facts).default
+
+
+def candidates(key: CallKey, facts: DeviceFacts) -> tuple[LaunchConfig, ...]:
+    """Legal launch configs to search for a call, the default first."""
+    every = _region(key, facts).candidates()
+    return tuple(c for c in every if illegal_reason(c, key, facts) is None)
+
+
+def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> str | None:
+    """Why a launch config cannot run a call on a device, in one sentence, or `None`."""
+    smallest_n = SMALLEST_BLOCK if key.kernel == "fav2" else SMALLEST_8BIT_BLOCK
+    checks = (
+        (_block(config.block_m, SMALLEST_BLOCK), f"block_m {config.block_m} is not a power of two "
+         f"between {SMALLEST_BLOCK} and {LARGEST_BLOCK}"),
+        (_block(config.block_n, smallest_n), f"block_n {config.block_n} is not a power of two "
+         f"between {smallest_n} and {LARGEST_BLOCK}"),
+        (config.num_warps in (1, 2, 4, 8, 16), f"num_warps {config.num_warps} is not 1, 2, 4, 8 or 16"),
+        (1 <= config.num_stages <= 8, f"num_stages {config.num_stages} is not between 1 and 8"),
+        (config.loads in ("pointer", "descriptor"), f"loads {config.loads!r} is neither 'pointer' nor "
+         "'descriptor'"),
+        (config.pv_flush in (0, 1), f"pv_flush {config.pv_flush} is neither 0 nor 1"),
+        (config.loads != "descriptor" or facts.arch in TMA_ARCHS or facts.kind == "cpu",
+         f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
+        (facts.kind != "hip" or config.num_stages <= 2, f"num_stages {config.num_stages} on AMD is "
+         "limited to 2"),
+        (config.maxnreg == 0 or 32 <= config.maxnreg <= 255, f"maxnreg {config.maxnreg} is not between "
+         "32 and 255"),
+    )  # fmt: skip
+    for legal, reason in checks:
+        if not legal:
+            return reason
+    needed = smem_lower_bound(config, key)
+    if facts.smem_bytes and key.variant != "emulation" and needed > facts.smem_bytes:
+        return f"needs at least {needed} bytes of shared memory, {facts.name} has {facts.smem_bytes}"
+    return None
+
+
+def smem_lower_bound(config: LaunchConfig, key: CallKey) -> int:
+    """Bytes of shared memory that a launch needs at the very least: its pipelined K and V blocks."""
+    element = {"float32": 4}.get(key.dtype, 2)
+    k_bytes = element if key.kernel == "fav2" else 1
+    v_bytes = {"fav2": element, "sage": 2}.get(key.kernel, 1)
+    width = 1 << max(4, (key.head_dim - 1).bit_length())
+    return max(1, config.num_stages - 1) * config.block_n * width * (k_bytes + v_bytes)
+
+
+def tune_command(key: CallKey) -> str:
+    """The `sage tune` command that would fill a miss."""
+    parts = [f"sage tune --kernel {key.kernel}:{key.variant} --seq-len {key.seq_q}"]
+    if key.seq_k != key.seq_q:
+        parts.append(f"-sk {key.seq_k}")
+    parts.append(f"--num-heads {key.batch_heads} --head-dim {key.head_dim}")
+    parts.append(f"--dtype {key.dtype}" + (" --causal" if key.causal else ""))
+    return " ".join(parts)
+
+
+def _block(size: int, smallest: int) -> bool:
+    return smallest <= size <= LARGEST_BLOCK and size & (size - 1) == 0
+
+
+def _region(key: CallKey, facts: DeviceFacts) -> Region:
+    arch = "emulation" if key.variant == "emulation" or facts.kind == "cpu" else facts.arch
+    space: Space = importlib.import_module(f"sage_plugin.kernels.attention.{key.kernel}.space").SPACE
+    region = space.region(arch, key.head_dim, 4 if key.dtype == "float32" else 2)
+    if region is None:
+        raise ConfigError(
+            f"kernel {key.kernel}:{key.variant} has no launch config for {arch} at head dim "
+            f"{key.head_dim}; use kernel='sdpa'"
+        )
+    return region
+
+
+def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> Found:
+    from sage_plugin.registry import lookup
+
+    def legal(config: LaunchConfig) -> bool:
+        return illegal_reason(config, key, facts) is None
+
+    found = lookup.find(key, facts=facts, config_dir=config_dir, is_legal=legal)
+    if found is not None:
+        base = Found(found.entry.config, found.source, f"{found.label}: {found.path}")
+    else:
+        base = Found(default_launch(key, facts), "default", f"default of {facts.arch}")
+        _warn_miss(key, facts)
+    override = settings.current().launch
+    if override is None:
+        return base
+    config = base.config.replaced(**_fields(override))
+    if reason := illegal_reason(config, key, facts):
+        raise ConfigError(f"SAGE_PLUGIN_LAUNCH gives a config that {facts.name} cannot run: {reason}")
+    return Found(config, "env", f"SAGE_PLUGIN_LAUNCH over {base.detail}")
+
+
+def _fields(text: str) -> dict[str, object]:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"SAGE_PLUGIN_LAUNCH is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"SAGE_PLUGIN_LAUNCH is {type(fields).__name__}, expected a JSON object")
+    return fields
+
+
+def _warn_miss(key: CallKey, facts: DeviceFacts) -> None:
+    """Warn once for each discrete key; on a CPU, where speed is nobody's aim, stay silent."""
+    if facts.kind == "cpu":
+        return
+    at = (key.discrete(), facts.slug)
+    with _lock:
+        if at in _warned:
+            return
+        _warned.add(at)
+    logger.warning(
+        "no tuned config for %s:%s (head dim %d, Sq %d, Sk %d, %s) on %s: using the default; `%s` fills it",
+        key.kernel, key.variant, key.head_dim, key.seq_q, key.seq_k, key.dtype, facts.name,
+        tune_command(key),
+    )  # fmt: skip

@@ -1,0 +1,404 @@
+"""The frozen records that cross package lines, and their JSON forms.
+
+Every `from_json` is strict: an unknown, missing or wrongly typed field is a `ConfigError` that names
+it. Units stand in the field names. Importing this module loads neither torch nor triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Self, get_args, get_origin
+
+from sage_plugin.errors import ConfigError
+
+SCHEMA_VERSION = 1
+
+KERNELS = ("torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
+"""Kernel names of the attention family, plainest first."""
+
+KERNEL_ALIASES = {"qk_int8": "sage"}
+VARIANTS = ("portable", "hopper", "emulation")
+LAYOUTS = ("bhsd", "bshd")
+MASK_KINDS = ("none", "key_bias", "dense")
+
+
+class JsonRecord:
+    """Strict JSON in and out for a frozen dataclass."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON types, in field order."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Check and build a record from parsed JSON.
+
+        Raises:
+            ConfigError: naming the record and the field that is unknown, missing or of a wrong type.
+        """
+        if not isinstance(data, dict):
+            raise ConfigError(f"{cls.__name__}: got {_kind(data)}, expected a JSON object")
+        fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        unknown = sorted(map(str, set(data) - set(fields)))
+        if unknown:
+            raise ConfigError(
+                f"{cls.__name__}: unknown field {unknown[0]!r}; allowed: {', '.join(fields)}"
+            )
+        hints = typing.get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for name, spec in fields.items():
+            if name in data:
+                values[name] = _checked(f"{cls.__name__}.{name}", data[name], hints[name])
+            elif _required(spec):
+                raise ConfigError(f"{cls.__name__}: field {name!r} is missing")
+        return cls(**values)
+
+
+def _required(spec: dataclasses.Field[Any]) -> bool:
+    return spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _checked(where: str, value: Any, hint: Any) -> Any:
+    """Return `value` as the type that `hint` names, or raise a `ConfigError`."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        inner = next(a for a in args if a is not type(None))
+        return _checked(where, value, inner)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where}: got {_kind(value)}, expected a list")
+        return tuple(_checked(f"{where}[{i}]", v, args[0]) for i, v in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
+            raise ConfigError(f"{where}: got {_kind(value)}, expected an object")
+        return {k: _checked(f"{where}.{k}", v, args[1]) for k, v in value.items()}
+    if isinstance(hint, type) and issubclass(hint, JsonRecord):
+        return value if isinstance(value, hint) else hint.from_json(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{where}: got {value!r} ({_kind(value)}), expected {hint.__name__}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig(JsonRecord):
+    """The tunable numbers of one attention launch; the quantiser reads its blocks from here too.
+
+    Attributes:
+        block_m: query rows of a program.
+        block_n: keys of a step, and the granule of the K scale.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+        loads: `"pointer"`, or `"descriptor"` for TMA (sm_90 and newer).
+        smooth_k: subtract the mean of K over keys before quantising it.
+        smooth_v: subtract the mean of V over keys and add it back to the output (FP8 V only).
+        pv_flush: key blocks that stay in the tensor core's accumulator before they are added to the
+            fp32 one; 1 is two-level accumulation at every block, 0 is never.
+        maxnreg: register limit of a thread (NVIDIA), 0 for none.
+        waves_per_eu: occupancy hint (AMD), 0 for none.
+        matrix_instr_nonkdim: MFMA shape (AMD), 0 for the compiler's choice.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    loads: str
+    smooth_k: bool
+    smooth_v: bool
+    pv_flush: int
+    maxnreg: int = 0
+    waves_per_eu: int = 0
+    matrix_instr_nonkdim: int = 0
+
+    def replaced(self, **changes: Any) -> Self:  # noqa: ANN401
+        """A copy with some fields changed; an unknown field is a `ConfigError`."""
+        return type(self).from_json({**self.to_json(), **changes})
+
+    def text(self) -> str:
+        """Canonical JSON text, the form in which it crosses the torch op."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey(JsonRecord):
+    """What is known of an attention call without its data.
+
+    The first nine fields are discrete: two keys that differ in one never share a config. The last
+    three are numbers: a near match may differ in them.
+
+    Attributes:
+        kernel: kernel name (`KERNELS`).
+        variant: variant name (`VARIANTS`).
+        head_dim: channels of a head of Q and K.
+        dv: channels of a head of V.
+        dtype: dtype of Q as torch spells it, without `torch.`.
+        gqa_ratio: query heads per key head.
+        causal: bottom-right aligned causal mask.
+        mask_kind: one of `MASK_KINDS`.
+        layout: `"bhsd"` or `"bshd"`.
+        seq_q: query length.
+        seq_k: key length.
+        batch_heads: batch times query heads.
+    """
+
+    kernel: str
+    variant: str
+    head_dim: int
+    dv: int
+    dtype: str
+    gqa_ratio: int
+    causal: bool
+    mask_kind: str
+    layout: str
+    seq_q: int
+    seq_k: int
+    batch_heads: int
+
+    def discrete(self) -> tuple[Any, ...]:
+        """The fields that must be equal for a config to be shared."""
+        return (
+            self.kernel,
+            self.variant,
+            self.head_dim,
+            self.dv,
+            self.dtype,
+            self.gqa_ratio,
+            self.causal,
+            self.mask_kind,
+            self.layout,
+        )
+
+    def numbers(self) -> tuple[int, int, int]:
+        """The fields in which a near match may differ."""
+        return (self.seq_q, self.seq_k, self.batch_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape(JsonRecord):
+    """The full shape of one recorded or synthetic attention call, before any selection of heads."""
+
+    batch: int
+    heads_q: int
+    heads_k: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    dv: int
+    dtype: str
+    causal: bool
+    mask_kind: str
+    layout: str
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts(JsonRecord):
+    """Identity and limits of one device; the slug names its folder of configs.
+
+    Attributes:
+        slug: file-system safe name, e.g. `nvidia-h100-80gb-hbm3`.
+        name: the driver's name.
+        kind: `"cuda"`, `"hip"` or `"cpu"`.
+        arch: `sm_90`, `gfx942` or the CPU's machine name.
+        sm_count: multiprocessors or compute units; cores on a CPU.
+        memory_bytes: device memory.
+        smem_bytes: shared memory that one program may use.
+        fp8_dtype: torch's name of the FP8 type of its matrix units, or `None`.
+    """
+
+    slug: str
+    name: str
+    kind: str
+    arch: str
+    sm_count: int
+    memory_bytes: int
+    smem_bytes: int
+    fp8_dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain(JsonRecord):
+    """Versions that a measurement depends on; empty where not installed."""
+
+    sage_plugin: str
+    torch: str
+    triton: str
+    python: str
+    driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timing(JsonRecord):
+    """A median of `n` samples with its 95 % interval, in milliseconds, and how it was taken."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    n: int
+    method: str
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorMetrics(JsonRecord):
+    """Error of an output against a reference (design section 7), worst head where it says worst.
+
+    Attributes:
+        rel_l1: sum of absolute errors over sum of absolute reference values.
+        cosine: cosine similarity of the flattened outputs.
+        rmse: root mean square error.
+        max_abs: largest absolute error.
+        row_cosine_p10: 10th percentile of the cosine of each output row.
+        worst_head_rel_l1: `rel_l1` of the worst head.
+        worst_head_cosine: cosine of the worst head.
+        gain: mean of the output over mean of the reference.
+        centred_rel_l1: `rel_l1` after subtracting the mean of V over visible keys from both, on fp32.
+        rounding_floor: centred `rel_l1` that rounding the reference to the output dtype alone gives.
+        bad_values: NaN and infinite values in the output.
+        worst_head_row_cosine_p10: `row_cosine_p10` of the worst head.
+        suspect: what is wrong in a way that no number shows, such as a constant output; else empty.
+    """
+
+    rel_l1: float
+    cosine: float
+    rmse: float
+    max_abs: float
+    row_cosine_p10: float
+    worst_head_rel_l1: float
+    worst_head_cosine: float
+    gain: float
+    centred_rel_l1: float
+    rounding_floor: float
+    bad_values: int
+    worst_head_row_cosine_p10: float = 1.0
+    suspect: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence(JsonRecord):
+    """Why a registry entry holds what it holds."""
+
+    time: Timing
+    baseline_time: Timing
+    baseline: str
+    gain_low: float
+    errors: ErrorMetrics
+    synthetic: bool
+    inputs: tuple[str, ...]
+    run: str
+    toolchain: Toolchain
+    date: str
+    confirmed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryEntry(JsonRecord):
+    """One tuned config: the key it was measured at and the lengths for which it may be used."""
+
+    key: CallKey
+    seq_q_range: tuple[int, ...]
+    seq_k_range: tuple[int, ...]
+    config: LaunchConfig
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryFile(JsonRecord):
+    """A whole `<device_slug>/<family>.json`."""
+
+    schema_version: int
+    family: str
+    device: DeviceFacts
+    toolchain: Toolchain
+    entries: tuple[RegistryEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRecord(JsonRecord):
+    """One line of a capture folder's `manifest.jsonl`: one saved call.
+
+    Attributes:
+        schema_version: `SCHEMA_VERSION` of the writer.
+        family: op family, `"attention"`.
+        file: name of the safetensors file in the folder.
+        layer: module path of the attention, with the component in front.
+        step: denoising step (forward of the component), from 0.
+        timestep: the model's own timestep, or `None`.
+        call_index: which attention call of that layer in that step, from 0.
+        shape: the full call.
+        batch_indices: batch items that were saved.
+        head_indices: key heads that were saved (their query heads go with them).
+        strides_q: strides of Q as it arrived, in elements of its own layout; likewise K and V.
+        text_length: leading text tokens of a joint sequence, or `None`.
+        model_class: class of the model.
+        config_hash: hash of the model's config, or empty.
+        versions: package name to version.
+        sha256: checksum of the file.
+    """
+
+    schema_version: int
+    family: str
+    file: str
+    layer: str
+    step: int
+    timestep: float | None
+    call_index: int
+    shape: CallShape
+    batch_indices: tuple[int, ...]
+    head_indices: tuple[int, ...]
+    strides_q: tuple[int, ...]
+    strides_k: tuple[int, ...]
+    strides_v: tuple[int, ...]
+    text_length: int | None
+    model_class: str
+    config_hash: str
+    versions: dict[str, str]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trial(JsonRecord):
+    """One line of a run's `ledger.jsonl`: one config measured in one study.
+
+    Attributes:
+        study: hash that identifies key, kernel, inputs, space, gate, timer, device and toolchain.
+        config: the launch config.
+        stage: `"screen"` or `"final"`.
+        status: `"ok"`, `"gate_failed"`, `"compile_error"`, `"run_error"`, `"crashed"`, `"timeout"`,
+            `"mutates_input"` or `"illegal"`.
+        reason: one sentence for every status but `ok`.
+        time: time with quantisation.
+        kernel_time: time of the attention launch alone.
+        errors: metrics of the worst head of the worst capture.
+        registers: registers a thread, `None` where unknown.
+        smem_bytes: shared memory of a program, `None` where unknown.
+        spills: spilled registers, `None` where unknown.
+    """
+
+    study: str
+    config: LaunchConfig
+    stage: str
+    status: str
+    reason: str = ""
+    time: Timing | None = None
+    kernel_time: Timing | None = None
+    errors: ErrorMetrics | None = None
+    registers: int | None = None
+    smem_bytes: int | None = None
+    spills: int | None = None
+    extra: dict[str, float] = field(default_factory=dict)
