@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+HIDDEN = tl.constexpr(-8388608)
+"""Score of a hidden key before scaling: below any that a product of 8-bit operands can reach."""
+
 
 @triton.jit
 def block_range(first_row, seq_q, seq_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
@@ -70,12 +73,11 @@ def _quantised_step(
     scale = q_scale * tl.load(k_scale + j)
     if MASKED:
         seen = visible_keys(rows, j * BN, seq_q, seq_k, BN, CAUSAL)
-        x = tl.where(seen, s.to(tl.float32) * scale[:, None], float("-inf"))
-        top = tl.maximum(m, tl.max(x, 1))
-        p = tl.math.exp2(x - (top - OFFSET)[:, None])
-    else:
-        top = tl.maximum(m, tl.max(s, 1).to(tl.float32) * scale)
-        p = tl.math.exp2(s.to(tl.float32) * scale[:, None] - (top - OFFSET)[:, None])
+        s = tl.where(seen, s, HIDDEN)
+    top = tl.maximum(m, tl.max(s, 1).to(tl.float32) * scale)
+    p = tl.math.exp2(s.to(tl.float32) * scale[:, None] - (top - OFFSET)[:, None])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
     decay = tl.math.exp2(m - top)
     l = l * decay + tl.sum(p, 1)
     pv = p.to(P_TYPE)

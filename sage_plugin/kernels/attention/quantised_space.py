@@ -35,7 +35,7 @@ def launch(
 
 
 HOPPER_TILES = (Tile(64, 128, 4), Tile(64, 64, 4), Tile(128, 128, 8), Tile(128, 64, 8))
-HOPPER_AXES = {"num_stages": (2, 3, 4), "maxnreg": (0, 128)}
+HOPPER_AXES = {"num_stages": (2, 3, 4), "maxnreg": (0, 128, 168)}
 NVIDIA_TILES = (Tile(128, 64, 4), Tile(128, 64, 8), Tile(128, 128, 8), Tile(64, 64, 4), Tile(128, 32, 4))
 NVIDIA_AXES = {"num_stages": (2, 3, 4)}
 AMD_TILES = (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4))
