@@ -54,6 +54,16 @@ def store_rows(o, tile, rows, d, bh, heads, seq_q, stride_b, stride_h, stride_s,
 
 
 @triton.jit
+def two_level(acc, decay, partial):
+    """Rescale the fp32 sum and add a block's partial product outside of the tensor core.
+
+    Tensor cores truncate while they accumulate; an explicit fma keeps the compiler from folding the
+    addition back into the product.
+    """
+    return tl.math.fma(acc, tl.broadcast_to(decay[:, None], acc.shape), partial)
+
+
+@triton.jit
 def _quantised_step(
     k, v, k_scale, j, q, q_scale, m, l, acc, rows, seq_q, seq_k, kv_row, kv_head, k_rows,
     DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, PV8: tl.constexpr,
@@ -96,7 +106,7 @@ def _quantised_step(
             n = j * BN + tl.arange(0, BN)
             v_tile = tl.load(v + (kv_row + n)[:, None] * DP + tl.arange(0, DP)[None, :])
     if FLUSH == 1:
-        acc = acc * decay[:, None] + tl.dot(pv, v_tile)
+        acc = two_level(acc, decay, tl.dot(pv, v_tile))
     else:
         acc = tl.dot(pv, v_tile, acc * decay[:, None])
     return top, l, acc
@@ -153,8 +163,8 @@ def quantised_attention_kernel(
 @triton.jit
 def _plain_step(
     k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q, scale, m, l, acc, rows, seq_q, seq_k,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, FLUSH: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One key block of unquantised attention."""
     d = tl.arange(0, DP)
@@ -176,7 +186,11 @@ def _plain_step(
     p = tl.math.exp2(s - top[:, None])
     decay = tl.math.exp2(m - top)
     l = l * decay + tl.sum(p, 1)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=PRECISION)
+    p = p.to(v_tile.dtype)
+    if FLUSH == 1:
+        acc = two_level(acc, decay, tl.dot(p, v_tile, input_precision=PRECISION))
+    else:
+        acc = tl.dot(p, v_tile, acc * decay[:, None], input_precision=PRECISION)
     return top, l, acc
 
 
@@ -186,8 +200,8 @@ def plain_attention_kernel(
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_od,
     heads_q, ratio, seq_q, seq_k, row_blocks, scale,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
-    LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FLUSH: tl.constexpr,
+    CAUSAL: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """FlashAttention-2 on tensors read in place; `scale` has log2 e folded in."""
     block, bh = program_block(tl.program_id(0), row_blocks, CAUSAL)
@@ -207,12 +221,12 @@ def plain_attention_kernel(
     for j in tl.range(0, plain, num_stages=STAGES):
         m, l, acc = _plain_step(
             k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q_tile, scale, m, l, acc, rows, seq_q,
-            seq_k, D, DP, BN, CAUSAL, False, PRECISION,
+            seq_k, D, DP, BN, FLUSH, CAUSAL, False, PRECISION,
         )  # fmt: skip
     for j in tl.range(plain, total, num_stages=1):
         m, l, acc = _plain_step(
             k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q_tile, scale, m, l, acc, rows, seq_q,
-            seq_k, D, DP, BN, CAUSAL, True, PRECISION,
+            seq_k, D, DP, BN, FLUSH, CAUSAL, True, PRECISION,
         )  # fmt: skip
     alive = l > 0.0
     out = tl.where(alive[:, None], acc / tl.where(alive, l, 1.0)[:, None], 0.0)

@@ -15,7 +15,7 @@ def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Laun
         loads="pointer",
         smooth_k=False,
         smooth_v=False,
-        pv_flush=0,
+        pv_flush=1,
     )
 
 

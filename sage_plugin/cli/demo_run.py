@@ -1,0 +1,242 @@
+"""The steps of `sage demo`, in order: generate, record, tune, measure, generate again patched."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sage_plugin.errors import OutputError, SageError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sage_plugin.bench.rows import Table
+    from sage_plugin.demo.pipeline import DigitVideoPipeline
+    from sage_plugin.plugin.report import PluginReport
+    from sage_plugin.tune.observer import Observer
+    from sage_plugin.tune.outcome import TuneReport
+
+CAPTURES = 6
+BENCHED = 2
+MARK = ".sage-demo"
+"""A file that says that a folder is a demo's own, to be replaced by the next demo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one demo run was asked for."""
+
+    folder: Path
+    size: str
+    kernel: str
+    digit: int
+    steps: int
+    seed: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """One generated clip.
+
+    Attributes:
+        frames: `(1, F, 1, H, W)` in [0, 1], fp32, on the CPU.
+        step_ms: time of each denoising step, the first left out; milliseconds.
+    """
+
+    frames: torch.Tensor
+    step_ms: tuple[float, ...]
+
+    @property
+    def median_step_ms(self) -> float:
+        """Median time of a denoising step."""
+        ordered = sorted(self.step_ms)
+        return ordered[len(ordered) // 2] if ordered else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far the patched clip is from the host's.
+
+    Attributes:
+        psnr_db: peak signal-to-noise ratio over the clip; infinite for equal clips.
+        worst_frame_psnr_db: of the worst frame.
+        max_abs: largest difference of a pixel, of 1.
+    """
+
+    psnr_db: float
+    worst_frame_psnr_db: float
+    max_abs: float
+
+
+def prepare_folder(folder: Path) -> None:
+    """An empty output folder; one that an earlier demo made is replaced, any other is refused.
+
+    Raises:
+        UsageError: the folder holds something else.
+        OutputError: it cannot be written.
+    """
+    try:
+        if folder.is_dir() and (folder / MARK).is_file():
+            shutil.rmtree(folder)
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(
+                f"{folder} exists and is not the folder of an earlier demo: name another with --out"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARK).write_text("made by `sage demo`, which replaces this folder\n")
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def load(ask: Ask) -> DigitVideoPipeline:
+    """The embedded model on the device: bf16 on a GPU, fp32 on a CPU."""
+    import torch
+
+    from sage_plugin.demo import load_pipeline
+
+    dtype = torch.float32 if ask.device == "cpu" else torch.bfloat16
+    pipe = load_pipeline(device=ask.device, dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generate(pipe: DigitVideoPipeline, ask: Ask, on_step: Callable[[], object]) -> Clip:
+    """One clip from the run's seed, with the time of every step but the first."""
+    import torch
+
+    marks: list[float] = []
+
+    def step(*_: object) -> None:
+        if ask.device != "cpu":
+            torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+        on_step()
+
+    out = pipe(
+        ask.digit,
+        size=ask.size,
+        num_inference_steps=ask.steps,
+        generator=torch.Generator().manual_seed(ask.seed),
+        callback_on_step_end=step,
+    )
+    times = tuple(1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False))
+    return Clip(out.frames.float().cpu(), times)
+
+
+def record(pipe: DigitVideoPipeline, ask: Ask, on_step: Callable[[], object]) -> int:
+    """Record attention inputs while the host's attention draws the clip; the number of captures."""
+    from sage_plugin.capture.recorder import record as recording
+
+    with recording(
+        pipe,
+        ask.folder / "captured_inputs",
+        max_captures=CAPTURES,
+        total_steps=ask.steps,
+    ) as recorder:
+        generate(pipe, ask, on_step)
+    return recorder.summary.files
+
+
+def tune(ask: Ask, observer: Observer) -> TuneReport:
+    """Tune the kernel on the captures; the winners go to `configs` in the run's folder."""
+    from sage_plugin.tune import run_folder
+    from sage_plugin.tune.child_runner import ChildRunner
+    from sage_plugin.tune.inputs import from_captures
+    from sage_plugin.tune.plan import Request, build
+    from sage_plugin.tune.session import tune as run
+
+    request = Request(
+        inputs=from_captures(ask.folder / "captured_inputs"),
+        kernels=(ask.kernel,),
+        device=ask.device,
+        config_dir=ask.folder / "configs",
+        runs_dir=ask.folder / "tuning_runs",
+    )
+    plan = build(request)
+    runner = ChildRunner(timeout_s=request.timeout_s, log=plan.run_folder / run_folder.LOG)
+    return run(plan, runner, observer, argv=("sage", "demo"))
+
+
+def measure(ask: Ask, on_case: Callable[[], object]) -> list[Table]:
+    """Measure all kernels on some of the captures, beside the host's attention."""
+    import torch
+
+    from sage_plugin import device as devices
+    from sage_plugin.bench.compare import Plan, run_case
+    from sage_plugin.bench.report import csv_text, json_text, write
+    from sage_plugin.bench.suite import captured
+    from sage_plugin.kernels import dispatch
+
+    facts = devices.facts(ask.device)
+    kernels = tuple((k, "auto") for k in dispatch.kernels_of(facts) if k != "torch")
+    plan = Plan(
+        kernels=kernels, reference=("fav2", "auto"), config_dir=str(ask.folder / "configs")
+    )
+    tables = []
+    for case in captured(ask.folder / "captured_inputs", BENCHED).cases:
+        tables.append(run_case(case, plan, device=torch.device(ask.device)))
+        on_case()
+    write(ask.folder / "bench.csv", csv_text(tables, facts, devices.toolchain()))
+    write(ask.folder / "bench.json", json_text(tables, facts, devices.toolchain()))
+    return tables
+
+
+def generate_patched(
+    pipe: DigitVideoPipeline, ask: Ask, on_step: Callable[[], object]
+) -> tuple[Clip, PluginReport]:
+    """The same clip on the tuned kernel.
+
+    Raises:
+        SageError: no attention call ran on a kernel.
+    """
+    from sage_plugin.plugin.patch import patched
+
+    with patched(pipe, kernel=ask.kernel, config_dir=ask.folder / "configs") as handle:
+        clip = generate(pipe, ask, on_step)
+        report = handle.report()
+    if report.kernel_calls() == 0:
+        raise SageError(
+            f"none of the {report.total_calls()} attention calls of the patched run ran on a kernel: "
+            f"{report.text()}"
+        )
+    return clip, report
+
+
+def compare(host: Clip, patched: Clip) -> Difference:
+    """Error between the two clips."""
+    import math
+
+    error = (host.frames.double() - patched.frames.double())[0]
+    per_frame = error.square().flatten(1).mean(1)
+
+    def psnr(mse: float) -> float:
+        return math.inf if mse == 0 else -10.0 * math.log10(mse)
+
+    return Difference(
+        psnr_db=psnr(per_frame.mean().item()),
+        worst_frame_psnr_db=psnr(per_frame.max().item()),
+        max_abs=error.abs().max().item(),
+    )
+
+
+def save(ask: Ask, host: Clip, patched: Clip) -> tuple[Path, ...]:
+    """Both clips, and the two side by side with their difference, as GIF and contact sheet."""
+    import torch
+
+    from sage_plugin.demo.film import save_clips
+
+    gap = (host.frames - patched.frames).abs()
+    clips = {
+        "host": host.frames,
+        "patched": patched.frames,
+        "side_by_side": torch.cat([host.frames, patched.frames, gap]),
+    }
+    paths: list[Path] = []
+    for name, frames in clips.items():
+        paths += save_clips(frames, ask.folder / name)
+    return tuple(paths)

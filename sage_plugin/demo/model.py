@@ -1,0 +1,179 @@
+"""The demo model and its files: diffusers' CogVideoX transformer and a label embedding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors
+import torch
+from diffusers import CogVideoXTransformer3DModel, ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from safetensors.torch import load_file, save
+from torch import nn
+
+from sage_plugin.demo.sizes import BASE_PX, PATCH_PX, DemoSize
+from sage_plugin.errors import DemoError
+
+FORMAT_VERSION = 1
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+TRAINING_FILE = "training.json"
+
+
+class DigitEmbedding(ModelMixin, ConfigMixin):
+    """Stands where a text encoder stands: a digit and a frame scale become a few tokens."""
+
+    @register_to_config
+    def __init__(self, num_classes: int, num_scales: int, num_tokens: int, embed_dim: int) -> None:
+        """Create the tables; class `num_classes` is the empty label of classifier-free guidance."""
+        super().__init__()
+        self.digits = nn.Embedding(num_classes + 1, num_tokens * embed_dim)
+        self.scales = nn.Embedding(num_scales, num_tokens * embed_dim)
+        self.tokens_shape = (num_tokens, embed_dim)
+
+    @property
+    def empty_label(self) -> int:
+        """The label that means "any digit"."""
+        return self.digits.num_embeddings - 1
+
+    def forward(self, labels: torch.Tensor, size: DemoSize) -> torch.Tensor:
+        """Return token embeddings (B, tokens, dim) for labels (B,) at one clip geometry."""
+        scales = torch.full_like(labels, size.scale - 1)
+        return (self.digits(labels) + self.scales(scales)).unflatten(-1, self.tokens_shape)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """The two modules that hold weights, and the settings they were built from."""
+
+    transformer: CogVideoXTransformer3DModel
+    label_embedding: DigitEmbedding
+    config: Mapping[str, Any]
+
+    def modules(self) -> nn.ModuleDict:
+        """Both modules under the prefixes that the weights file uses."""
+        return nn.ModuleDict(
+            {"transformer": self.transformer, "label_embedding": self.label_embedding}
+        )
+
+
+def shipped_folder() -> Path:
+    """The folder inside the installed package that holds config, weights and training record."""
+    return Path(str(resources.files("sage_plugin.demo") / "weights"))
+
+
+def read_config(folder: Path | None = None) -> dict[str, Any]:
+    """Read `config.json` from `folder`, by default the shipped one.
+
+    Raises:
+        DemoError: If the file is missing, damaged or of another format version.
+    """
+    path = (folder or shipped_folder()) / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        version = config["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DemoError(
+            f"cannot read the demo model's settings {path}: {error}; reinstall sage-plugin"
+        ) from error
+    if version != FORMAT_VERSION:
+        raise DemoError(
+            f"{path} has format version {version!r}, this release reads {FORMAT_VERSION}; "
+            "reinstall sage-plugin"
+        )
+    return cast("dict[str, Any]", config)
+
+
+def build_model(config: Mapping[str, Any] | None = None) -> DemoModel:
+    """Build the model with random weights, float32, on the CPU.
+
+    Args:
+        config: Settings as in `config.json`; the shipped ones when left out.
+    """
+    config = read_config() if config is None else config
+    return DemoModel(
+        CogVideoXTransformer3DModel(**config["transformer"]),
+        DigitEmbedding(**config["label_embedding"]),
+        config,
+    )
+
+
+def save_model(model: DemoModel, folder: Path) -> Path:
+    """Write `model.safetensors` (float16) and `config.json`, each whole or not at all.
+
+    Args:
+        model: What to save, in any data type and on any device.
+        folder: Where the files go; it is made if it is missing.
+
+    Returns:
+        The path of the weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        name: tensor.detach().to("cpu", torch.float16).contiguous()
+        for name, tensor in model.modules().state_dict().items()
+    }
+    weights, config = folder / WEIGHTS_FILE, folder / CONFIG_FILE
+    weights.with_suffix(".tmp").write_bytes(save(state))
+    weights.with_suffix(".tmp").replace(weights)
+    config.with_suffix(".tmp").write_text(
+        json.dumps(model.config, indent=2) + "\n", encoding="utf-8"
+    )
+    config.with_suffix(".tmp").replace(config)
+    return weights
+
+
+def load_model(
+    *,
+    folder: Path | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> DemoModel:
+    """Load the trained model, ready for inference.
+
+    Args:
+        folder: Where `config.json` and `model.safetensors` lie; the shipped ones when left out.
+        device: Where the modules go.
+        dtype: Data type of the weights after loading.
+
+    Raises:
+        DemoError: If the weights are missing, damaged or do not fit the settings.
+    """
+    folder = folder or shipped_folder()
+    path = folder / WEIGHTS_FILE
+    model = build_model(read_config(folder))
+    try:
+        model.modules().load_state_dict(load_file(path))
+    except FileNotFoundError as error:
+        raise DemoError(
+            f"the demo model's weights {path} are missing; reinstall sage-plugin, "
+            "or train them with examples/cogvideo/train_demo.py"
+        ) from error
+    except (safetensors.SafetensorError, RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DemoError(
+            f"the demo model's weights {path} are damaged ({reason}); reinstall sage-plugin"
+        ) from error
+    model.modules().to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return model
+
+
+def rotary_embedding(
+    size: DemoSize, head_dim: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary cosines and sines for one clip, each (video_tokens, head_dim), float32.
+
+    Space is measured in patches of the smallest frame at every size and time in frames, so a larger
+    frame is the same scene drawn finer: its patches lie at fractional positions in the same range.
+    """
+    extent = BASE_PX // PATCH_PX
+    cos, sin = get_3d_rotary_pos_embed(
+        head_dim, ((0, 0), (extent, extent)), size.grid, size.frames, device=torch.device(device)
+    )
+    return cos, sin
