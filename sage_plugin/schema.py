@@ -291,7 +291,22 @@ class ErrorMetrics(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class Evidence(JsonRecord):
-    """Why a registry entry holds what it holds."""
+    """Why a registry entry holds what it holds.
+
+    Attributes:
+        time: time of the config, with quantisation.
+        baseline_time: time of the baseline in the same measurement.
+        baseline: the launch config that had to be beaten, as text.
+        gain_low: lower end of the gain's interval; 0 for a confirmed baseline.
+        errors: metrics of the worst head of the worst input.
+        synthetic: the inputs were drawn, not recorded.
+        inputs: checksums of the captures, or the synthetic distribution with its seed.
+        run: name of the tuning run.
+        toolchain: versions that were measured with.
+        date: day of the measurement, UTC.
+        confirmed: the baseline itself won.
+        stamp: how far the times can be trusted (`clean`, `noisy`, `throttled`), or empty.
+    """
 
     time: Timing
     baseline_time: Timing
@@ -304,6 +319,7 @@ class Evidence(JsonRecord):
     toolchain: Toolchain
     date: str
     confirmed: bool = False
+    stamp: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,9 @@ def _quantised_step(
     return top, l, acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["heads_q", "ratio", "seq_q", "seq_k", "q_rows", "row_blocks", "key_blocks"]
+)
 def quantised_attention_kernel(
     q, k, v, o, lse, q_scale, k_scale, v_scale, v_mean, shift,
     stride_ob, stride_oh, stride_os, stride_od,
@@ -194,7 +196,7 @@ def _plain_step(
     return top, l, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads_q", "ratio", "seq_q", "seq_k", "row_blocks"])
 def plain_attention_kernel(
     q, k, v, o, lse,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,

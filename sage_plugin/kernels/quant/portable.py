@@ -30,7 +30,7 @@ def _round_even(x):
     return (x + 12582912.0) - 12582912.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "seq", "per_split", "splits"])
 def _statistics_kernel(
     k, v, k_sum, v_sum, v_min, v_max,
     stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
@@ -68,7 +68,7 @@ def _statistics_kernel(
         tl.store(k_sum + at, tl.sum(sums_k, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seq", "splits"])
 def _reduce_kernel(
     k_sum, v_sum, v_min, v_max, k_mean, v_mean, v_scale, seq, splits,
     D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, K_MEAN: tl.constexpr, V_MEAN: tl.constexpr,
@@ -97,7 +97,7 @@ def _reduce_kernel(
         tl.store(k_mean + bh * DP + d, sums / seq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "ratio", "seq", "q_rows", "blocks"])
 def _quantise_q_kernel(
     q, q8, q_scale, shift, k_mean, stride_qb, stride_qh, stride_qs, stride_qd,
     heads, ratio, seq, q_rows, blocks, multiplier,
@@ -126,7 +126,7 @@ def _quantise_q_kernel(
         tl.store(shift + rows, tl.sum(x * mean[None, :], 1), mask=n < q_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "seq", "blocks"])
 def _quantise_kv_kernel(
     k, v, k8, v8, k_scale, k_mean, v_mean, v_scale,
     stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,

@@ -1,0 +1,106 @@
+# `make test` and `make demo` need Python 3.11 or newer and make; everything else they set up
+# themselves in $(VENV), once. `make help` lists the rest.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-gpu lint format wheel clean FORCE
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+WORKERS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+# The first interpreter that is new enough; the set-up says so where there is none.
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; \
+	done)
+endif
+
+# With an NVIDIA GPU: torch's default build, with the Triton that it brings. Without: the small CPU
+# build where its index can be reached, and the Triton that the tests' interpreter runs were made with.
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+ifeq ($(GPU),yes)
+TORCH ?= torch>=2.11
+TORCH_INDEX ?=
+TRITON ?=
+else
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TRITON ?= triton==3.6.0; sys_platform == "linux"
+endif
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
+SAY := @echo '[set-up]'
+
+help:  ## list the targets and variables
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  PYTHON=$(PYTHON)  VENV=$(VENV)  WORKERS=$(WORKERS)  PYTEST_ARGS=  DEMO_ARGS='
+	@echo '  TORCH="$(TORCH)"  TORCH_INDEX=$(TORCH_INDEX)  TRITON=$(TRITON)'
+
+demo: $(STAMPS)/demo  ## capture, tune, measure and generate with the embedded video model
+	$(BIN)/python -m sage_plugin demo $(DEMO_ARGS)
+
+test: $(STAMPS)/test  ## run the CPU test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu' $(PYTEST_ARGS)
+
+test-gpu: $(STAMPS)/test  ## run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+LINTERS := 'ruff check .' 'ruff format --check .' 'python scripts/house_rules.py' 'lint-imports --no-logo' mypy
+
+lint: $(STAMPS)/dev  ## style, types, dependency order, house rules
+	@status=0; for linter in $(LINTERS); do \
+		echo "$$linter"; $(BIN)/$$linter || status=1; \
+	done; exit $$status
+
+format: $(STAMPS)/dev  ## rewrite the code in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(STAMPS)/dev  ## build the wheel and the source archive into dist/
+	$(BIN)/python -m build --outdir dist
+
+clean:  ## remove the environment, builds and caches
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find sage_plugin tests examples benchmarks scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# -- set-up: each stamp is one finished step ----------------------------------------------------
+
+$(STAMPS)/venv:
+	@test -n "$(PYTHON)" || { echo 'Python 3.11 or newer was not found; name one with PYTHON=...' >&2; exit 3; }
+	$(SAY) 'environment $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+# Rewritten only when the wanted torch changes, so that a changed variable redoes the installation.
+$(STAMPS)/torch.wanted: FORCE | $(STAMPS)/venv
+	@printf '%s\n' '$(TORCH)' '$(TORCH_INDEX)' '$(TRITON)' | cmp -s - $@ \
+		|| printf '%s\n' '$(TORCH)' '$(TORCH_INDEX)' '$(TRITON)' > $@
+
+# --no-deps: one name is asked of the extra index, so that an unreachable one costs seconds, and it
+# serves nothing but torch; what torch needs comes with the package in the next step.
+$(STAMPS)/torch: $(STAMPS)/torch.wanted
+	$(SAY) '$(TORCH) (a large download; nothing is shown while it runs)'
+ifneq ($(TORCH_INDEX),)
+	@$(PIP) --retries 1 --timeout 15 install --no-deps --extra-index-url '$(TORCH_INDEX)' '$(TORCH)' \
+		|| $(PIP) install --no-deps '$(TORCH)'
+else
+	@$(PIP) install --no-deps '$(TORCH)'
+endif
+ifneq ($(TRITON),)
+	$(SAY) '$(TRITON)'
+	@$(PIP) install --no-deps '$(TRITON)'
+endif
+	@touch $@
+
+$(STAMPS)/demo: EXTRAS := demo
+$(STAMPS)/test: EXTRAS := demo,test,triton
+$(STAMPS)/dev: EXTRAS := demo,dev,triton
+$(STAMPS)/demo $(STAMPS)/test $(STAMPS)/dev: $(STAMPS)/torch pyproject.toml
+	$(SAY) 'sage-plugin[$(EXTRAS)]'
+	@$(PIP) install --editable '.[$(EXTRAS)]'
+	@touch $@

@@ -1,0 +1,135 @@
+"""The accuracy limits of each kernel, and what breaks them.
+
+They are start values, to be calibrated on captures. On random zero-mean data the output of a long
+sequence is itself near zero and rounding weighs more: FP8 P alone gives a relative L2 error of
+about 0.04, a cosine of 0.9992, which still passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sage_plugin.errors import UsageError
+from sage_plugin.kernels.dispatch import resolve_kernel
+from sage_plugin.schema import ErrorMetrics, JsonRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Gate(JsonRecord):
+    """Limits that the worst head of the worst capture must keep.
+
+    Attributes:
+        min_cosine: least cosine of a head.
+        min_row_cosine_p10: least 10th percentile of the cosine of a head's rows.
+        max_worst_head_rel_l1: largest relative L1 of a head.
+        max_bad_values: NaN and infinite values allowed.
+    """
+
+    min_cosine: float
+    min_row_cosine_p10: float | None = None
+    max_worst_head_rel_l1: float | None = None
+    max_bad_values: int = 0
+
+
+EXACT = Gate(min_cosine=0.9999)
+INT8 = Gate(min_cosine=0.999, min_row_cosine_p10=0.99, max_worst_head_rel_l1=0.05)
+FP8 = Gate(min_cosine=0.998, min_row_cosine_p10=0.98)
+
+_GATES = {
+    "torch": EXACT,
+    "sdpa": EXACT,
+    "fav2": EXACT,
+    "sage": INT8,
+    "fav3_sage": FP8,
+    "fav3_fp8": FP8,
+}
+
+
+def gate_for(kernel: str) -> Gate:
+    """The gate of a kernel, by its name or an alias of it.
+
+    Raises:
+        UnknownKernelError: no kernel has this name.
+
+    Example:
+        >>> gate_for("qk_int8").min_cosine
+        0.999
+    """
+    return _GATES[resolve_kernel(kernel)]
+
+
+def failures(gate: Gate, metrics: ErrorMetrics) -> list[str]:
+    """One sentence, with value and limit, for each limit that is broken; empty where it passes.
+
+    Example:
+        >>> bad = ErrorMetrics(1, 0, 1, 1, 0, 1, 0, 0, 1, 0, bad_values=3)
+        >>> failures(EXACT, bad)[0]
+        '3 NaN or infinite values in the output, allowed are 0'
+    """
+    found = []
+    if metrics.bad_values > gate.max_bad_values:
+        found.append(
+            f"{metrics.bad_values} NaN or infinite values in the output, "
+            f"allowed are {gate.max_bad_values}"
+        )
+    if metrics.suspect:
+        found.append(f"the run is not to be trusted: {metrics.suspect}")
+    cosine = min(metrics.cosine, metrics.worst_head_cosine)
+    row_p10 = min(metrics.row_cosine_p10, metrics.worst_head_row_cosine_p10)
+    rel_l1 = max(metrics.rel_l1, metrics.worst_head_rel_l1)
+    # `not >=` rather than `<`: a NaN must fail.
+    if not cosine >= gate.min_cosine:
+        found.append(f"cosine of the worst head is {cosine:.6f}, at least {gate.min_cosine} needed")
+    limit = gate.min_row_cosine_p10
+    if limit is not None and not row_p10 >= limit:
+        found.append(
+            f"10th percentile of the row cosine is {row_p10:.6f} in the worst head, "
+            f"at least {limit} needed"
+        )
+    limit = gate.max_worst_head_rel_l1
+    if limit is not None and not rel_l1 <= limit:
+        found.append(f"relative L1 of the worst head is {rel_l1:.4f}, at most {limit} allowed")
+    return found
+
+
+def _farthest_from_one(values: Sequence[float]) -> float:
+    return max(values, key=lambda value: abs(value - 1))
+
+
+def _distinct(values: Sequence[str]) -> str:
+    return "; ".join(dict.fromkeys(value for value in values if value))
+
+
+_WORST: dict[str, Callable[[Sequence[float]], float] | Callable[[Sequence[str]], str]] = {
+    "cosine": min,
+    "row_cosine_p10": min,
+    "worst_head_cosine": min,
+    "worst_head_row_cosine_p10": min,
+    "gain": _farthest_from_one,
+    "bad_values": sum,
+    "suspect": _distinct,
+}
+
+
+def worst(metrics: Sequence[ErrorMetrics]) -> ErrorMetrics:
+    """The worst value of each metric over several captures: passes a gate only if all pass.
+
+    Raises:
+        UsageError: there are none.
+
+    Example:
+        >>> one = ErrorMetrics(0.1, 0.9, 1, 1, 0.9, 0.1, 0.9, 1.1, 0.1, 0.0, bad_values=0)
+        >>> two = ErrorMetrics(0.2, 0.8, 1, 1, 0.8, 0.2, 0.8, 0.5, 0.2, 0.0, bad_values=1)
+        >>> merged = worst([one, two])
+        >>> merged.rel_l1, merged.cosine, merged.gain, merged.bad_values
+        (0.2, 0.8, 0.5, 1)
+    """
+    if not metrics:
+        raise UsageError("worst: got no metrics, needs those of at least one capture")
+    values: dict[str, Any] = {}
+    for field in fields(ErrorMetrics):
+        merge = _WORST.get(field.name, max)
+        values[field.name] = merge([getattr(m, field.name) for m in metrics])
+    return ErrorMetrics(**values)

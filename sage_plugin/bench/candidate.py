@@ -1,0 +1,115 @@
+"""A kernel on one input: its config looked up, one run judged, its timed calls prepared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sage_plugin.accuracy.metrics import compare
+from sage_plugin.accuracy.output import CheckedOutput, checked_output
+from sage_plugin.accuracy.reference import Reference
+from sage_plugin.bench.cost import is_quantised, moved_bytes
+from sage_plugin.bench.suite import Inputs
+from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.contract import HOST, Decision, Found, Implementation, Problem, bhsd
+from sage_plugin.schema import DeviceFacts, ErrorMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel that can run an input.
+
+    Attributes:
+        decision: kernel and variant.
+        found: the launch config, `None` where nothing is tuned.
+        checked: rows of its output, before the last rounding.
+        errors: of those rows against the oracle.
+        call: the timed call, with quantisation.
+        alone: the attention launch alone; `None` where nothing is quantised.
+        moved_bytes: bytes that the attention launch must move.
+    """
+
+    decision: Decision
+    found: Found | None
+    checked: CheckedOutput
+    errors: ErrorMetrics
+    call: Callable[[], object]
+    alone: Callable[[], object] | None
+    moved_bytes: int
+
+    @property
+    def label(self) -> str:
+        """`kernel:variant`."""
+        return self.decision.label
+
+
+def candidate(
+    decision: Decision,
+    inputs: Inputs,
+    exact: Reference,
+    facts: DeviceFacts,
+    *,
+    config_dir: str | None = None,
+) -> Candidate:
+    """Judge one run of a kernel and prepare its timed calls, all with one launch config.
+
+    Args:
+        decision: kernel and variant.
+        inputs: judged and timed tensors.
+        exact: the oracle's rows of the judged ones.
+        facts: the device.
+        config_dir: folder of configs searched first.
+    """
+    shape, found = inputs.shape, None
+    if decision.variant != HOST:
+        key = dispatch.call_key(shape, decision)
+        found = dispatch.find_launch(key, facts, config_dir=config_dir)
+    config = None if found is None else found.config
+    checked = checked_output(
+        decision.kernel,
+        decision.variant,
+        config,
+        *inputs.judged,
+        causal=shape.causal,
+        scale=shape.scale,
+        exact=exact,
+    )
+    fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
+    built = implementation(decision.kernel, decision.variant, fp8)
+    problem = Problem(scale=shape.scale, causal=shape.causal, layout=shape.layout)
+    tensors = (bhsd(tensor, shape.layout) for tensor in inputs.timed)  # its own inverse
+    prepare = functools.partial(built.prepare, *tensors, problem=problem, launch=config)
+    operands = prepare()
+    if inputs.timed is not inputs.judged:  # what cannot run at the full size shows here
+        built.launch(operands)
+    return Candidate(
+        decision=decision,
+        found=found,
+        checked=checked,
+        errors=errors_against(checked, exact.out, exact, dtype=inputs.judged[2].dtype),
+        call=functools.partial(_whole, built, prepare),
+        alone=functools.partial(built.launch, operands) if is_quantised(operands) else None,
+        moved_bytes=moved_bytes(operands, shape),
+    )
+
+
+def _whole(built: Implementation, prepare: Callable[[], object]) -> object:
+    return built.launch(prepare())  # type: ignore[arg-type]
+
+
+def errors_against(
+    checked: CheckedOutput, other: torch.Tensor, exact: Reference, *, dtype: torch.dtype
+) -> ErrorMetrics:
+    """Metrics of a checked output against the oracle's rows, or another kernel's."""
+    return compare(
+        checked.out,
+        other,
+        v_mean=exact.v_mean,
+        rounding=dtype,
+        bad_values=checked.bad_values,
+        suspect=checked.suspect,
+    )

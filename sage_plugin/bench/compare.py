@@ -1,0 +1,201 @@
+"""Run every kernel on one input: one accuracy check each, then one interleaved timing of all.
+
+The first kernel is timed twice, as two candidates: how far it differs from itself is the stamp.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from sage_plugin import device as devices
+from sage_plugin.accuracy.gate import failures, gate_for
+from sage_plugin.accuracy.reference import Reference, reference
+from sage_plugin.bench.candidate import Candidate, candidate, errors_against
+from sage_plugin.bench.cost import flops
+from sage_plugin.bench.difference import difference
+from sage_plugin.bench.rows import EMULATION_NOTE, Row, Table
+from sage_plugin.bench.suite import Case, Inputs, load
+from sage_plugin.errors import SageError, UnsupportedInputError
+from sage_plugin.kernels import dispatch
+from sage_plugin.measure.clocks import snapshot, stamp
+from sage_plugin.measure.timing import Limits, Samples, measure
+from sage_plugin.schema import CallShape, DeviceFacts
+
+logger = logging.getLogger(__name__)
+
+AGAIN = "again"
+ALONE = "alone"
+GPU_LIMITS = Limits()
+CPU_LIMITS = Limits(warmup=1, warmup_s=0.0, min_samples=5, max_samples=50, budget_s=3.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to compare, the same for every input.
+
+    Attributes:
+        kernels: kernel and variant names, the variant may be `"auto"`.
+        reference: the kernel to compare with, `None` for none.
+        method: timing method, `None` for the device's default.
+        config_dir: folder of configs searched first.
+        seed: of the order of timing.
+        differences: also take plain statistics against the reference, or the oracle without one.
+    """
+
+    kernels: tuple[tuple[str, str], ...]
+    reference: tuple[str, str] | None = None
+    method: str | None = None
+    config_dir: str | None = None
+    seed: int = 0
+    differences: bool = False
+
+
+def limits_for(device: torch.device) -> Limits:
+    """When the timing of one input ends on this device."""
+    return CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
+
+
+def run_case(case: Case, plan: Plan, *, device: torch.device) -> Table:
+    """Judge and time every kernel of the plan on one input.
+
+    A kernel that cannot run the input, or fails on it, becomes a sentence in `Table.failed`; the
+    others go on.
+
+    Args:
+        case: the input.
+        plan: kernels and options.
+        device: where to run.
+
+    Raises:
+        UnsupportedInputError: no kernel of the plan runs this input on this device.
+    """
+    facts = devices.facts(device)
+    inputs = load(case, device)
+    q, k, v = inputs.judged
+    exact = reference(q, k, v, causal=case.shape.causal, scale=case.shape.scale)
+    ready, failed = _candidates(plan, inputs, exact, facts)
+    if not ready:
+        raise UnsupportedInputError(f"{case.name}: no kernel could run it: {'; '.join(failed)}")
+    before = snapshot(device)
+    samples = _timed(ready, plan, device)
+    after = snapshot(device)
+    aa_ratio = _ratio(samples[ready[0].label], samples[f"{ready[0].label} {AGAIN}"])
+    trust = stamp(aa_ratio, before, after)
+    base = _base(plan, ready)
+    rows = tuple(_row(case, inputs.shape, one, base, samples, exact, trust, plan) for one in ready)
+    return Table(
+        input=case.name,
+        shape=inputs.shape,
+        rows=rows,
+        stamp=trust,
+        aa_ratio=aa_ratio,
+        before=before,
+        after=after,
+        failed=tuple(failed),
+    )
+
+
+def _candidates(
+    plan: Plan, inputs: Inputs, exact: Reference, facts: DeviceFacts
+) -> tuple[list[Candidate], list[str]]:
+    """The kernels that run, the reference among them, and why the others do not."""
+    wanted = plan.kernels if plan.reference is None else (plan.reference, *plan.kernels)
+    ready: dict[str, Candidate] = {}
+    failed = []
+    for kernel, variant in wanted:
+        decision = dispatch.decide(inputs.shape, facts, kernel=kernel, variant=variant)
+        name = kernel if variant == "auto" else f"{kernel}:{variant}"
+        if decision.reason is not None:
+            failed.append(f"{name} cannot run this call: {decision.reason}")
+        elif decision.label not in ready:
+            try:
+                ready[decision.label] = candidate(
+                    decision, inputs, exact, facts, config_dir=plan.config_dir
+                )
+            except SageError as error:
+                failed.append(str(error))
+            except Exception as error:  # one kernel's compiler or memory must not end the table
+                logger.debug("%s failed", decision.label, exc_info=True)
+                first_line = (str(error).strip().splitlines() or ["no message"])[0]
+                failed.append(f"{name} failed: {type(error).__name__}: {first_line}")
+    return list(ready.values()), failed
+
+
+def _timed(ready: list[Candidate], plan: Plan, device: torch.device) -> dict[str, Samples]:
+    """One interleaved measurement of all calls, with quantisation and alone, and the self-test."""
+    functions: dict[str, Callable[[], object]] = {}
+    for one in ready:
+        functions[one.label] = one.call
+        if one.alone is not None:
+            functions[f"{one.label} {ALONE}"] = one.alone
+    functions[f"{ready[0].label} {AGAIN}"] = ready[0].call
+    return measure(
+        functions,
+        device=device,
+        method=plan.method,
+        limits=limits_for(device),
+        seed=plan.seed,
+    )
+
+
+def _ratio(one: Samples, other: Samples) -> float:
+    return median(one.ms) / median(other.ms)
+
+
+def _base(plan: Plan, ready: Iterable[Candidate]) -> Candidate | None:
+    """The candidate that is the reference; it stands first where it ran."""
+    if plan.reference is None:
+        return None
+    kernel = plan.reference[0]
+    return next((c for c in ready if c.decision.kernel == kernel), None)
+
+
+def _row(
+    case: Case,
+    shape: CallShape,
+    one: Candidate,
+    base: Candidate | None,
+    samples: dict[str, Samples],
+    exact: Reference,
+    trust: str,
+    plan: Plan,
+) -> Row:
+    against = exact.out if base is None else base.checked.out
+    dtype = getattr(torch, shape.dtype)
+    alone = samples.get(f"{one.label} {ALONE}")
+    low = centre = high = None
+    if base is not None and base is not one:
+        gains = samples[one.label].gain_over(samples[base.label])
+        centre, low, high = (1 / (1 - gain) for gain in gains)
+    found = one.found
+    return Row(
+        input=case.name,
+        source=case.source,
+        input_sha256="" if case.record is None else case.record.sha256,
+        shape=shape,
+        kernel=one.decision.kernel,
+        variant=one.decision.variant,
+        config=None if found is None else found.config,
+        config_source="" if found is None else found.source,
+        time=samples[one.label].timing(),
+        kernel_time=None if alone is None else alone.timing(),
+        flops=flops(shape),
+        moved_bytes=one.moved_bytes,
+        errors=one.errors,
+        reference="" if base is None else base.label,
+        reference_errors=(
+            None if base is None else errors_against(one.checked, against, exact, dtype=dtype)
+        ),
+        speedup=centre,
+        speedup_low=low,
+        speedup_high=high,
+        gate=tuple(failures(gate_for(one.decision.kernel), one.errors)),
+        stamp=trust,
+        note=EMULATION_NOTE if one.decision.variant == "emulation" else "",
+        difference=difference(one.checked.out, against) if plan.differences else None,
+    )

@@ -1,0 +1,67 @@
+"""How long a run takes on a CPU, so that nobody waits an hour for numbers that are no speeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from sage_plugin.bench.compare import CPU_LIMITS
+from sage_plugin.bench.cost import flops
+from sage_plugin.bench.suite import Case, saved_shape
+
+PATIENCE_S = 60.0
+"""A CPU run that is predicted to take longer has to be asked for."""
+
+SLOWER = {"sdpa": 0.5, "torch": 5.0, "emulation": 6.0, "portable": 1000.0}
+"""Time of an attention call over that of plain matrix products of its size, on one CPU.
+
+`portable` runs in Triton's interpreter there."""
+
+CHECKED_CALLS = 2
+PROBE = 256
+
+
+def cpu_seconds(
+    cases: Iterable[Case], kernels: Iterable[tuple[str, str]], *, flops_per_s: float | None = None
+) -> float:
+    """Predicted seconds for all cases on this CPU, good to a factor of two or three.
+
+    Args:
+        cases: the inputs.
+        kernels: kernel and variant names.
+        flops_per_s: speed of matrix products; measured where `None`.
+
+    Example:
+        >>> cpu_seconds([], [("sage", "auto")], flops_per_s=1e9)
+        0.0
+    """
+    rate = matmul_flops_per_s() if flops_per_s is None else flops_per_s
+    slower = [_slower(kernel, variant) for kernel, variant in kernels]
+    total = 0.0
+    for case in cases:
+        once = flops(saved_shape(case)) / rate
+        # Each call is timed with and without quantisation, and the first one again.
+        round_s = once * (2 * sum(slower) + max(slower, default=0.0))
+        rounds_s = min(CPU_LIMITS.budget_s, CPU_LIMITS.max_samples * round_s)
+        timed = CPU_LIMITS.warmup * round_s + max(2 * round_s, rounds_s)
+        total += timed + CHECKED_CALLS * once * sum(slower)
+    return total
+
+
+def _slower(kernel: str, variant: str) -> float:
+    if kernel in ("sdpa", "torch"):
+        return SLOWER[kernel]
+    return SLOWER["portable" if variant == "portable" else "emulation"]
+
+
+def matmul_flops_per_s() -> float:
+    """Speed of fp32 matrix products here, from a few milliseconds of them."""
+    a = torch.ones(PROBE, PROBE)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - start)
+    return 2 * PROBE**3 / best

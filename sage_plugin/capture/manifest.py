@@ -1,0 +1,176 @@
+"""The index of a capture folder: `manifest.jsonl`, one line per capture, and `counts.json`.
+
+A line is appended after its tensor file is in place, so that a reader never meets a line without a
+file, whenever the writer dies. A last line that was cut short is reported and left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sage_plugin.errors import CaptureError, ConfigError
+from sage_plugin.schema import SCHEMA_VERSION, CallShape, CaptureRecord, JsonRecord
+
+MANIFEST = "manifest.jsonl"
+COUNTS = "counts.json"
+TEMPORARY = ".tmp"
+FAMILY = "attention"
+MAX_INDEX_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeCount(JsonRecord):
+    """How many calls had one shape."""
+
+    shape: CallShape
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallCounts(JsonRecord):
+    """What a recording saw, saved or not.
+
+    Attributes:
+        schema_version: `SCHEMA_VERSION` of the writer.
+        complete: the recording ended in order; a killed run leaves its last periodic counts.
+        layers: attention calls by layer path.
+        steps: forwards by component.
+        shapes: calls by shape, most frequent first.
+        skipped: calls that are in no capture, by reason.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    complete: bool = False
+    layers: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    shapes: tuple[ShapeCount, ...] = ()
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Attention calls of all layers."""
+        return sum(self.layers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The readable lines of a manifest, and a sentence for each other one."""
+
+    records: tuple[CaptureRecord, ...]
+    problems: tuple[str, ...]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the index of a capture folder.
+
+    Raises:
+        CaptureError: there is no manifest, it cannot be read, or it has another schema version.
+    """
+    path = folder / MANIFEST
+    text = _read_text(path)
+    records: list[CaptureRecord] = []
+    problems: list[str] = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(_parse_line(line, path))
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, CaptureError):
+                raise
+            cut = number == len(lines)
+            what = "was cut short while it was written" if cut else f"is damaged ({error})"
+            problems.append(f"{MANIFEST} line {number} {what}; it is left out")
+    return Manifest(tuple(records), tuple(problems))
+
+
+def append_record(folder: Path, record: CaptureRecord) -> None:
+    """Add one line and wait until it is on the disk; a line that does not fit is taken back."""
+    line = _line(record).encode()
+    with open(folder / MANIFEST, "ab", buffering=0) as file:
+        start = file.tell()
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(start)
+            raise
+
+
+def write_manifest(folder: Path, records: Iterable[CaptureRecord]) -> None:
+    """Replace the manifest by one of these records, all at once."""
+    _replace(folder / MANIFEST, "".join(map(_line, records)))
+
+
+def write_counts(folder: Path, counts: CallCounts) -> None:
+    """Replace `counts.json`, all at once."""
+    _replace(folder / COUNTS, json.dumps(counts.to_json(), indent=1) + "\n")
+
+
+def read_counts(folder: Path) -> CallCounts:
+    """Read `counts.json`.
+
+    Raises:
+        CaptureError: it is missing, damaged or of another schema version.
+    """
+    path = folder / COUNTS
+    try:
+        data = json.loads(_read_text(path))
+        _check_version(data, path)
+        return CallCounts.from_json(data)
+    except CaptureError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CaptureError(f"{path} is damaged: {error}") from error
+
+
+def _line(record: CaptureRecord) -> str:
+    return json.dumps(record.to_json(), separators=(",", ":")) + "\n"
+
+
+def _parse_line(line: str, path: Path) -> CaptureRecord:
+    data = json.loads(line)
+    _check_version(data, path)
+    record = CaptureRecord.from_json(data)
+    if record.family != FAMILY:
+        raise ConfigError(f"op family {record.family!r}, expected {FAMILY!r}")
+    return record
+
+
+def _check_version(data: object, path: Path) -> None:
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    if isinstance(found, int) and found != SCHEMA_VERSION:
+        raise CaptureError(
+            f"{path} has schema version {found} and this sage_plugin reads {SCHEMA_VERSION}: "
+            "record again, or use the version that wrote it"
+        )
+
+
+def _read_text(path: Path) -> str:
+    """The text of an index file that may come from anywhere."""
+    try:
+        if not path.is_file():
+            raise CaptureError(f"{path} is missing or no plain file")
+        with open(path, "rb") as file:
+            data = file.read(MAX_INDEX_BYTES + 1)
+    except OSError as error:
+        raise CaptureError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(data) > MAX_INDEX_BYTES:
+        raise CaptureError(f"{path} is larger than {MAX_INDEX_BYTES} bytes: not an index of ours")
+    return data.decode("utf-8", errors="replace")
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + TEMPORARY)
+    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

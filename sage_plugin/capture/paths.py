@@ -1,0 +1,34 @@
+"""Names of capture files, and the check that a name from a manifest leads nowhere else."""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+
+SUFFIX = ".safetensors"
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a manifest may name this file: no folder, no hidden file, a capture's suffix.
+
+    Example:
+        >>> is_plain_name("000003.safetensors"), is_plain_name("../secret.safetensors")
+        (True, False)
+    """
+    return _PLAIN.fullmatch(name) is not None and name.endswith(SUFFIX)
+
+
+def file_problem(folder: Path, name: str) -> str | None:
+    """Why a named capture file must not be opened, or `None`."""
+    if not is_plain_name(name):
+        return f"{name!r} is not a plain file name of a capture"
+    path = folder / name
+    try:
+        if path.resolve().parent != folder.resolve():
+            return f"{name} is a link that leads out of the folder"
+        mode = path.stat().st_mode
+    except (OSError, RuntimeError) as error:
+        return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error}"
+    return None if stat.S_ISREG(mode) else f"{name} is no regular file"

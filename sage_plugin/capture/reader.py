@@ -1,0 +1,158 @@
+"""Reads a capture folder that may come from anywhere: nothing in it is believed without a check."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from sage_plugin.capture.checks import capture_problem
+from sage_plugin.capture.manifest import COUNTS, MANIFEST, CallCounts, read_counts, read_manifest
+from sage_plugin.capture.paths import SUFFIX
+from sage_plugin.errors import CaptureError
+from sage_plugin.schema import CaptureRecord
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """One loaded capture, indexed bhsd.
+
+    Attributes:
+        q: saved query heads, (b, hq, Sq, D).
+        k: saved key heads, (b, hk, Sk, D), not expanded for GQA.
+        v: saved value heads, (b, hk, Sk, Dv).
+        key_bias: (b or 1, hq or 1, Sk), fp32, added to the scores; `None` without a key mask.
+        attn_mask: (b or 1, hq or 1, Sq, Sk); `None` without a dense mask.
+        record: the manifest line.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    key_bias: torch.Tensor | None
+    attn_mask: torch.Tensor | None
+    record: CaptureRecord
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureFolder:
+    """The index of a capture folder; tensors are loaded one capture at a time.
+
+    Attributes:
+        path: the folder.
+        records: the captures whose files look sound.
+        call_counts: calls seen while recording, saved or not; all zero if the file is damaged.
+        problems: one sentence for each thing that was left out.
+    """
+
+    path: Path
+    records: tuple[CaptureRecord, ...]
+    call_counts: CallCounts
+    problems: tuple[str, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Attention calls by layer."""
+        return self.call_counts.layers
+
+    def load(self, record: CaptureRecord, device: torch.device | str = "cpu") -> CapturedCall:
+        """Load one capture after checking it against its checksum.
+
+        Raises:
+            CaptureError: the file changed since it was recorded, or does not match its line.
+        """
+        problem = capture_problem(self.path, record)
+        if problem is not None:
+            raise CaptureError(f"{self.path}: {problem}; record again")
+        path = self.path / record.file
+        try:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != record.sha256:
+                raise CaptureError(f"{path} does not match its checksum: damaged; record again")
+            tensors = load_file(path, device=str(device))
+        except (OSError, SafetensorError) as error:
+            raise CaptureError(f"{path} cannot be read: {error}") from error
+        return CapturedCall(
+            q=tensors["q"],
+            k=tensors["k"],
+            v=tensors["v"],
+            key_bias=tensors.get("key_bias"),
+            attn_mask=tensors.get("attn_mask"),
+            record=record,
+        )
+
+
+def open_captures(folder: Path | str) -> CaptureFolder:
+    """Read the index of a capture folder and look at the head of each file.
+
+    Args:
+        folder: what `sage capture` or `record` wrote.
+
+    Raises:
+        CaptureError: no such folder, a foreign or empty one, another schema version, or no capture
+            that can be used.
+
+    Example:
+        >>> from sage_plugin.capture.reader import open_captures
+        >>> open_captures("nowhere")
+        Traceback (most recent call last):
+        ...
+        sage_plugin.errors.CaptureError: nowhere does not exist: record one with `sage capture`
+    """
+    path = Path(folder)
+    _check_is_capture_folder(path)
+    manifest = read_manifest(path)
+    problems = list(manifest.problems)
+    records: dict[str, CaptureRecord] = {}
+    for record in manifest.records:
+        problem = capture_problem(path, record)
+        if problem is None and record.file in records:
+            problem = f"{record.file} is listed twice"
+        if problem is not None:
+            problems.append(f"{problem}; it is left out")
+        else:
+            records[record.file] = record
+    if not records:
+        found = problems[0] if problems else "its manifest is empty"
+        raise CaptureError(f"{path} holds no usable capture ({found}): record with `sage capture`")
+    problems += _unlisted(path, {record.file for record in manifest.records})
+    try:
+        counts = read_counts(path)
+    except CaptureError as error:
+        counts = CallCounts()
+        problems.append(f"{error}; call counts are unknown")
+    return CaptureFolder(path, tuple(records.values()), counts, tuple(problems))
+
+
+def _check_is_capture_folder(path: Path) -> None:
+    advice = "record one with `sage capture`"
+    if not path.exists():
+        raise CaptureError(f"{path} does not exist: {advice}")
+    if not path.is_dir():
+        raise CaptureError(f"{path} is a file, not a capture folder: {advice}")
+    if (path / MANIFEST).exists():
+        return
+    names = sorted(p.name for p in path.iterdir())
+    if not names:
+        raise CaptureError(f"{path} is empty: {advice}")
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    raise CaptureError(
+        f"{path} holds {shown} but no {MANIFEST}, so it is no capture folder: {advice}"
+    )
+
+
+def _unlisted(path: Path, listed: Iterable[str]) -> list[str]:
+    """Sentences on files that an interrupted write left behind."""
+    known = {MANIFEST, COUNTS, *listed}
+    names = sorted(p.name for p in path.iterdir() if p.name not in known)
+    return [
+        f"{name} is in no manifest line (an interrupted write); it is left out"
+        for name in names
+        if SUFFIX in name or name.startswith(".tmp")
+    ]

@@ -1,0 +1,182 @@
+"""`sage capture`: record real Q, K and V from the demo pipeline or from somebody's script."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sage_plugin.cli.console import stderr, stdout
+from sage_plugin.errors import SageError, UsageError
+
+if TYPE_CHECKING:
+    from sage_plugin.capture.options import CaptureOptions
+    from sage_plugin.capture.recorder import Recorder
+    from sage_plugin.capture.summary import CaptureSummary
+    from sage_plugin.schema import CaptureRecord
+
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}
+"""For `app.command`: everything after SCRIPT belongs to the script, options too."""
+
+DEMO_SIZES = ("small", "large")
+
+Script = Annotated[
+    Path | None,
+    typer.Argument(help="Python file to run and record from; the demo pipeline if left out."),
+]
+Args = Annotated[list[str] | None, typer.Argument(help="Arguments of the script, untouched.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the captures.")]
+MaxCaptures = Annotated[int, typer.Option(help="Most captures, at any time.")]
+Layers = Annotated[
+    list[str] | None, typer.Option(help="Glob of layer paths; repeatable, or with commas.")
+]
+Steps = Annotated[str | None, typer.Option(help="Denoising steps, such as 0,5,10-14.")]
+Heads = Annotated[
+    str | None, typer.Option(help="Number of key heads, or indices such as 0,5,8-11 (or 3,).")
+]
+Batch = Annotated[str | None, typer.Option(help="Batch items, such as 0 or 0,1.")]
+MaxBytes = Annotated[
+    str, typer.Option(help="Most bytes of the folder; heads are left out to hold it.")
+]
+NumSteps = Annotated[
+    int | None, typer.Option(help="Denoising steps: of the demo, or those that the script runs.")
+]
+MinSeq = Annotated[int, typer.Option(help="Calls with fewer queries or keys are not saved.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the captures in the folder.")]
+Size = Annotated[
+    str | None, typer.Option(help="Demo size, small or large (default: large on a GPU).")
+]
+
+
+def command(
+    script: Script = None,
+    args: Args = None,
+    out: Out = Path("captured_inputs"),
+    max_captures: MaxCaptures = 10,
+    layers: Layers = None,
+    steps: Steps = None,
+    heads: Heads = None,
+    batch: Batch = None,
+    max_bytes: MaxBytes = "4GiB",
+    num_steps: NumSteps = None,
+    min_seq: MinSeq = 2,
+    overwrite: Overwrite = False,
+    size: Size = None,
+) -> None:
+    """Record real Q, K and V during inference, spread over layers and denoising steps."""
+    from sage_plugin.capture.options import CaptureOptions, parse_bytes
+
+    if num_steps is not None and num_steps < 1:
+        raise UsageError(f"--num-steps: got {num_steps}, expected at least 1")
+    options = CaptureOptions(
+        max_captures=max_captures,
+        layers=layers or "*",
+        steps=steps,
+        heads=heads,
+        batch=batch,
+        max_bytes=parse_bytes(max_bytes),
+        total_steps=num_steps,
+        min_seq=min_seq,
+        overwrite=overwrite,
+    )
+    if script is None:
+        _report(_record_demo(out, options, size), out)
+    elif size is not None:
+        raise UsageError("--size is of the demo pipeline; give the script its own options after it")
+    else:
+        _record_script(script, args or [], out, options)
+
+
+def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> CaptureSummary:
+    """Draw one digit with the embedded model and record from it."""
+    import dataclasses
+
+    import torch
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    from sage_plugin.capture.recorder import Recorder
+    from sage_plugin.demo import SIZES, load_pipeline
+
+    gpu = torch.cuda.is_available()
+    if size is not None and size not in DEMO_SIZES:
+        raise UsageError(f"--size {size!r}: allowed are {', '.join(DEMO_SIZES)}")
+    chosen = size or ("large" if gpu else "small")
+    total = options.total_steps or SIZES[chosen].default_steps
+    recorder = Recorder(out, dataclasses.replace(options, total_steps=total))
+    columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with _recording(recorder), Progress(*columns, console=stderr, transient=True) as progress:
+        task = progress.add_task(f"denoising steps of the demo ({chosen})", total=total)
+        pipe = load_pipeline(
+            device="cuda" if gpu else "cpu", dtype=torch.bfloat16 if gpu else torch.float32
+        )
+        pipe.set_progress_bar_config(disable=True)
+        recorder.observe(pipe)
+        pipe(
+            3,
+            size=chosen,
+            num_inference_steps=total,
+            generator=torch.Generator().manual_seed(0),
+            callback_on_step_end=lambda *_: progress.advance(task),
+        )
+    return recorder.summary
+
+
+def _record_script(script: Path, args: list[str], out: Path, options: CaptureOptions) -> None:
+    """Run a script, record from what it runs, and report; its own failure is passed on."""
+    from sage_plugin.capture.recorder import Recorder
+    from sage_plugin.capture.script import check_script, run_script
+
+    check_script(script)
+    recorder = Recorder(out, options, on_save=_show_saved)
+    with _recording(recorder):
+        end = run_script(script, args, recorder)
+    if end.traceback:
+        stderr.print(end.traceback, markup=False, highlight=False, end="")
+    summary = recorder.summary
+    failure = f"the script {script} failed by itself (status {end.status}"
+    failure += ", its own error is above)" if end.traceback else ")"
+    if end.status and not summary.files:
+        raise UsageError(f"{failure} before anything was recorded: {summary.why_nothing()}")
+    _report(summary, out)
+    if end.status:
+        raise SageError(f"{failure}; the {summary.files} captures until then are kept in {out}")
+
+
+@contextlib.contextmanager
+def _recording(recorder: Recorder) -> Iterator[None]:
+    """An open recorder; Ctrl-C keeps what it has."""
+    recorder.open()
+    with contextlib.closing(recorder):
+        try:
+            yield
+        except KeyboardInterrupt:
+            summary = recorder.summary
+            if summary.files:
+                text = f"interrupted: {summary.files} captures are kept in {summary.folder}"
+                stderr.print(text, markup=False, highlight=False)
+            raise
+
+
+def _show_saved(record: CaptureRecord) -> None:
+    text = f"saved {record.file}: {record.layer}, step {record.step}"
+    stderr.print(text, markup=False, highlight=False)
+
+
+def _report(summary: CaptureSummary, out: Path) -> None:
+    """What came out, where it is, and what to run next."""
+    if not summary.files:
+        raise UsageError(f"nothing was recorded: {summary.why_nothing()}")
+    lines = [
+        f"Recorded {summary.files} captures ({summary.bytes / 1e6:.1f} MB) in {out}: "
+        f"{len(summary.layers_saved)} of {len(summary.layers)} layers, "
+        f"{len(summary.steps_saved)} of {max(summary.steps.values())} steps",
+        f"Counted {summary.calls_seen} attention calls",
+    ]
+    if summary.partial:
+        lines.append(f"{summary.partial} captures hold some heads or batch items of their call")
+    lines.append(f"Next: sage tune --from-captures {out}")
+    for line in lines:
+        stdout.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,216 @@
+"""`sage configs`: which tuned configs there are, why a call gets its own, and are they sound."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sage_plugin.cli.call_shape import call_shape
+from sage_plugin.cli.console import stdout
+from sage_plugin.errors import ConfigError, UsageError
+from sage_plugin.schema import CallKey, CallShape, DeviceFacts, RegistryFile
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+PROBLEMS = 2
+
+app = typer.Typer(no_args_is_help=True, help="Tuned launch configs: list, explain, check.")
+
+ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs to ask first.")]
+Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
+All = Annotated[bool, typer.Option("--all", help="Configs of all devices.")]
+Place = Annotated[Path | None, typer.Argument(help="File or folder (default: all in use).")]
+Kernel = Annotated[str, typer.Option(help="Kernel, or kernel:variant.")]
+Batch = Annotated[int, typer.Option("-b", "--batch-size", help="Batch.")]
+HeadsQ = Annotated[int, typer.Option("-hq", "--num-heads", help="Query heads.")]
+HeadsK = Annotated[int | None, typer.Option("-hk", help="Key heads (default: the query's).")]
+SeqQ = Annotated[int, typer.Option("-sq", "--seq-len", help="Query length.")]
+SeqK = Annotated[int | None, typer.Option("-sk", help="Key length (default: the query's).")]
+HeadDim = Annotated[int, typer.Option("-d", "--head-dim", help="Channels of a head.")]
+DimV = Annotated[int | None, typer.Option("-dv", help="Channels of V (default: the query's).")]
+Dtype = Annotated[str, typer.Option(help="bf16, fp16 or fp32.")]
+Causal = Annotated[bool, typer.Option("--causal", "-causal", help="Causal mask.")]
+Layout = Annotated[str, typer.Option(help="bhsd or bshd.")]
+
+
+@app.command("list")
+def list_configs(config_dir: ConfigDir = None, device: Device = None, every: All = False) -> None:
+    """Show the tuned configs that this device uses."""
+    from sage_plugin import device as devices
+    from sage_plugin.registry import load
+
+    facts = devices.facts(device)
+    shown = 0
+    places = load.search_path(facts.slug, config_dir=config_dir)
+    for label, path in places:
+        for file_path in sorted(path.parents[1].glob("*/*.json")) if every else [path]:
+            if file_path.exists():
+                _show_file(label, file_path)
+                shown += 1
+    if not shown:
+        whose = "any device" if every else f"{facts.name} ({facts.slug})"
+        _say(f"No tuned configs for {whose}; calls use the defaults. Looked in:")
+        for label, path in places:
+            _say(f"  {label}: {path.parents[1] if every else path}")
+    _say("Next: sage tune --from-captures" if not shown else "Next: sage configs check")
+
+
+@app.command()
+def explain(
+    seq_q: SeqQ,
+    heads_q: HeadsQ,
+    head_dim: HeadDim,
+    batch: Batch = 1,
+    heads_k: HeadsK = None,
+    seq_k: SeqK = None,
+    dim_v: DimV = None,
+    dtype: Dtype = "bf16",
+    causal: Causal = False,
+    layout: Layout = "bhsd",
+    kernel: Kernel = "auto",
+    config_dir: ConfigDir = None,
+    device: Device = None,
+) -> None:
+    """Say why a call gets its launch config, place by place."""
+    from sage_plugin import device as devices
+    from sage_plugin.kernels import dispatch
+
+    shape = call_shape(
+        batch=batch, heads_q=heads_q, heads_k=heads_k, seq_q=seq_q, seq_k=seq_k,
+        head_dim=head_dim, dv=dim_v, dtype=dtype, causal=causal, layout=layout,
+    )  # fmt: skip
+    facts = devices.facts(device)
+    name, variant = dispatch.parse_kernel(kernel)
+    decision = dispatch.decide(shape, facts, kernel=name, variant=variant)
+    if decision.reason is not None or decision.variant == "host":
+        reason = decision.reason or f"{decision.kernel} is torch's own and has no launch config"
+        _say(f"This call goes to the host's attention: {reason}.")
+        _say("Next: name a kernel (--kernel fav3_sage) to see what it would get")
+        return
+    _explain_key(dispatch.call_key(shape, decision), facts, config_dir, shape)
+
+
+@app.command()
+def check(path: Place = None, device: Device = None, config_dir: ConfigDir = None) -> None:
+    """Check files; exit 2 with one sentence for each problem."""
+    from sage_plugin import device as devices
+    from sage_plugin.kernels.dispatch import illegal_reason
+    from sage_plugin.registry.validate import problems
+
+    facts = devices.facts(device)
+    files = list(_files_to_check(path, facts, config_dir))
+    found = [
+        sentence for file in files for sentence in problems(file, facts, illegal=illegal_reason)
+    ]
+    for sentence in found:
+        _say(sentence)
+    if found:
+        _say(f"{len(found)} problems in {len(files)} files. Next: mend or delete them, tune again")
+        raise typer.Exit(PROBLEMS)
+    names = ", ".join(map(str, files)) or "no file is in use"
+    _say(f"Sound: {names}. Next: sage configs list")
+
+
+def _files_to_check(
+    path: Path | None, facts: DeviceFacts, config_dir: Path | None
+) -> Iterator[Path]:
+    from sage_plugin.registry import load
+    from sage_plugin.registry.validate import registry_files
+
+    if path is not None:
+        if config_dir is not None:
+            raise UsageError("give a path or --config-dir, not both")
+        yield from registry_files(path)
+        return
+    for _, place in load.search_path(facts.slug, config_dir=config_dir):
+        if place.exists():
+            yield place
+
+
+def _explain_key(
+    key: CallKey, facts: DeviceFacts, config_dir: Path | None, shape: CallShape
+) -> None:
+    from sage_plugin.cli.tune_view import config_text, shape_text
+    from sage_plugin.kernels import dispatch
+    from sage_plugin.registry import lookup
+
+    dispatch.forget()
+    _say(f"{key.kernel}:{key.variant} on {facts.name}: {shape_text(shape)}")
+    sentences = lookup.explain(
+        key,
+        facts=facts,
+        config_dir=config_dir,
+        is_legal=lambda config: dispatch.illegal_reason(config, key, facts) is None,
+    )
+    for sentence in sentences:
+        _say(f"  {sentence}")
+    found = dispatch.find_launch(
+        key, facts, config_dir=None if config_dir is None else str(config_dir)
+    )
+    _say(f"It gets {config_text(found.config)} ({found.source}: {found.detail})")
+    _say(f"  {found.config.text()}")
+    reason = dispatch.illegal_reason(found.config, key, facts)
+    _say("  legal on this device" if reason is None else f"  illegal on this device: {reason}")
+    if found.source in ("exact", "env"):
+        _say("Next: sage bench, to see what it is worth")
+    else:
+        _say(f"Next: {_tune_command(key, shape, config_dir)}")
+
+
+def _tune_command(key: CallKey, shape: CallShape, config_dir: Path | None) -> str:
+    """The command that fills a miss for exactly this call, in the place that was asked first."""
+    words = ["sage", "tune", "--kernel", f"{key.kernel}:{key.variant}"]
+    numbers = {"-b": shape.batch, "-hq": shape.heads_q, "-sq": shape.seq_q, "-d": shape.head_dim}
+    if shape.heads_k != shape.heads_q:
+        numbers["-hk"] = shape.heads_k
+    if shape.seq_k != shape.seq_q:
+        numbers["-sk"] = shape.seq_k
+    words += [word for option, number in numbers.items() for word in (option, str(number))]
+    words += ["--dtype", shape.dtype, "--layout", shape.layout]
+    words += ["--causal"] if shape.causal else []
+    words += ["--config-dir", str(config_dir)] if config_dir is not None else []
+    return shlex.join(words)
+
+
+def _show_file(label: str, path: Path) -> None:
+    from sage_plugin.registry import load
+
+    try:
+        file = load.read(path)
+    except ConfigError as error:
+        _say(f"{label}: {error}")
+        return
+    _say(f"{label}: {path}: {file.device.name}, {len(file.entries)} entries")
+    if file.entries:
+        stdout.print(_table(file))
+
+
+def _table(file: RegistryFile) -> Table:
+    from sage_plugin.cli.tune_view import SHORT_DTYPES, config_lines, gain_text, grid, milliseconds
+
+    table = grid("call", "config", "time", "gain", "tuned on")
+    for entry in file.entries:
+        key, evidence = entry.key, entry.evidence
+        causal = " causal" if key.causal else ""
+        seq = f"{key.seq_q}" if key.seq_q == key.seq_k else f"{key.seq_q}:{key.seq_k}"
+        dtype = SHORT_DTYPES.get(key.dtype, key.dtype)
+        table.add_row(
+            f"{key.kernel}:{key.variant}\n{key.batch_heads}x{seq}x{key.head_dim}\n"
+            f"{dtype} {key.layout}{causal}",
+            config_lines(entry.config),
+            milliseconds(evidence.time.median_ms),
+            "confirmed" if evidence.confirmed else gain_text(entry),
+            f"{'synthetic' if evidence.synthetic else 'captures'} {evidence.date}\n"
+            f"triton {evidence.toolchain.triton or '-'}",
+        )
+    return table
+
+
+def _say(sentence: str) -> None:
+    stdout.print(sentence, markup=False, highlight=False, soft_wrap=True)

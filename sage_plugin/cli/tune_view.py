@@ -1,0 +1,202 @@
+"""How a tuning session looks on a terminal: progress while it runs, a table when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from sage_plugin.cli.call_shape import DTYPES
+from sage_plugin.schema import CallShape, LaunchConfig, RegistryEntry, Trial
+
+if TYPE_CHECKING:
+    from sage_plugin.tune.outcome import Outcome
+    from sage_plugin.tune.plan import Plan
+    from sage_plugin.tune.study import Study
+
+EMULATION_NOTE = "emulation: not a speed"
+SHORT_DTYPES = {name: short for short, name in DTYPES.items()}
+VERDICT_STYLES = {"tuned": "green", "confirmed": "cyan", "failed": "bold red"}
+
+
+class ProgressView:
+    """An observer that draws one line per study.
+
+    Example:
+        >>> with ProgressView(console) as view:  # doctest: +SKIP
+        ...     tune(plan, runner, view)
+    """
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[state]}"),
+        )
+        self._progress = Progress(*columns, console=console)
+        self._task: TaskID | None = None
+        self._best = float("inf")
+        self._failed = 0
+
+    def __enter__(self) -> ProgressView:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def study_started(self, study: Study, *, done: int, total: int) -> None:
+        """A new line, that starts where an earlier run stopped."""
+        self._best, self._failed = float("inf"), 0
+        state = f"{done} from an earlier run" if done else ""
+        name = f"{study.key.kernel} {shape_text(study.timed.shape)}"
+        self._task = self._progress.add_task(name, total=total, completed=done, state=state)
+
+    def trial_finished(self, study: Study, trial: Trial) -> None:
+        """One step further."""
+        self._failed += trial.status != "ok"
+        if trial.time is not None:
+            self._best = min(self._best, trial.time.median_ms)
+        best = "" if self._best == float("inf") else f"best {milliseconds(self._best)}"
+        failed = f"{self._failed} failed" if self._failed else ""
+        self._update(", ".join(part for part in (best, failed) if part), advance=1)
+
+    def race_started(self, study: Study, finalists: int) -> None:
+        """The line says so."""
+        self._update(f"racing {finalists} finalists")
+
+    def study_finished(self, study: Study, verdict: str) -> None:
+        """The line ends with the verdict."""
+        self._update(verdict)
+
+    def _update(self, state: str, advance: int = 0) -> None:
+        if self._task is not None:
+            self._progress.update(self._task, advance=advance, state=state)
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+    """One row per study: what the default takes, what the winner takes, and what became of it."""
+    table = grid("call", "default", "best", "gain", "config", "valid", "result")
+    for outcome in outcomes:
+        study, entry = outcome.study, outcome.entry
+        call = f"{study.kernel}\n{shape_lines(study.timed.shape)}"
+        valid = f"{outcome.trials.get('ok', 0)} of {sum(outcome.trials.values())}"
+        result = Text(outcome.verdict, style=VERDICT_STYLES.get(outcome.verdict, ""))
+        result.append(f"\n{outcome.written.partition(':')[0]}", style="not bold default")
+        if entry is None:
+            table.add_row(call, "-", "-", "-", "-", valid, result)
+            continue
+        evidence = entry.evidence
+        table.add_row(
+            call,
+            milliseconds(evidence.baseline_time.median_ms),
+            milliseconds(evidence.time.median_ms),
+            gain_text(entry),
+            config_lines(entry.config),
+            valid,
+            result,
+        )
+    return table
+
+
+def outcome_notes(outcomes: Sequence[Outcome]) -> list[str]:
+    """Sentences below the table."""
+    notes = []
+    for outcome in outcomes:
+        where = f"{outcome.study.kernel} {shape_text(outcome.study.timed.shape)}"
+        notes += [f"{where}: {note}" for note in outcome.notes]
+        if outcome.written.startswith("kept") and not outcome.written.endswith("already there"):
+            notes.append(f"{where}: {outcome.written}")
+        emulated = outcome.study.key.variant == "emulation"
+        stamp = outcome.entry.evidence.stamp if outcome.entry is not None else ""
+        if stamp not in ("", "clean") and not emulated:
+            notes.append(f"{where}: times are {stamp}")
+    if any(outcome.study.key.variant == "emulation" for outcome in outcomes):
+        notes.append(EMULATION_NOTE)
+    return notes
+
+
+def plan_table(plan: Plan) -> Table:
+    """What `--dry-run` shows: one row per study."""
+    table = grid("call", "inputs", "calls", "configs", "default")
+    for study, calls in zip(plan.studies, plan.calls, strict=True):
+        kind = "synthetic" if study.synthetic else "captured"
+        table.add_row(
+            f"{study.kernel}\n{shape_lines(study.timed.shape)}",
+            f"{len(study.sources)} {kind}",
+            str(calls) if calls else "-",
+            str(len(study.space)),
+            config_lines(study.default),
+        )
+    return table
+
+
+def shape_text(shape: CallShape) -> str:
+    """A call's shape on one line: batch x heads x length x channels, then the rest."""
+    return shape_lines(shape).replace("\n", " ")
+
+
+def shape_lines(shape: CallShape) -> str:
+    """A call's shape on two lines, for narrow columns."""
+    heads = str(shape.heads_q)
+    heads += "" if shape.heads_k == shape.heads_q else f":{shape.heads_k}"
+    seq = str(shape.seq_q) + ("" if shape.seq_k == shape.seq_q else f":{shape.seq_k}")
+    causal = " causal" if shape.causal else ""
+    dtype = SHORT_DTYPES.get(shape.dtype, shape.dtype)
+    return f"{shape.batch}x{heads}x{seq}x{shape.head_dim}\n{dtype} {shape.layout}{causal}"
+
+
+def config_text(config: LaunchConfig) -> str:
+    """A launch config on one line: tile, warps, stages, then what is unusual."""
+    return config_lines(config).replace("\n", " ")
+
+
+def config_lines(config: LaunchConfig) -> str:
+    """A launch config on one line or two, for narrow columns."""
+    text = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
+    numbers = {"maxnreg": config.maxnreg, "waves": config.waves_per_eu}
+    numbers["nonkdim"] = config.matrix_instr_nonkdim
+    parts = ["tma"] if config.loads == "descriptor" else []
+    parts += [f"{name}{value}" for name, value in numbers.items() if value]
+    return f"{text}\n{' '.join(parts)}" if parts else text
+
+
+def gain_text(entry: RegistryEntry) -> str:
+    """Gain over the default with its sure part, or why there is none."""
+    evidence = entry.evidence
+    if evidence.confirmed:
+        return "-"
+    if evidence.baseline.startswith("unusable"):
+        return "default\nunusable"
+    gain = 1 - evidence.time.median_ms / evidence.baseline_time.median_ms
+    return f"{gain:.1%}\nsure {evidence.gain_low:.1%}"
+
+
+def milliseconds(value: float) -> str:
+    """A time with three significant digits."""
+    return f"{value:.3g} ms" if value < 100 else f"{value:.0f} ms"
+
+
+def grid(*columns: str) -> Table:
+    """An empty table; text columns to the left, numbers to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        left = name in ("call", "config", "result", "tuned on")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    return table

@@ -1,0 +1,233 @@
+"""What to time: preset shapes, synthetic tensors, and captures brought back to their full shape.
+
+Tensors are always indexed `(batch, heads, sequence, channels)`; they lie in memory as
+`CallShape.layout` says, so that a transpose of a `bshd` tensor costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from sage_plugin.errors import UsageError
+from sage_plugin.schema import CallShape, CaptureRecord
+
+K_CHANNEL_BIAS = 3.0
+OUTLIER_CHANNELS = 2
+OUTLIER_SCALE = 40.0
+DISTRIBUTIONS = ("normal", "biased", "drift", "outlier")
+
+_PRESETS = {
+    "cogvideox-2b": (2, 30, 17776, 64),
+    "wan-720p": (1, 5, 75600, 128),
+    "hunyuan-540p": (1, 24, 16452, 128),
+    "hunyuan-720p": (1, 3, 118808, 128),
+    "wan-480p": (2, 2, 29760, 128),
+}
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class SavedCall(Protocol):
+    """What `full_size` needs of a loaded capture."""
+
+    @property
+    def q(self) -> torch.Tensor:
+        """Saved query heads, (b, hq, Sq, D)."""
+
+    @property
+    def k(self) -> torch.Tensor:
+        """Saved key heads, (b, hk, Sk, D)."""
+
+    @property
+    def v(self) -> torch.Tensor:
+        """Saved value heads, (b, hk, Sk, Dv)."""
+
+    @property
+    def record(self) -> CaptureRecord:
+        """The manifest line."""
+
+
+def presets() -> dict[str, CallShape]:
+    """The five video shapes by name: batch, heads, length and head dim of one device's call.
+
+    Example:
+        >>> presets()["cogvideox-2b"].seq_q
+        17776
+    """
+    return {name: self_attention(*numbers) for name, numbers in _PRESETS.items()}
+
+
+def self_attention(
+    batch: int, heads: int, seq: int, head_dim: int, *, dtype: str = "bfloat16"
+) -> CallShape:
+    """Shape of a plain self-attention call.
+
+    Example:
+        >>> self_attention(1, 2, 64, 64).scale
+        0.125
+    """
+    return CallShape(
+        batch=batch,
+        heads_q=heads,
+        heads_k=heads,
+        seq_q=seq,
+        seq_k=seq,
+        head_dim=head_dim,
+        dv=head_dim,
+        dtype=dtype,
+        causal=False,
+        mask_kind="none",
+        layout="bhsd",
+        scale=1 / math.sqrt(head_dim),
+    )
+
+
+def synthetic(
+    shape: CallShape,
+    *,
+    device: torch.device | str,
+    seed: int = 0,
+    distribution: str = "normal",
+) -> Tensors:
+    """Random Q, K and V, drawn head by head in fp32 on the device and rounded to the dtype.
+
+    `normal` is N(0, 1). `biased` adds to V a bias N(0, 1) and to K a bias 3 N(0, 1) of each
+    channel, as video models do. `drift` adds 1 to the first half of V and -1 to the second.
+    `outlier` multiplies two channels of K by 40.
+
+    Args:
+        shape: the call.
+        device: where to draw.
+        seed: of the draw.
+        distribution: one of `DISTRIBUTIONS`.
+
+    Returns:
+        `(q, k, v)`, indexed bhsd.
+
+    Raises:
+        UsageError: the distribution or the dtype is unknown.
+
+    Example:
+        >>> q, k, v = synthetic(self_attention(1, 2, 16, 8), device="cpu", distribution="drift")
+        >>> q.shape, v.dtype
+        (torch.Size([1, 2, 16, 8]), torch.bfloat16)
+    """
+    if distribution not in DISTRIBUTIONS:
+        raise UsageError(
+            f"input distribution {distribution!r}: allowed are {', '.join(DISTRIBUTIONS)}"
+        )
+    dtype = torch_dtype(shape.dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=device, generator=generator, dtype=torch.float32)
+
+    def make(
+        heads: int, seq: int, width: int, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        rows = [change(draw(seq, width)).to(dtype) for _ in range(shape.batch * heads)]
+        return in_layout(torch.stack(rows).view(shape.batch, heads, seq, width), shape.layout)
+
+    q = make(shape.heads_q, shape.seq_q, shape.head_dim, lambda x: x)
+    k = make(shape.heads_k, shape.seq_k, shape.head_dim, _k_change(distribution, draw))
+    v = make(shape.heads_k, shape.seq_k, shape.dv, _v_change(distribution, draw))
+    return q, k, v
+
+
+def _k_change(
+    distribution: str, draw: Callable[..., torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    if distribution == "biased":
+        return lambda x: x + K_CHANNEL_BIAS * draw(1, x.shape[-1])
+    if distribution == "outlier":
+
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            x[:, :OUTLIER_CHANNELS] *= OUTLIER_SCALE
+            return x
+
+        return scaled
+    return lambda x: x
+
+
+def _v_change(
+    distribution: str, draw: Callable[..., torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    if distribution == "biased":
+        return lambda x: x + draw(1, x.shape[-1])
+    if distribution == "drift":
+
+        def drifted(x: torch.Tensor) -> torch.Tensor:
+            half = x.shape[0] // 2
+            x[:half] += 1.0
+            x[half:] -= 1.0
+            return x
+
+        return drifted
+    return lambda x: x
+
+
+def full_size(captured: SavedCall, shape: CallShape | None = None) -> Tensors:
+    """The saved heads repeated to the full call, for timing; error is judged on the saved ones.
+
+    Args:
+        captured: a loaded capture.
+        shape: the full call; the record's own where it is `None`.
+
+    Returns:
+        `(q, k, v)` of the full shape, indexed bhsd, in memory as `shape.layout` says.
+
+    Example:
+        >>> import types
+        >>> q, k, v = synthetic(self_attention(1, 2, 16, 8), device="cpu")
+        >>> saved = types.SimpleNamespace(q=q, k=k, v=v)
+        >>> full_size(saved, self_attention(2, 6, 16, 8))[0].shape
+        torch.Size([2, 6, 16, 8])
+    """
+    full = captured.record.shape if shape is None else shape
+    group = full.heads_q // full.heads_k
+    batches = _cycle(full.batch, captured.k.shape[0], captured.k.device)
+    heads_k = _cycle(full.heads_k, captured.k.shape[1], captured.k.device)
+    # A key head brings its own group of query heads along.
+    inside = torch.arange(group, device=captured.k.device)
+    heads_q = (heads_k[:, None] * group + inside).flatten()
+
+    def repeated(saved: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        return in_layout(saved[batches][:, heads], full.layout)
+
+    return (
+        repeated(captured.q, heads_q),
+        repeated(captured.k, heads_k),
+        repeated(captured.v, heads_k),
+    )
+
+
+def _cycle(length: int, saved: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(length, device=device) % saved
+
+
+def in_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """A bhsd-indexed tensor whose memory is contiguous in `layout`.
+
+    Args:
+        tensor: (B, H, S, D).
+        layout: `"bhsd"` or `"bshd"`.
+    """
+    if layout == "bhsd":
+        return tensor.contiguous()
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Torch's dtype by the name that a `CallShape` holds.
+
+    Raises:
+        UsageError: it is none of float16, bfloat16 and float32.
+    """
+    known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in known:
+        raise UsageError(f"dtype {name!r}: allowed are {', '.join(known)}")
+    return known[name]

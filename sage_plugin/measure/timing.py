@@ -1,0 +1,202 @@
+"""The one timing code: variants interleaved in random order, cold L2, medians with intervals.
+
+Every round times each function once, in an order drawn anew from the seed, so that drift of the
+clocks falls on all alike and `ms[i]` of two functions form a pair.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sage_plugin.errors import DeviceError, UsageError
+from sage_plugin.measure import timers
+from sage_plugin.measure.statistics import gain_interval, median_interval
+from sage_plugin.schema import Timing
+
+Round = Callable[[Sequence[str]], Sequence[float]]
+"""Times the named functions once each, in that order; milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a measurement ends; the caps are hard.
+
+    Attributes:
+        warmup: rounds whose times are thrown away.
+        warmup_s: the rounds go on until this much time is spent, too.
+        min_samples: rounds before the precision may end the measurement.
+        max_samples: rounds after which it ends whatever the precision.
+        budget_s: time after which it ends whatever the precision; two rounds are always taken,
+            because one sample has no interval.
+        precision: it ends when each 95 % interval is narrower than this share of its median.
+    """
+
+    warmup: int = 3
+    warmup_s: float = 0.2
+    min_samples: int = 20
+    max_samples: int = 200
+    budget_s: float = 10.0
+    precision: float = 0.01
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Times of one function, in the order of the rounds.
+
+    Attributes:
+        name: the name under which the function was given.
+        ms: one time per round, milliseconds.
+        method: how they were taken: `events`, `graph`, `profiler` or `wall`, with `/warm` behind
+            it where L2 was not made cold.
+    """
+
+    name: str
+    ms: tuple[float, ...]
+    method: str
+
+    def timing(self) -> Timing:
+        """Median with its 95 % interval."""
+        centre, low, high = median_interval(self.ms)
+        return Timing(
+            median_ms=centre, low_ms=low, high_ms=high, n=len(self.ms), method=self.method
+        )
+
+    def gain_over(self, base: Samples) -> tuple[float, float, float]:
+        """Paired gain over `base` from the same measurement, as `(gain, low, high)`.
+
+        Raises:
+            ValueError: the two were taken by different methods or in different measurements.
+        """
+        if self.method != base.method:
+            raise ValueError(
+                f"{self.name} was timed by {self.method} and {base.name} by {base.method}: "
+                "times of two methods are never compared; measure both in one call"
+            )
+        return gain_interval(base.ms, self.ms)
+
+
+def measure(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device | str,
+    method: str | None = None,
+    warmup: int | None = None,
+    min_samples: int | None = None,
+    max_samples: int | None = None,
+    budget_s: float | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    cold_l2: bool = True,
+    seed: int = 0,
+) -> dict[str, Samples]:
+    """Time functions against each other, interleaved.
+
+    Args:
+        functions: name to a call without arguments; it launches its work on the current stream.
+        device: where the work runs.
+        method: `events` (default on a GPU), `graph` (the call is captured in a CUDA graph, so that
+            the host's launch time is gone), `profiler` (the kernels' own time) or `wall` (the only
+            one on a CPU, and its default).
+        warmup: rounds that are thrown away, in place of the number in `limits`.
+        min_samples: rounds that are taken at least, likewise.
+        max_samples: rounds that are taken at most, likewise.
+        budget_s: seconds that may be spent, likewise; hard, also in the warm-up.
+        limits: when the measurement ends.
+        cold_l2: write a buffer larger than twice L2 before each timed call.
+        seed: of the order within the rounds.
+
+    Returns:
+        Samples by name, each with the same number of rounds.
+
+    Raises:
+        UsageError: no function, an unknown method, or one that the device has not.
+        DeviceError: no such device.
+
+    Example:
+        >>> samples = measure({"sum": lambda: sum(range(1000))}, device="cpu", budget_s=0.05)
+        >>> samples["sum"].method
+        'wall'
+    """
+    if not functions:
+        raise UsageError("measure: got no function, needs at least one")
+    resolved = _device(device)
+    chosen = method or ("wall" if resolved.type == "cpu" else "events")
+    asked = {
+        "warmup": warmup,
+        "min_samples": min_samples,
+        "max_samples": max_samples,
+        "budget_s": budget_s,
+    }
+    limits = _limits(limits, {name: value for name, value in asked.items() if value is not None})
+    label = chosen if cold_l2 or chosen == "wall" else f"{chosen}/warm"
+    with timers.timer(functions, resolved, chosen, cold_l2=cold_l2) as run_round:
+        ms = interleave(list(functions), run_round, limits=limits, seed=seed)
+    return {name: Samples(name=name, ms=tuple(ms[name]), method=label) for name in functions}
+
+
+def interleave(
+    names: Sequence[str],
+    run_round: Round,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    seed: int = 0,
+    now: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Take rounds until the limits say stop; knows no device, so that fakes can stand in.
+
+    Example:
+        >>> times = interleave(["a", "b"], lambda order: [1.0 for _ in order])
+        >>> len(times["a"]) == len(times["b"]) == 20
+        True
+    """
+    order = random.Random(seed)
+    start = now()
+    rounds = 0
+    while rounds < limits.warmup or now() - start < limits.warmup_s:
+        run_round(order.sample(names, len(names)))
+        rounds += 1
+        # A round that is slow by itself must not spend the budget on warming up.
+        if rounds >= limits.max_samples or now() - start >= limits.budget_s / 4:
+            break
+    ms: dict[str, list[float]] = {name: [] for name in names}
+    for taken in range(1, limits.max_samples + 1):
+        drawn = order.sample(names, len(names))
+        for name, value in zip(drawn, run_round(drawn), strict=True):
+            ms[name].append(value)
+        if taken >= 2 and now() - start >= limits.budget_s:
+            break
+        if taken >= limits.min_samples and _precise(ms, limits.precision):
+            break
+    return ms
+
+
+def _precise(ms: Mapping[str, Sequence[float]], precision: float) -> bool:
+    intervals = (median_interval(values) for values in ms.values())
+    return all(high - low <= precision * centre for centre, low, high in intervals)
+
+
+def _limits(base: Limits, asked: Mapping[str, float]) -> Limits:
+    """The limits with what was asked in place of their own."""
+    limits = replace(base, **asked)  # type: ignore[arg-type]
+    if limits.max_samples < 2 or limits.min_samples < 1 or limits.warmup < 0:
+        raise UsageError(
+            f"measure: got max_samples={limits.max_samples}, min_samples={limits.min_samples}, "
+            f"warmup={limits.warmup}; needs at least 2, 1 and 0"
+        )
+    return limits
+
+
+def _device(device: torch.device | str) -> torch.device:
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("no GPU that torch can use: time on device='cpu', or use a GPU build")
+    if resolved.type not in ("cpu", "cuda"):
+        raise UsageError(f"measure: got device {str(resolved)!r}, knows cpu and cuda")
+    return resolved

@@ -1,0 +1,7 @@
+"""Runs the attention of a diffusers model on our kernels, and puts everything back.
+
+`patch.py` has the public calls, `component.py` one patched denoiser, `diffusers.py` finds attention
+and swaps processors, `retarget.py` makes the classes that they are swapped to, `route.py` decides
+per call, `context.py` is what a layer knows, `report.py` shows it. Kernels and registry stand
+below; no capture, tuning or rendering is known here.
+"""

@@ -1,0 +1,189 @@
+"""One patched denoiser: its layers, what they share, and the hook that notices a lost patch."""
+
+from __future__ import annotations
+
+import logging
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from sage_plugin import settings
+from sage_plugin.errors import PatchError
+from sage_plugin.plugin import retarget
+from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
+from sage_plugin.plugin.diffusers import (
+    attention_modules,
+    components,
+    put_back,
+    swap,
+    unwrapped,
+)
+
+if TYPE_CHECKING:
+    from sage_plugin.plugin.patch import PatchHandle
+
+logger = logging.getLogger(__name__)
+
+EXCLUDED = "left out by include or exclude"
+REPLACED = "processors were replaced"
+NO_CALL = "the processor makes no attention call that can be redirected"
+
+
+class Component:
+    """The patch of one module of a pipeline, or of a module that was given by itself.
+
+    Attributes:
+        module: the denoiser.
+        state: what its layers share.
+        handle: the handle that it belongs to.
+        layers: patched layers by path inside the module.
+        skipped: attention layers that are not patched, and why.
+    """
+
+    def __init__(self, module: nn.Module, state: PatchState, handle: PatchHandle) -> None:
+        self.module = module
+        self.state = state
+        self.handle = handle
+        self.layers: dict[str, LayerContext] = {}
+        self.skipped: dict[str, str] = {}
+        self._hook = module.register_forward_pre_hook(Watch(self))
+
+    def apply(self, options: PatchOptions) -> None:
+        """Patch the layers that the options choose, and put back the others.
+
+        Raises:
+            PatchError: a layer is patched through another module already.
+        """
+        found = {path: (module, proc) for path, module, proc in attention_modules(self.module)}
+        chosen = [path for path in found if self._chosen(path, options)]
+        for path in chosen:
+            self._check_owner(path, *found[path])
+        self.state.options = options
+        self.state.disabled = settings.current().disabled
+        self.state.warned.clear()
+        for path in set(self.layers) - set(chosen):
+            put_back(self.layers.pop(path))
+        self.skipped = {self._full(path): EXCLUDED for path in found if path not in chosen}
+        for path in chosen:
+            self._patch_layer(path, *found[path])
+
+    def check(self) -> None:
+        """Patch again where processors were replaced since; runs before each eager forward."""
+        self.state.disabled = settings.current().disabled
+        replaced = [
+            layer
+            for layer in self.layers.values()
+            if layer.attention.processor is not _current(layer)
+        ]
+        if not replaced:
+            return
+        for path, layer in self.layers.items():
+            if layer in replaced:
+                self._patch_layer(path, layer.attention, layer.attention.processor)
+        if REPLACED in self.state.warned:
+            return
+        self.state.warned.add(REPLACED)
+        failed = sum(layer.processor is None for layer in replaced)
+        logger.warning(
+            "%s: the attention processors of %d layers (the first is %s) were replaced after "
+            "patching: %d are patched again, %d cannot be and run the host's attention (said once)",
+            self.state.component, len(replaced), replaced[0].name, len(replaced) - failed, failed,
+        )  # fmt: skip
+
+    def lost(self) -> tuple[str, ...]:
+        """Names of the layers that were patched and are not now."""
+        return tuple(
+            layer.name
+            for layer in self.layers.values()
+            if layer.processor is None or layer.attention.processor is not layer.processor
+        )
+
+    def release(self) -> None:
+        """Put every processor back and take the hook away."""
+        for layer in self.layers.values():
+            put_back(layer)
+        self._hook.remove()
+
+    def rename(self, name: str) -> None:
+        """Give the component, and so its layers, another name."""
+        self.state.component = name
+        for path, layer in self.layers.items():
+            layer.name = self._full(path)
+
+    def _check_owner(self, path: str, module: nn.Module, processor: object) -> None:
+        owner = retarget.layer_of(processor)
+        if owner is not None and owner.attention is module and owner.state is not self.state:
+            raise PatchError(
+                f"{self._full(path)} is patched already, as {owner.name}; unpatch that module first"
+            )
+
+    def _patch_layer(self, path: str, module: nn.Module, processor: object) -> None:
+        layer = self.layers.get(path)
+        if layer is not None and layer.processor is processor:
+            return
+        if layer is None:
+            layer = LayerContext(self._full(path), self.state, module, processor)
+        put_back(layer)  # our former copy may lie where upstream will take it from again
+        owner = retarget.layer_of(processor)
+        layer.original = processor if owner is None else owner.original
+        if swap(layer):
+            self.layers[path] = layer
+        else:
+            self.skipped[layer.name] = NO_CALL
+
+    def _chosen(self, path: str, options: PatchOptions) -> bool:
+        def matches(globs: tuple[str, ...]) -> bool:
+            names = (path, self._full(path))
+            return any(fnmatchcase(name, glob) for name in names for glob in globs)
+
+        return (options.include is None or matches(options.include)) and not matches(
+            options.exclude
+        )
+
+    def _full(self, path: str) -> str:
+        return f"{self.state.component}.{path}" if path else self.state.component
+
+
+class Watch:
+    """Forward pre-hook of a patched module, by which the module is known to be patched."""
+
+    def __init__(self, component: Component | None = None) -> None:
+        self.component = component
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        """Check the patch; in a graph, where processors cannot change, do nothing."""
+        if torch.compiler.is_compiling() or self.component is None:
+            return
+        self.component.check()
+
+    def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
+        """A copy of a patched module is not patched."""
+        return Watch, ()
+
+
+def component_of(module: nn.Module) -> Component | None:
+    """The patch of a module, or `None`."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, Watch) and hook.component is not None:
+            return hook.component
+    return None
+
+
+def parts_of(obj: object) -> list[Component]:
+    """The patched modules of a pipeline, or the patch of a module.
+
+    Raises:
+        PatchError: `obj` is neither a module nor a pipeline.
+    """
+    modules = [unwrapped(obj)] if isinstance(obj, nn.Module) else list(components(obj).values())
+    if not modules:
+        raise PatchError(
+            f"got {type(obj).__name__}, expected a diffusers pipeline, its denoiser, or a module"
+        )
+    return [part for module in modules if (part := component_of(module)) is not None]
+
+
+def _current(layer: LayerContext) -> object:
+    return layer.original if layer.processor is None else layer.processor

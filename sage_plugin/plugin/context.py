@@ -1,0 +1,140 @@
+"""What a patched layer knows while its model runs.
+
+Traced code reads a layer's `state` and plain fields of it, and all layers of a component share one
+state: blocks that are compiled one by one then share one graph. Names, counters and listeners are
+touched in eager mode alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from sage_plugin.kernels.contract import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class CallEvent:
+    """One attention call of a patched layer, as listeners get it before it runs.
+
+    Attributes:
+        component: name of the denoiser, e.g. `"transformer"`.
+        layer: module path of the attention, with the component in front.
+        call_index: which attention call of the layer's current forward, from 0.
+        q: queries as the model passed them, `(B, Hq, Sq, D)` or `(B, Sq, Hq, D)` as `layout` says.
+        k: keys, likewise.
+        v: values, likewise.
+        attn_mask: the mask as the model passed it, or `None`.
+        is_causal: whether the call is causal.
+        scale: factor of the scores, `None` for the default.
+        layout: `"bhsd"` or `"bshd"`.
+        decision: where the call is about to run.
+    """
+
+    component: str
+    layer: str
+    call_index: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    attn_mask: torch.Tensor | None
+    is_causal: bool
+    scale: float | None
+    layout: str
+    decision: Decision
+
+
+Listener = Callable[[CallEvent], None]
+
+
+@dataclass(frozen=True)  # no slots: traced code reads it
+class PatchOptions:
+    """What `patch` was asked for, checked.
+
+    Attributes:
+        kernel: kernel name, `"auto"` or one of `schema.KERNELS`.
+        variant: variant name, `"auto"` or one that the kernel has.
+        config_dir: folder of configs that is searched first, or `None`.
+        min_seq: calls with fewer queries or keys go to the host's attention.
+        strict: an unsupported call is an error, not a fallback.
+        include: globs of layer paths to patch, `None` for all.
+        exclude: globs of layer paths to leave alone.
+    """
+
+    kernel: str
+    variant: str
+    config_dir: str | None
+    min_seq: int
+    strict: bool
+    include: tuple[str, ...] | None
+    exclude: tuple[str, ...]
+
+
+@dataclass(eq=False)  # no slots: traced code reads it
+class PatchState:
+    """What all layers of one component share; a later `patch` changes it in place.
+
+    Attributes:
+        component: name of the component.
+        options: the options of the last `patch`.
+        listeners: the handle's list, called in eager mode.
+        disabled: `SAGE_PLUGIN_DISABLE` was set when it was last read.
+        warned: reasons that were logged since the last `patch`.
+    """
+
+    component: str
+    options: PatchOptions
+    listeners: list[Listener]
+    disabled: bool = False
+    warned: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False)  # no slots: traced code reads `state`
+class LayerContext:
+    """One patched attention layer: its place, its counters, and what to put back.
+
+    Attributes:
+        name: module path with the component in front.
+        state: what it shares with the other layers of the component.
+        attention: the module whose processor was replaced.
+        original: the processor that `unpatch` puts back.
+        processor: our copy of it.
+        calls: eager calls by `kernel:variant`.
+        fallbacks: eager calls that went to the host's attention, by reason.
+        config_sources: eager calls by where their launch config came from.
+    """
+
+    name: str
+    state: PatchState
+    attention: nn.Module
+    original: object
+    processor: object = None
+    calls: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    config_sources: Counter[str] = field(default_factory=Counter)
+
+
+class Frame:
+    """One running processor call; `index` counts its attention calls."""
+
+    def __init__(self, layer: LayerContext | None) -> None:
+        self.layer = layer
+        self.index = 0
+
+
+class CallStack(threading.local):
+    """The processor calls that run in this thread, innermost last.
+
+    The functions that a processor calls get no `self`, so its `__call__` leaves its layer here.
+    """
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+STACK = CallStack()

@@ -1,0 +1,187 @@
+"""What a diffusers pipeline or model holds: denoisers, their attention modules, their processors.
+
+Everything is recognised by what it is made of, so that nothing of diffusers is imported here. An
+attention module is one with a `processor` of its own whose class calls attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from sage_plugin.errors import PatchError
+from sage_plugin.plugin import retarget
+from sage_plugin.plugin.context import LayerContext
+
+DENOISERS = ("transformer*", "unet*", "*_transformer", "*_unet", "prior", "prior_prior", "decoder")
+"""Component names of a pipeline that `patch` chooses by itself."""
+
+AUTOENCODERS = ("Autoencoder", "AsymmetricAutoencoder", "ConsistencyDecoder", "VQModel")
+WRAPPER = "_orig_mod"
+
+
+def find_denoisers(obj: object) -> dict[str, nn.Module]:
+    """The modules that `patch` works on by default, by name.
+
+    Args:
+        obj: a pipeline, a model, a compiled model, or any module.
+
+    Returns:
+        Denoisers that contain attention; empty where there is none. A single model is named
+        `transformer`, `unet` or `model` after its class, as a pipeline would name it.
+
+    Example:
+        >>> find_denoisers(nn.Linear(2, 2))
+        {}
+    """
+    if isinstance(obj, nn.Module):
+        named = {_name_of(unwrapped(obj)): unwrapped(obj)}
+    else:
+        named = {
+            name: module
+            for name, module in components(obj).items()
+            if any(fnmatchcase(name, pattern) for pattern in DENOISERS) and not _is_other(module)
+        }
+    return {name: module for name, module in named.items() if has_attention(module)}
+
+
+def choose(obj: object, wanted: Iterable[str] | None) -> dict[str, nn.Module]:
+    """The modules to patch: those named, or the denoisers.
+
+    Raises:
+        PatchError: `obj` holds no attention, or not the components that were named.
+    """
+    if wanted is None:
+        found = find_denoisers(obj)
+        if not found:
+            raise PatchError(_nothing_to_patch(obj))
+        return found
+    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    known = {_name_of(obj): unwrapped(obj)} if isinstance(obj, nn.Module) else components(obj)
+    for name in names:
+        if name not in known or not has_attention(known[name]):
+            able = ", ".join(n for n, m in known.items() if has_attention(m)) or "none"
+            raise PatchError(
+                f"component {name!r} of {type(obj).__name__} has no attention to patch; "
+                f"components that have: {able}"
+            )
+    return {name: known[name] for name in names}
+
+
+def components(obj: object) -> dict[str, nn.Module]:
+    """The modules of a pipeline by name, compiled ones unwrapped; empty for anything else."""
+    if isinstance(obj, nn.Module | type):
+        return {}
+    parts = getattr(obj, "components", None)
+    if not isinstance(parts, dict):
+        return {}
+    return {n: unwrapped(m) for n, m in parts.items() if isinstance(m, nn.Module)}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside what `torch.compile(module)` returns."""
+    while isinstance(inner := module._modules.get(WRAPPER), nn.Module):
+        module = inner
+    return module
+
+
+def has_attention(module: nn.Module) -> bool:
+    """Whether a module contains an attention processor that can be patched.
+
+    Example:
+        >>> has_attention(nn.Linear(2, 2))
+        False
+    """
+    return any(_class_for(processor) for _, _, processor in attention_modules(module))
+
+
+def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]:
+    """Path, module and processor of every module under `root` that has a processor of its own.
+
+    Autoencoders and transformers models inside `root` are passed over.
+    """
+    passed_over: list[str] = []
+    for path, module in root.named_modules():
+        if any(path.startswith(prefix) for prefix in passed_over):
+            continue
+        if module is not root and _is_other(module):
+            passed_over.append(f"{path}.")
+            continue
+        # Not getattr: wrappers forward it, and the module inside comes by itself.
+        processor = vars(module).get("processor", module._modules.get("processor"))
+        if callable(processor):
+            parts = [part for part in path.split(".") if part != WRAPPER]
+            yield ".".join(parts), module, processor
+
+
+def swap(layer: LayerContext) -> bool:
+    """Give a layer's attention module our copy of its processor.
+
+    A copy, because processors are shared between layers and sometimes between models.
+
+    Returns:
+        Whether the processor is of a class that can be patched.
+    """
+    original = layer.original
+    generated = _class_for(original)
+    if generated is None:
+        return False
+    ours = copy.copy(original)
+    ours.__class__ = generated
+    setattr(ours, retarget.LAYER, layer)
+    layer.processor = ours
+    layer.attention.processor = ours  # type: ignore[assignment]
+    return True
+
+
+def put_back(layer: LayerContext) -> None:
+    """Undo `swap`; a processor that somebody set since is left where it is."""
+    ours, original = layer.processor, layer.original
+    if ours is None:
+        return
+    state = {key: value for key, value in vars(ours).items() if key != retarget.LAYER}
+    vars(original).update(state)  # such as an attention backend that was set meanwhile
+    if layer.attention.processor is ours:
+        layer.attention.processor = original  # type: ignore[assignment]
+    # Copies may lie elsewhere: `fuse_qkv_projections` keeps the processors that it replaces.
+    ours.__class__ = type(original)
+    vars(ours).pop(retarget.LAYER, None)
+    layer.processor = None
+
+
+def _class_for(processor: object) -> type | None:
+    return retarget.patched_class(retarget.original_class(processor))
+
+
+def _name_of(module: nn.Module) -> str:
+    name = type(unwrapped(module)).__name__
+    return "unet" if "UNet" in name else "transformer" if "Transformer" in name else "model"
+
+
+def _is_other(module: nn.Module) -> bool:
+    """An autoencoder or a model of transformers, which no denoiser is."""
+    return type(module).__name__.startswith(AUTOENCODERS) or _of_transformers(module)
+
+
+def _of_transformers(obj: object) -> bool:
+    return any(cls.__module__.split(".")[0] == "transformers" for cls in type(obj).__mro__)
+
+
+def _nothing_to_patch(obj: object) -> str:
+    kind = type(obj).__name__
+    if _of_transformers(obj):
+        return (
+            f"{kind} is a transformers model; this version patches diffusers models only, "
+            "pass a pipeline of diffusers or its denoiser"
+        )
+    if isinstance(obj, nn.Module):
+        return f"{kind} contains no diffusers attention processor; pass a diffusers model"
+    if found := components(obj):
+        return (
+            f"{kind} has no denoiser with attention among its components "
+            f"({', '.join(found)}); name one with components=..."
+        )
+    return f"got {kind}, expected a diffusers pipeline, its denoiser, or a module that contains one"

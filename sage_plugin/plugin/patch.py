@@ -1,0 +1,280 @@
+"""`patch`, `unpatch` and `patched`: a model's attention on our kernels, and back.
+
+Nothing outside the chosen denoisers is touched: not `F.scaled_dot_product_attention`, not the
+process-wide attention backend of diffusers, no autoencoder, no text encoder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from sage_plugin.errors import ConfigError, PatchError, UsageError
+from sage_plugin.kernels import dispatch
+from sage_plugin.plugin import retarget
+from sage_plugin.plugin.component import Component, component_of, parts_of
+from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, PatchState
+from sage_plugin.plugin.diffusers import choose
+from sage_plugin.plugin.report import PluginReport, joined, report_of
+
+logger = logging.getLogger(__name__)
+
+MIN_SEQ = 1024
+ON_UNSUPPORTED = ("fallback", "error")
+
+
+class PatchHandle:
+    """A patch that is in place: undo it, ask it what happened, or use it in a `with` statement.
+
+    Attributes:
+        listeners: functions that get a `CallEvent` before each attention call, in eager mode only.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+        self._parts: list[Component] = []
+        self._past: list[PluginReport] = []
+
+    @property
+    def components(self) -> dict[str, nn.Module]:
+        """The patched modules by name; empty after `unpatch`."""
+        return {part.state.component: part.module for part in self._parts}
+
+    @property
+    def layers(self) -> dict[str, LayerContext]:
+        """The patched layers by module path, with the component in front."""
+        return {x.name: x for part in self._parts for x in part.layers.values()}
+
+    def unpatch(self) -> None:
+        """Put everything back; again does nothing."""
+        self._release(list(self._parts))
+
+    def report(self) -> PluginReport:
+        """What the layers did so far; after `unpatch`, what they had done by then."""
+        return report_of(self._parts) if self._parts else joined(self._past)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.unpatch()
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.components) or "nothing"
+        return f"<PatchHandle of {names}, {len(self.layers)} attention layers>"
+
+    def _take(self, name: str, module: nn.Module, options: PatchOptions) -> Component:
+        """The part of a module: a new one, or the one that it has, under this name and handle."""
+        part = component_of(module)
+        if part is None:
+            part = Component(module, PatchState(name, options, self.listeners), self)
+        elif part.handle is not self:
+            part.handle._parts.remove(part)
+        if not self._parts:
+            self._past = []
+        if part not in self._parts:
+            self._parts.append(part)
+        part.handle, part.state.listeners = self, self.listeners
+        part.rename(name)
+        return part
+
+    def _release(self, parts: list[Component]) -> None:
+        self._past.append(report_of(parts))
+        for part in parts:
+            part.release()
+            self._parts.remove(part)
+
+
+def patch(
+    obj: object,
+    *,
+    kernel: str = "auto",
+    variant: str = "auto",
+    config_dir: str | os.PathLike[str] | None = None,
+    components: str | Iterable[str] | None = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    min_seq: int = MIN_SEQ,
+    on_unsupported: str = "fallback",
+) -> PatchHandle:
+    """Run the attention of a diffusers pipeline or model on our kernels.
+
+    Calls that a kernel cannot take, and short ones, go to the host's own attention with the
+    arguments that the model passed; each reason is logged once and counted per layer. A second call
+    changes the settings in place. Copies and pickles of a patched model are not patched.
+
+    Args:
+        obj: a pipeline, a model, what `torch.compile` made of it, or a module that contains one. Of
+            a pipeline the denoisers are patched: `transformer*`, `unet*` and the like.
+        kernel: `"auto"` for the default of the device, or a kernel by name; `"sdpa"` leaves every
+            result as it is, to the bit. On a CPU a named kernel is emulated, `"auto"` does nothing.
+        variant: `"auto"`, or one variant of the kernel.
+        config_dir: folder of tuned configs that is searched before the others.
+        components: names of the pipeline's components to patch instead.
+        include: glob or globs of layer paths, with or without the component in front, to patch.
+        exclude: glob or globs of layer paths to leave alone.
+        min_seq: calls with fewer queries or keys go to the host's attention, whatever `kernel` is.
+        on_unsupported: `"fallback"`, or `"error"` to raise where a kernel cannot take a call.
+
+    Returns:
+        The handle: `.unpatch()`, `.report()`, and a context manager.
+
+    Raises:
+        PatchError: `obj` has no attention that can be patched, or none that the arguments choose.
+        UnknownKernelError: no kernel or variant of that name.
+        ConfigError: `config_dir` is not a folder.
+        UsageError: another argument is out of range.
+
+    Example:
+        >>> import torch, sage_plugin
+        >>> from diffusers.models.attention_processor import Attention
+        >>> layer = torch.nn.ModuleDict({"attn": Attention(query_dim=8, heads=2, dim_head=4)})
+        >>> sage_plugin.patch(layer, kernel="sage")
+        <PatchHandle of model, 1 attention layers>
+        >>> sage_plugin.unpatch(layer)
+    """
+    options = _checked(kernel, variant, config_dir, include, exclude, min_seq, on_unsupported)
+    chosen = choose(obj, components)
+    retarget.refresh()
+    known = {p: p.state.options for module in chosen.values() if (p := component_of(module))}
+    handle = next(iter(known)).handle if known else PatchHandle()
+    try:
+        parts = [handle._take(name, module, options) for name, module in chosen.items()]
+        for part in parts:
+            part.apply(options)
+        if not any(part.layers for part in parts):
+            raise PatchError(_nothing_chosen(parts, options))
+    except PatchError:
+        handle._release([part for part in handle._parts if component_of(part.module) not in known])
+        for part, former in known.items():
+            part.apply(former)
+        raise
+    logger.info("patched %r with kernel %r", handle, options.kernel)
+    return handle
+
+
+def unpatch(obj: object) -> None:
+    """Put back everything that `patch` changed in a pipeline or model; again does nothing.
+
+    Raises:
+        PatchError: `obj` is neither a pipeline nor a module.
+
+    Example:
+        >>> import torch, sage_plugin
+        >>> sage_plugin.unpatch(torch.nn.Linear(2, 2))
+    """
+    for part in parts_of(obj):
+        part.handle._release([part])
+
+
+@contextlib.contextmanager
+def patched(
+    obj: object,
+    *,
+    kernel: str = "auto",
+    variant: str = "auto",
+    config_dir: str | os.PathLike[str] | None = None,
+    components: str | Iterable[str] | None = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    min_seq: int = MIN_SEQ,
+    on_unsupported: str = "fallback",
+) -> Iterator[PatchHandle]:
+    """`patch` for the duration of a `with` block; arguments and errors are those of `patch`.
+
+    Afterwards, and after an exception, the object is as it was: what was patched before has its
+    former settings again, the rest is unpatched.
+
+    Example:
+        >>> import torch, sage_plugin
+        >>> from diffusers.models.attention_processor import Attention
+        >>> layer = torch.nn.ModuleDict({"attn": Attention(query_dim=8, heads=2, dim_head=4)})
+        >>> with sage_plugin.patched(layer, kernel="sage", min_seq=0) as handle:
+        ...     out = layer["attn"](torch.ones(1, 4, 8)).shape
+        >>> handle.report().total_calls()
+        1
+    """
+    chosen = choose(obj, components)
+    before = {name: part.state.options for name, m in chosen.items() if (part := component_of(m))}
+    handle = patch(
+        obj, kernel=kernel, variant=variant, config_dir=config_dir, components=components,
+        include=include, exclude=exclude, min_seq=min_seq, on_unsupported=on_unsupported,
+    )  # fmt: skip
+    try:
+        yield handle
+    finally:
+        for name, module in chosen.items():
+            part = component_of(module)
+            if part is not None and name in before:
+                part.apply(before[name])
+            elif part is not None:
+                part.handle._release([part])
+
+
+def handle_of(obj: object) -> PatchHandle | None:
+    """The handle of a patched pipeline or model, `None` where nothing of it is patched.
+
+    Raises:
+        PatchError: `obj` is neither a pipeline nor a module.
+
+    Example:
+        >>> import torch
+        >>> handle_of(torch.nn.Linear(2, 2)) is None
+        True
+    """
+    parts = parts_of(obj)
+    return parts[0].handle if parts else None
+
+
+def _checked(
+    kernel: str,
+    variant: str,
+    config_dir: str | os.PathLike[str] | None,
+    include: str | Iterable[str] | None,
+    exclude: str | Iterable[str] | None,
+    min_seq: int,
+    on_unsupported: str,
+) -> PatchOptions:
+    text = kernel if ":" in kernel or variant == "auto" else f"{kernel}:{variant}"
+    kernel, variant = dispatch.parse_kernel(text)
+    if config_dir is not None and not os.path.isdir(config_dir):
+        raise ConfigError(f"config_dir {os.fspath(config_dir)!r} is not a folder")
+    if min_seq < 0:
+        raise UsageError(f"min_seq is {min_seq}; it is a number of tokens, 0 or more")
+    if on_unsupported not in ON_UNSUPPORTED:
+        raise UsageError(
+            f"on_unsupported is {on_unsupported!r}; choose one of {', '.join(ON_UNSUPPORTED)}"
+        )
+    return PatchOptions(
+        kernel=kernel,
+        variant=variant,
+        config_dir=None if config_dir is None else os.fspath(config_dir),
+        min_seq=min_seq,
+        strict=on_unsupported == "error",
+        include=None if include is None else _globs(include),
+        exclude=_globs(exclude or ()),
+    )
+
+
+def _globs(patterns: str | Iterable[str]) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _nothing_chosen(parts: list[Component], options: PatchOptions) -> str:
+    skipped = {name: why for part in parts for name, why in part.skipped.items()}
+    name, why = next(iter(skipped.items()))
+    return (
+        f"include={options.include!r}, exclude={options.exclude!r} choose none of {len(skipped)} "
+        f"attention layers that can be patched; {name!r}, for example: {why}"
+    )

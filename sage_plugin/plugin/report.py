@@ -1,0 +1,135 @@
+"""What patched layers did: calls by kernel, fallbacks by reason, configs by origin."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sage_plugin.errors import PatchError
+from sage_plugin.plugin.component import Component, parts_of
+
+HOST_KERNELS = ("sdpa:host",)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """Counts of one layer; calls inside compiled graphs are not counted.
+
+    Attributes:
+        layer: module path with the component in front.
+        calls: calls by `kernel:variant`, as chosen.
+        fallbacks: calls that went to the host's attention instead, by reason.
+        config_sources: calls by where their launch config came from.
+    """
+
+    layer: str
+    calls: dict[str, int]
+    fallbacks: dict[str, int]
+    config_sources: dict[str, int]
+
+    def total_calls(self) -> int:
+        """All calls of the layer."""
+        return sum(self.calls.values()) + sum(self.fallbacks.values())
+
+    def kernel_calls(self) -> int:
+        """Calls that ran on a kernel, not on the host's attention."""
+        return sum(n for label, n in self.calls.items() if label not in HOST_KERNELS)
+
+
+@dataclass(frozen=True, slots=True)
+class PluginReport:
+    """Counts of all layers of a patch.
+
+    Attributes:
+        rows: one report a layer, in the model's order.
+        skipped: attention layers that are not patched, and why.
+        lost: patched layers whose processor was replaced since.
+    """
+
+    rows: tuple[LayerReport, ...]
+    skipped: dict[str, str]
+    lost: tuple[str, ...]
+
+    def total_calls(self) -> int:
+        """All calls of all layers."""
+        return sum(row.total_calls() for row in self.rows)
+
+    def kernel_calls(self) -> int:
+        """Calls that ran on a kernel, not on the host's attention."""
+        return sum(row.kernel_calls() for row in self.rows)
+
+    def text(self) -> str:
+        """A plain table."""
+        width = max([len("layer"), *(len(row.layer) for row in self.rows)])
+        lines = [f"{'layer':<{width}}  calls  on a kernel  how"]
+        lines += [
+            f"{row.layer:<{width}}  {row.total_calls():>5}  {row.kernel_calls():>11}  {_how(row)}"
+            for row in self.rows
+        ]
+        lines.append(
+            f"{self.kernel_calls()} of {self.total_calls()} calls ran on a kernel "
+            "(calls inside compiled graphs are not counted)"
+        )
+        lines += [f"not patched: {name} ({why})" for name, why in self.skipped.items()]
+        lines += [f"patch lost: {name} (its processor was replaced)" for name in self.lost]
+        return "\n".join(lines)
+
+
+def report(obj: object) -> PluginReport:
+    """What the patched layers of a pipeline or model did so far.
+
+    Raises:
+        PatchError: `obj` is not patched.
+
+    Example:
+        >>> import torch, sage_plugin
+        >>> from diffusers.models.attention_processor import Attention
+        >>> layer = torch.nn.ModuleDict({"attn": Attention(query_dim=8, heads=2, dim_head=4)})
+        >>> with sage_plugin.patched(layer):
+        ...     sage_plugin.report(layer).total_calls()
+        0
+    """
+    parts = parts_of(obj)
+    if not parts:
+        raise PatchError(
+            f"{type(obj).__name__} is not patched; call sage_plugin.patch() on it, or .report() on "
+            "the handle of an earlier patch"
+        )
+    return report_of(parts)
+
+
+def report_of(parts: Iterable[Component]) -> PluginReport:
+    """The report of some components."""
+    return joined(
+        PluginReport(
+            tuple(
+                LayerReport(x.name, dict(x.calls), dict(x.fallbacks), dict(x.config_sources))
+                for x in part.layers.values()
+            ),
+            dict(part.skipped),
+            part.lost(),
+        )
+        for part in parts
+    )
+
+
+def joined(reports: Iterable[PluginReport]) -> PluginReport:
+    """Several reports as one."""
+    rows: list[LayerReport] = []
+    skipped: dict[str, str] = {}
+    lost: list[str] = []
+    for one in reports:
+        rows += one.rows
+        skipped |= one.skipped
+        lost += one.lost
+    return PluginReport(tuple(rows), skipped, tuple(lost))
+
+
+def _how(row: LayerReport) -> str:
+    ran = Counter(row.calls)
+    parts = [f"{label} x{n}" for label, n in ran.items()]
+    if row.config_sources:
+        parts.append("config " + ", ".join(f"{s} x{n}" for s, n in row.config_sources.items()))
+    parts += [f"host x{n}: {reason}" for reason, n in row.fallbacks.items()]
+    return "; ".join(parts) or "-"

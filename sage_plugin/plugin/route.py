@@ -1,0 +1,261 @@
+"""Where an attention call of a patched processor goes: to a kernel, or to the host with a reason.
+
+Two entrances have the signatures of what they stand in for, torch's SDPA and diffusers'
+`dispatch_attention_fn`. The host's own function gets exactly the arguments that the model passed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._device import DeviceContext
+
+from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention.api import run_decided
+from sage_plugin.kernels.attention.ops import shape_of
+from sage_plugin.kernels.contract import HOST, Decision
+from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
+from sage_plugin.schema import CallShape, DeviceFacts
+
+logger = logging.getLogger(__name__)
+
+DISABLED = "SAGE_PLUGIN_DISABLE is set"
+SHORT = "shorter than min_seq"
+FUNCTION_MODE = "another TorchFunctionMode watches the attention calls"
+SUBCLASS = "a tensor subclass brings its own attention"
+SHAPE = "not one batch of (B, H, S, D) tensors"
+CAUSAL = "a causal call with Sq != Sk is aligned to the first key by the host"
+PARALLEL = "context parallel attention is the host's"
+ARGUMENTS = "arguments that only the host's attention knows"
+EXACT = "kernel 'torch' takes no mask, dropout or gradient"
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)  # no slots: traced code makes one
+class Call:
+    """The arguments of one attention call, in the words of SDPA."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    attn_mask: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    layout: str
+
+    def factor(self) -> float:
+        """The factor of the scores before softmax."""
+        return float(self.q.shape[3] ** -0.5) if self.scale is None else self.scale
+
+    def shape(self) -> CallShape:
+        """The shape record of the call."""
+        return shape_of(
+            self.q, self.k, self.v, causal=self.is_causal, scale=self.factor(), layout=self.layout
+        )
+
+    def cast(self, dtype: torch.dtype) -> Call:
+        """The call with its inputs in another dtype; fp64 stays, as it does under autocast."""
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (self.q, self.k, self.v))
+        return Call(
+            q, k, v, self.attn_mask, self.dropout_p, self.is_causal, self.scale, self.enable_gqa,
+            self.layout,
+        )  # fmt: skip
+
+
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stands in for `F.scaled_dot_product_attention` inside a patched processor."""
+
+    def host() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bhsd")
+    return _attend(host, call, None)
+
+
+@functools.cache
+def dispatch_instead_of(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What stands in for diffusers' `dispatch_attention_fn`; one object for one original."""
+
+    def dispatch_attention_fn(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        attention_kwargs: dict[str, object] | None = None,
+        *,
+        backend: object = None,
+        parallel_config: object = None,
+        **unknown: object,
+    ) -> torch.Tensor:
+        def host() -> torch.Tensor:
+            return original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                attention_kwargs, backend=backend, parallel_config=parallel_config, **unknown,
+            )  # fmt: skip
+
+        blocked = None
+        if parallel_config is not None:
+            blocked = PARALLEL
+        elif attention_kwargs or unknown:
+            blocked = ARGUMENTS
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd")
+        return _attend(host, call, blocked)
+
+    return dispatch_attention_fn
+
+
+def _attend(host: Callable[[], torch.Tensor], call: Call, blocked: str | None) -> torch.Tensor:
+    frame = STACK.frames[-1] if STACK.frames else None
+    if frame is None or frame.layer is None:
+        return host()
+    layer, eager = frame.layer, not torch.compiler.is_compiling()
+    decision = _decide(layer.state, call, blocked)
+    if eager:
+        _note(frame, layer, call, decision)
+    if decision.reason is not None and layer.state.options.strict and not _wanted(decision.reason):
+        raise UnsupportedInputError(_complaint(layer, decision.reason))
+    if decision.kernel == "sdpa":
+        return host()
+    kind = call.q.device.type
+    if not torch.is_autocast_enabled(kind):
+        return _run(layer, call, decision)
+    with torch.autocast(kind, enabled=False):  # our op is not on autocast's list, as SDPA is
+        return _run(layer, call.cast(torch.get_autocast_dtype(kind)), decision)
+
+
+def _run(layer: LayerContext, call: Call, decision: Decision) -> torch.Tensor:
+    config_dir = layer.state.options.config_dir
+    if not torch.compiler.is_compiling() and decision.variant != HOST:
+        key = dispatch.call_key(call.shape(), decision)
+        found = dispatch.find_launch(key, _facts(call.q), config_dir=config_dir)
+        layer.config_sources[found.source] += 1
+    result = run_decided(
+        decision, call.q, call.k, call.v, is_causal=call.is_causal, scale=call.factor(),
+        layout=call.layout, config_dir=config_dir,
+    )  # fmt: skip
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def _decide(state: PatchState, call: Call, blocked: str | None) -> Decision:
+    options = state.options
+    if options.kernel == "sdpa":
+        return Decision("sdpa", HOST)
+    reason = blocked or _obstacle(state, call)
+    if reason is not None:
+        return Decision("sdpa", HOST, reason)
+    q, k, v = call.q, call.k, call.v
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    decision = dispatch.decide(
+        call.shape(),
+        _facts(q),
+        kernel=options.kernel,
+        variant=options.variant,
+        mask=call.attn_mask is not None,
+        dropout=call.dropout_p,
+        needs_grad=needs_grad,
+    )
+    special = call.attn_mask is not None or call.dropout_p > 0.0 or needs_grad
+    return Decision("sdpa", HOST, EXACT) if decision.kernel == "torch" and special else decision
+
+
+def _obstacle(state: PatchState, call: Call) -> str | None:
+    """Why a call cannot or shall not leave the host, as far as no kernel needs to be known."""
+    q, k, v, options = call.q, call.k, call.v, state.options
+    if state.disabled:
+        return DISABLED
+    if not torch.compiler.is_compiling() and _watched():
+        return FUNCTION_MODE
+    if not (_plain(q) and _plain(k) and _plain(v)):
+        return SUBCLASS
+    if q.device.type not in DEVICES:
+        return f"no kernel runs on device type {q.device.type}"
+    if not _fits(call):
+        return SHAPE
+    seq = 2 if call.layout == "bhsd" else 1
+    if q.shape[seq] < options.min_seq or k.shape[seq] < options.min_seq:
+        return f"{SHORT}={options.min_seq}"
+    if call.is_causal and q.shape[seq] != k.shape[seq]:
+        return CAUSAL
+    return None
+
+
+def _wanted(reason: str) -> bool:
+    """Whether the user asked for this reason, so that it is no failure."""
+    return reason == DISABLED or reason.startswith(SHORT)
+
+
+def _watched() -> bool:
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _fits(call: Call) -> bool:
+    """Whether SDPA would neither broadcast nor refuse these shapes."""
+    q, k, v = call.q, call.k, call.v
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        return False
+    heads, seq = (1, 2) if call.layout == "bhsd" else (2, 1)
+    grouped = call.enable_gqa and k.shape[heads] > 0 and q.shape[heads] % k.shape[heads] == 0
+    return (
+        q.shape[0] == k.shape[0] == v.shape[0]
+        and (q.shape[heads] == k.shape[heads] or grouped)
+        and k.shape[heads] == v.shape[heads]
+        and k.shape[seq] == v.shape[seq]
+        and q.shape[3] == k.shape[3]
+        and q.device == k.device == v.device
+    )
+
+
+def _note(frame: Frame, layer: LayerContext, call: Call, decision: Decision) -> None:
+    """Tell the listeners, count, and warn of a reason when it is met first."""
+    event = CallEvent(
+        layer.state.component, layer.name, frame.index, call.q, call.k, call.v, call.attn_mask,
+        call.is_causal, call.scale, call.layout, decision,
+    )  # fmt: skip
+    frame.index += 1
+    for listener in layer.state.listeners:
+        listener(event)
+    if decision.reason is None:
+        layer.calls[decision.label] += 1
+        return
+    layer.fallbacks[decision.reason] += 1
+    if decision.reason not in layer.state.warned:
+        layer.state.warned.add(decision.reason)
+        logger.warning("%s (said once)", _complaint(layer, decision.reason))
+
+
+def _complaint(layer: LayerContext, reason: str) -> str:
+    kernel = layer.state.options.kernel
+    return f"{layer.name}: kernel {kernel!r} gives way to the host's attention: {reason}"
+
+
+def _facts(tensor: torch.Tensor) -> DeviceFacts:
+    return dispatch.facts_of(tensor.device.type, tensor.device.index)

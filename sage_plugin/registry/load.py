@@ -1,0 +1,184 @@
+"""Where registry files are, and how one is read: strictly, whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from sage_plugin import settings
+from sage_plugin.errors import ConfigError
+from sage_plugin.registry import strict_json
+from sage_plugin.schema import (
+    LAYOUTS,
+    MASK_KINDS,
+    SCHEMA_VERSION,
+    CallKey,
+    DeviceFacts,
+    LaunchConfig,
+    RegistryEntry,
+    RegistryFile,
+)
+
+MAX_FILE_BYTES = 4 * 2**20
+"""A device's tuned calls are kilobytes; a file beyond this is not one of ours."""
+
+POSITIVE_KEY_FIELDS = ("head_dim", "dv", "gqa_ratio", "seq_q", "seq_k", "batch_heads")
+POSITIVE_CONFIG_FIELDS = ("block_m", "block_n", "num_warps", "num_stages")
+OPTIONAL_CONFIG_FIELDS = ("pv_flush", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")
+
+
+def read(path: str | Path) -> RegistryFile:
+    """Read one registry file.
+
+    Args:
+        path: a `<device_slug>/<family>.json`.
+
+    Raises:
+        ConfigError: missing, unreadable, too large, not strict JSON, of another schema version,
+            with an unknown, missing or wrongly typed field, or with an unsound entry.
+
+    Example:
+        >>> read("no/such/attention.json")
+        Traceback (most recent call last):
+        sage_plugin.errors.ConfigError: no/such/attention.json: no such file
+    """
+    return parse(_text(Path(path)), str(path))
+
+
+def parse(text: str, where: str) -> RegistryFile:
+    """Check and build a registry file from its text; `where` is what error messages name.
+
+    Raises:
+        ConfigError: as `read`.
+    """
+    data = strict_json.loads(text, where)
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{where}: schema version {version}, this version of sage_plugin reads {SCHEMA_VERSION}"
+        )
+    try:
+        file = RegistryFile.from_json(data)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    seen = set()
+    for number, entry in enumerate(file.entries, start=1):
+        for problem in entry_problems(entry):
+            raise ConfigError(f"{where}: entry {number}: {problem}")
+        if entry.key in seen:
+            raise ConfigError(f"{where}: entry {number}: its key stands twice in the file")
+        seen.add(entry.key)
+    return file
+
+
+def entry_problems(entry: RegistryEntry) -> list[str]:
+    """What contradicts itself in an entry, one sentence each; empty for a sound one."""
+    key, time = entry.key, entry.evidence.time
+    problems = _size_problems(key, POSITIVE_KEY_FIELDS, 1)
+    problems += _size_problems(entry.config, POSITIVE_CONFIG_FIELDS, 1)
+    problems += _size_problems(entry.config, OPTIONAL_CONFIG_FIELDS, 0)
+    if key.mask_kind not in MASK_KINDS:
+        problems.append(f"mask_kind is {key.mask_kind!r}, expected one of {', '.join(MASK_KINDS)}")
+    if key.layout not in LAYOUTS:
+        problems.append(f"layout is {key.layout!r}, expected one of {', '.join(LAYOUTS)}")
+    ranges = {"seq_q": (entry.seq_q_range, key.seq_q), "seq_k": (entry.seq_k_range, key.seq_k)}
+    for name, (bounds, length) in ranges.items():
+        if len(bounds) != 2 or not bounds[0] <= length <= bounds[1]:
+            problems.append(f"{name}_range is {list(bounds)}, expected [low, high] around {length}")
+    if not 0 < time.low_ms <= time.median_ms <= time.high_ms:
+        problems.append(
+            f"its time is {time.median_ms} ms in {time.low_ms}..{time.high_ms}, expected "
+            "a positive median inside its interval"
+        )
+    return problems
+
+
+def _size_problems(record: CallKey | LaunchConfig, names: tuple[str, ...], low: int) -> list[str]:
+    sizes = {name: getattr(record, name) for name in names}
+    return [f"{n} is {size}, expected at least {low}" for n, size in sizes.items() if size < low]
+
+
+def foreign_reason(file: RegistryFile, facts: DeviceFacts, family: str) -> str | None:
+    """Why a sound file is not for this device and family, or `None` where it is.
+
+    A file never serves another device: names, not numbers alone, tell two chips apart.
+    """
+    if file.family != family:
+        return f"holds {file.family!r} configs, expected {family!r}"
+    if file.device.slug != facts.slug:
+        return f"was tuned on {file.device.slug!r}, this device is {facts.slug!r}"
+    if file.device.arch != facts.arch:
+        return f"was tuned on {file.device.arch!r}, this device is {facts.arch!r}"
+    return None
+
+
+def search_path(
+    slug: str, family: str = "attention", config_dir: str | Path | None = None
+) -> list[tuple[str, Path]]:
+    """The files that are looked at for a device, first one first, whether they exist or not.
+
+    Args:
+        slug: device slug.
+        family: op family.
+        config_dir: folder given by the caller; it comes before all others.
+
+    Returns:
+        Pairs of label (`"argument"`, `"env"`, `"user"`, `"shipped"`) and path.
+
+    Example:
+        >>> search_path("nvidia-l4", config_dir="/tmp/mine")[0]
+        ('argument', PosixPath('/tmp/mine/nvidia-l4/attention.json'))
+    """
+    roots = {
+        "argument": None if config_dir is None else Path(config_dir).expanduser(),
+        "env": settings.current().config_dir,
+        "user": user_dir(),
+        "shipped": shipped_dir(),
+    }
+    return [(label, file_path(root, slug, family)) for label, root in roots.items() if root]
+
+
+def file_path(root: str | Path, slug: str, family: str = "attention") -> Path:
+    """The registry file of a device and family under a folder of configs."""
+    return Path(root) / slug / f"{family}.json"
+
+
+def user_dir() -> Path | None:
+    """The user's folder of configs, or `None` where `platformdirs` is not installed."""
+    try:
+        import platformdirs
+    except ImportError:
+        return None
+    return platformdirs.user_config_path("sage_plugin")
+
+
+def shipped_dir() -> Path | None:
+    """Package data of a wheel, or the `configs/` of the checkout of an editable install."""
+    package = Path(__file__).resolve().parents[1]
+    if (package / "configs").is_dir():
+        return package / "configs"
+    checkout = package.parent
+    # A folder of this name beside a package in site-packages would be somebody else's.
+    if (checkout / "pyproject.toml").is_file() and (checkout / "configs").is_dir():
+        return checkout / "configs"
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{path}: not a regular file")
+        with open(path, "rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes, no registry is")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text") from None

@@ -1,0 +1,192 @@
+"""Find the tuned config of a call: exact key, else the nearest measured one, else nothing.
+
+Everything is remembered, misses too: after the first look at a file nothing here touches the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sage_plugin import settings
+from sage_plugin.errors import ConfigError
+from sage_plugin.registry import distance, load
+from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, RegistryEntry, RegistryFile
+
+logger = logging.getLogger(__name__)
+
+MEMO_LIMIT = 65_536
+"""Keys remembered before the memo starts anew: language models see a new length a prompt."""
+
+IsLegal = Callable[[LaunchConfig], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A config found for a key.
+
+    Attributes:
+        entry: the registry entry.
+        source: `"exact"`, or `"near"` where the numbers of its key differ.
+        path: the file that holds it.
+        label: which place that file is (`"argument"`, `"env"`, `"user"`, `"shipped"`).
+    """
+
+    entry: RegistryEntry
+    source: str
+    path: Path
+    label: str
+
+
+_lock = threading.RLock()
+_files: dict[tuple[Path, str, str], RegistryFile | None] = {}
+_ranked: dict[tuple[object, ...], tuple[Match, ...]] = {}
+
+
+def find(
+    key: CallKey,
+    *,
+    facts: DeviceFacts,
+    family: str = "attention",
+    config_dir: str | Path | None = None,
+    is_legal: IsLegal | None = None,
+) -> Match | None:
+    """Find the config for a call on a device.
+
+    Places are asked in the order of `load.search_path`; within one, the exact key comes first, then
+    entries with the same discrete fields and both lengths inside their measured range, the nearest
+    in log space first. A damaged or foreign file is a miss with one warning, never an exception.
+
+    Args:
+        key: the call.
+        facts: the device; another device's configs are never used.
+        family: op family.
+        config_dir: folder to ask first.
+        is_legal: whether a config may run this call; an illegal one is passed over.
+
+    Returns:
+        The match, or `None` where no place has a legal one.
+
+    Example:
+        >>> match = find(key, facts=device.facts(), is_legal=lambda config: True)  # doctest: +SKIP
+    """
+    memo_key = (key, facts.slug, facts.arch, family, config_dir, settings.current().config_dir)
+    ranked = _ranked.get(memo_key)
+    if ranked is None:
+        with _lock:
+            ranked = _rank(key, facts, family, config_dir)
+            if len(_ranked) >= MEMO_LIMIT:
+                _ranked.clear()
+            _ranked[memo_key] = ranked
+    for match in ranked:
+        if is_legal is None or is_legal(match.entry.config):
+            return match
+    return None
+
+
+def clear() -> None:
+    """Forget all files and answers, so that the next look-up reads the disk again."""
+    with _lock:
+        _files.clear()
+        _ranked.clear()
+
+
+def matches_in(file: RegistryFile, key: CallKey, path: Path, label: str) -> list[Match]:
+    """The entries of one file that may serve a key, best first."""
+    covering = [entry for entry in file.entries if distance.covers(entry, key)]
+    covering.sort(key=lambda entry: (distance.log_distance(entry.key, key), entry.key.numbers()))
+    return [
+        Match(entry, "exact" if entry.key == key else "near", path, label) for entry in covering
+    ]
+
+
+def explain(
+    key: CallKey,
+    *,
+    facts: DeviceFacts,
+    family: str = "attention",
+    config_dir: str | Path | None = None,
+    is_legal: IsLegal | None = None,
+) -> list[str]:
+    """Say place by place why a call gets its config, or why it gets none; reads the disk anew.
+
+    Returns:
+        One sentence per place that was asked; for a miss it names the closest entry and the first
+        field in which that differs.
+    """
+    return [
+        f"{label}: {path}: {_place_sentence(key, facts, family, path, label, is_legal)}"
+        for label, path in load.search_path(facts.slug, family, config_dir)
+    ]
+
+
+def _place_sentence(
+    key: CallKey,
+    facts: DeviceFacts,
+    family: str,
+    path: Path,
+    label: str,
+    is_legal: IsLegal | None,
+) -> str:
+    if not path.exists():
+        return "no such file"
+    try:
+        file = load.read(path)
+    except ConfigError as error:
+        return f"passed over, {str(error).removeprefix(f'{path}: ')}"
+    if reason := load.foreign_reason(file, facts, family):
+        return f"passed over, it {reason}"
+    matches = matches_in(file, key, path, label)
+    legal = [m for m in matches if is_legal is None or is_legal(m.entry.config)]
+    if legal:
+        numbers = dict(zip(distance.NUMBER_FIELDS, legal[0].entry.key.numbers(), strict=True))
+        near = "" if legal[0].source == "exact" else f", measured at {numbers}"
+        return f"{legal[0].source} match{near}"
+    if matches:
+        return f"{len(matches)} matching entries, none legal for this call on this device"
+    nearest = distance.closest(file.entries, key)
+    if nearest is None:
+        return "no entries"
+    return f"no match; in the closest entry {distance.first_difference(nearest, key)}"
+
+
+def _rank(
+    key: CallKey, facts: DeviceFacts, family: str, config_dir: str | Path | None
+) -> tuple[Match, ...]:
+    ranked: list[Match] = []
+    for label, path in load.search_path(facts.slug, family, config_dir):
+        file = _file(path, facts, family)
+        if file is not None:
+            ranked += matches_in(file, key, path, label)
+    return tuple(ranked)
+
+
+def _file(path: Path, facts: DeviceFacts, family: str) -> RegistryFile | None:
+    """The file's content, read once; `None` where it is absent, damaged or foreign."""
+    memo_key = (path, facts.arch, family)
+    if memo_key not in _files:
+        _files[memo_key] = _read_or_warn(path, facts, family)
+    return _files[memo_key]
+
+
+def _read_or_warn(path: Path, facts: DeviceFacts, family: str) -> RegistryFile | None:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("%s: cannot be read (%s); its configs are not used", path, error)
+        return None
+    try:
+        file = load.read(path)
+    except ConfigError as error:
+        logger.warning("%s; its configs are not used (`sage configs check` says more)", error)
+        return None
+    if reason := load.foreign_reason(file, facts, family):
+        logger.warning("%s: %s; its configs are not used", path, reason)
+        return None
+    return file

@@ -1,0 +1,152 @@
+"""The only writer of registry files: add tuned entries to one, by rules, under a lock."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sage_plugin.errors import ConfigError
+from sage_plugin.registry import load, lookup, store
+from sage_plugin.schema import (
+    SCHEMA_VERSION,
+    CallKey,
+    DeviceFacts,
+    RegistryEntry,
+    RegistryFile,
+    Toolchain,
+)
+
+REACH = 2
+"""An entry serves lengths up to this factor from its own, and never beyond what was measured."""
+
+KeyNote = tuple[CallKey, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReport:
+    """What a merge did with each entry, as pairs of key and sentence."""
+
+    added: tuple[KeyNote, ...] = ()
+    replaced: tuple[KeyNote, ...] = ()
+    kept: tuple[KeyNote, ...] = ()
+
+
+def merge(
+    path: str | Path,
+    entries: Sequence[RegistryEntry],
+    *,
+    family: str,
+    facts: DeviceFacts,
+    toolchain: Toolchain,
+    min_gain: float = 0.0,
+) -> MergeReport:
+    """Merge entries into a registry file; the whole read-change-write is one critical section.
+
+    An entry is written where the lower bound of its gain beats `min_gain`, or where it confirms the
+    baseline. Synthetic evidence never replaces an entry that was tuned on captures. Nothing is
+    written where nothing changes.
+
+    Args:
+        path: a `<device_slug>/<family>.json`; folders are made as needed.
+        entries: what was tuned.
+        family: op family of the file.
+        facts: the device of the file.
+        toolchain: versions written to the header.
+        min_gain: smallest lower bound of the gain worth an entry, e.g. 0.01 for 1 %.
+
+    Raises:
+        ConfigError: the file that is there is damaged or another device's; it is left untouched. Or
+            an entry is unsound.
+        OutputError: the file cannot be written.
+
+    Example:
+        >>> merge("configs/nvidia-l4/attention.json", [entry], family="attention",
+        ...       facts=device.facts(), toolchain=device.toolchain())  # doctest: +SKIP
+        MergeReport(added=((CallKey(...), 'new'),), replaced=(), kept=())
+    """
+    for entry in entries:
+        for problem in load.entry_problems(entry):
+            raise ConfigError(f"an entry to be merged into {path}: {problem}")
+    path = Path(path)
+    with store.locked(path):
+        current = _current(path, family, facts)
+        held = {entry.key: entry for entry in current.entries} if current else {}
+        merged, report = _merged(held, entries, min_gain)
+        if report.added or report.replaced:
+            file = RegistryFile(SCHEMA_VERSION, family, facts, toolchain, _with_ranges(merged))
+            store.write_atomically(path, store.text_of(file))
+            lookup.clear()
+    return report
+
+
+def _current(path: Path, family: str, facts: DeviceFacts) -> RegistryFile | None:
+    if not path.exists():
+        return None
+    file = load.read(path)
+    if reason := load.foreign_reason(file, facts, family):
+        raise ConfigError(f"{path}: {reason}; move it away or choose another folder")
+    return file
+
+
+def _merged(
+    held: dict[CallKey, RegistryEntry], entries: Iterable[RegistryEntry], min_gain: float
+) -> tuple[list[RegistryEntry], MergeReport]:
+    merged = dict(held)
+    added, replaced, kept = [], [], []
+    for entry in entries:
+        old = merged.get(entry.key)
+        if refusal := _refusal(entry, old, min_gain):
+            kept.append((entry.key, refusal))
+            continue
+        merged[entry.key] = entry
+        if old is None:
+            added.append((entry.key, "confirmed" if entry.evidence.confirmed else "new"))
+        else:
+            same = old.config == entry.config
+            replaced.append((entry.key, "evidence renewed" if same else "another config won"))
+    report = MergeReport(tuple(added), tuple(replaced), tuple(kept))
+    return list(merged.values()), report
+
+
+def _refusal(entry: RegistryEntry, old: RegistryEntry | None, min_gain: float) -> str | None:
+    evidence = entry.evidence
+    if not evidence.confirmed and not evidence.gain_low > min_gain:
+        return (
+            f"the gain's lower bound {evidence.gain_low:.2%} does not beat the smallest gain "
+            f"worth an entry, {min_gain:.2%}"
+        )
+    if old is None:
+        return None
+    if evidence.synthetic and not old.evidence.synthetic:
+        return "an entry tuned on captures is there, synthetic inputs do not replace it"
+    if (old.config, old.evidence) == (entry.config, evidence):
+        return "already there"
+    return None
+
+
+def _with_ranges(entries: list[RegistryEntry]) -> tuple[RegistryEntry, ...]:
+    """Widen the lengths that entries may serve: towards measured neighbours, at most by `REACH`.
+
+    The outermost measured lengths of the same discrete fields are never passed, so that one
+    measurement alone serves its own length only.
+    """
+    groups: dict[tuple[object, ...], list[RegistryEntry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.key.discrete(), []).append(entry)
+    return tuple(
+        dataclasses.replace(
+            entry,
+            seq_q_range=_reach(entry.key.seq_q, entry.seq_q_range, [e.seq_q_range for e in group]),
+            seq_k_range=_reach(entry.key.seq_k, entry.seq_k_range, [e.seq_k_range for e in group]),
+        )
+        for group in groups.values()
+        for entry in group
+    )
+
+
+def _reach(length: int, own: tuple[int, ...], measured: list[tuple[int, ...]]) -> tuple[int, int]:
+    lowest, highest = min(r[0] for r in measured), max(r[1] for r in measured)
+    low, high = -(-length // REACH), length * REACH
+    return min(own[0], max(low, lowest)), max(own[1], min(high, highest))

@@ -1,0 +1,72 @@
+"""Strict JSON: what our own files may hold, read from text that anybody may have written.
+
+Python's reader accepts NaN, infinities, numbers that overflow to infinity and repeated names; a
+file with one of those was not written by us. Deep nesting is an error, not a `RecursionError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from sage_plugin.errors import ConfigError
+
+
+def loads(text: str, where: str) -> Any:  # noqa: ANN401
+    """Parse strict JSON.
+
+    Args:
+        text: JSON text.
+        where: the file (and line) that the error message names.
+
+    Raises:
+        ConfigError: not JSON, NaN or an infinity, a repeated name, or nesting too deep to read.
+
+    Example:
+        >>> loads('{"block_m": 64}', "example")
+        {'block_m': 64}
+    """
+    try:
+        return json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_unique_names,
+        )
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply to be one of our files") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON ({error})") from None
+
+
+def dumps(value: object) -> str:
+    """One line of JSON without NaN or infinities, fields in the order given.
+
+    Raises:
+        ConfigError: the value holds a number that JSON cannot carry.
+    """
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ConfigError(f"cannot be written as JSON ({error})") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number that a file may hold")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice!r} stands twice in one object")
+    return result

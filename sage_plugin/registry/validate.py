@@ -1,0 +1,119 @@
+"""What is wrong with registry files, in sentences: the errors that the runtime only warns of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from sage_plugin.errors import ConfigError
+from sage_plugin.registry import load
+from sage_plugin.schema import (
+    KERNELS,
+    VARIANTS,
+    CallKey,
+    DeviceFacts,
+    LaunchConfig,
+    RegistryEntry,
+    RegistryFile,
+)
+
+IllegalReason = Callable[[LaunchConfig, CallKey, DeviceFacts], str | None]
+
+
+def problems(
+    path: str | Path, facts: DeviceFacts | None = None, *, illegal: IllegalReason | None = None
+) -> list[str]:
+    """Everything that is wrong with one registry file.
+
+    Args:
+        path: the file.
+        facts: this machine's device; a file of the same name must agree with it.
+        illegal: says why a config cannot run a key on a device, or `None` where it can.
+
+    Returns:
+        One sentence per problem; empty for a sound file.
+
+    Example:
+        >>> problems("no/such/attention.json")
+        ['no/such/attention.json: no such file']
+    """
+    path = Path(path)
+    try:
+        file = load.read(path)
+    except ConfigError as error:
+        return [str(error)]
+    found = _header_problems(file, path, facts)
+    for number, entry in enumerate(file.entries, start=1):
+        reasons = _entry_reasons(entry, file, illegal)
+        found += [f"entry {number} ({_short(entry.key)}): {reason}" for reason in reasons]
+    return [f"{path}: {sentence}" for sentence in found]
+
+
+def registry_files(path: str | Path) -> list[Path]:
+    """The registry files of a folder of configs (`<device_slug>/<family>.json`), or a file itself.
+
+    Raises:
+        ConfigError: there is nothing at `path`, or a folder without registry files.
+    """
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such file or folder")
+    found = sorted({*path.glob("*.json"), *path.glob("*/*.json")})
+    if not found:
+        raise ConfigError(f"{path}: no <device_slug>/<family>.json inside")
+    return found
+
+
+def _header_problems(file: RegistryFile, path: Path, facts: DeviceFacts | None) -> list[str]:
+    # `device` loads torch, which reading and merging files does not need.
+    from sage_plugin.device import slug
+
+    found = []
+    where = path.resolve()
+    unreachable = f"{len(file.entries)} entries unreachable"
+    if slug(file.device.name) != file.device.slug:
+        found.append(
+            f"{unreachable}: a device named {file.device.name!r} looks for "
+            f"{slug(file.device.name)!r}, the file says {file.device.slug!r}"
+        )
+    if where.parent.name != file.device.slug:
+        found.append(
+            f"{unreachable}: the folder is {where.parent.name!r}, expected {file.device.slug!r}"
+        )
+    if where.stem != file.family:
+        found.append(f"{unreachable}: the file holds {file.family!r}, expected {where.stem!r}")
+    if facts is not None and facts.slug == file.device.slug and facts.kind != "cpu":
+        for name in ("kind", "arch", "sm_count", "smem_bytes"):
+            there, here = getattr(file.device, name), getattr(facts, name)
+            if there != here:
+                found.append(f"{unreachable}: {name} is {there} there, {here} on this device")
+    return found
+
+
+def _entry_reasons(
+    entry: RegistryEntry, file: RegistryFile, illegal: IllegalReason | None
+) -> list[str]:
+    key, reasons = entry.key, []
+    if key.kernel not in KERNELS:
+        return [f"unreachable, unknown kernel {key.kernel!r}; known: {', '.join(KERNELS)}"]
+    if key.variant not in VARIANTS:
+        return [f"unreachable, unknown variant {key.variant!r}; known: {', '.join(VARIANTS)}"]
+    evidence = entry.evidence
+    if not evidence.inputs:
+        reasons.append("its evidence names no inputs")
+    if not evidence.confirmed and evidence.gain_low <= 0:
+        reasons.append(f"its evidence shows no gain (lower bound {evidence.gain_low:.2%})")
+    if evidence.errors.bad_values:
+        reasons.append(f"its output held {evidence.errors.bad_values} NaN or infinite values")
+    if illegal and (reason := illegal(entry.config, key, file.device)):
+        reasons.append(f"config is illegal: {reason}")
+    return reasons
+
+
+def _short(key: CallKey) -> str:
+    return (
+        f"{key.kernel}:{key.variant} seq {key.seq_q}x{key.seq_k} head_dim {key.head_dim} "
+        f"{key.dtype}{' causal' if key.causal else ''} {key.layout}"
+    )

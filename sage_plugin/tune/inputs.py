@@ -1,0 +1,120 @@
+"""What is tuned on: recorded calls grouped by their key, or synthetic ones of given shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sage_plugin.capture.reader import open_captures
+from sage_plugin.capture.reduce import pick
+from sage_plugin.kernels.dispatch import Decision, call_key
+from sage_plugin.schema import CallKey, CallShape, CaptureRecord
+from sage_plugin.tune.study import Source
+
+MAX_CAPTURES_PER_KEY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class InputGroup:
+    """Inputs of one call key: each candidate is judged on all of them and timed on one.
+
+    Attributes:
+        sources: the inputs.
+        timed: the one of median size.
+        calls: how many calls of this key the recording saw; 0 where it is unknown.
+    """
+
+    sources: tuple[Source, ...]
+    timed: Source
+    calls: int = 0
+
+    @property
+    def shape(self) -> CallShape:
+        """The full call."""
+        return self.timed.shape
+
+    @property
+    def cost(self) -> int:
+        """What this key costs a model: its calls times the pairs of query and key of one."""
+        shape = self.shape
+        return max(1, self.calls) * shape.batch * shape.heads_q * shape.seq_q * shape.seq_k
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The groups, the most expensive one first, and sentences on what was left out."""
+
+    groups: tuple[InputGroup, ...]
+    notes: tuple[str, ...] = ()
+
+
+def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY) -> Inputs:
+    """Group the captures of a folder by call key.
+
+    Args:
+        folder: what `sage capture` or `record` wrote.
+        max_per_key: captures used of each key, spread over layers and steps.
+
+    Raises:
+        CaptureError: the folder is missing, empty or foreign, or nothing in it can be used.
+    """
+    captures = open_captures(folder)
+    groups: dict[CallKey, list[CaptureRecord]] = {}
+    for record in captures.records:
+        groups.setdefault(_shape_key(record.shape), []).append(record)
+    calls: Counter[CallKey] = Counter()
+    for count in captures.call_counts.shapes:
+        calls[_shape_key(count.shape)] += count.calls
+    place = str(captures.path.resolve())
+    built = []
+    for key, records in groups.items():
+        chosen = sorted(pick(records, max_per_key), key=_saved_heads)
+        sources = tuple(
+            Source(f"sha256:{record.sha256}", record.shape, folder=place, record=record)
+            for record in chosen
+        )
+        built.append(InputGroup(sources, sources[len(sources) // 2], calls[key]))
+    return Inputs(_by_cost(built), tuple(captures.problems))
+
+
+def from_shapes(
+    shapes: Iterable[CallShape], *, distribution: str = "normal", seed: int = 0
+) -> Inputs:
+    """Synthetic inputs, one per distinct shape.
+
+    Args:
+        shapes: full calls.
+        distribution: a name of `measure.inputs.DISTRIBUTIONS`.
+        seed: of the draw.
+    """
+    label = f"synthetic:{distribution}:{seed}"
+    groups = []
+    for shape in dict.fromkeys(shapes):
+        source = Source(label, shape, distribution=distribution, seed=seed)
+        groups.append(InputGroup((source,), source))
+    return Inputs(_by_cost(groups))
+
+
+def saved_part(source: Source) -> CallShape:
+    """The shape of what a capture holds of its call; the full shape of a synthetic source."""
+    if source.record is None:
+        return source.shape
+    group = source.shape.heads_q // source.shape.heads_k
+    heads_k = len(source.record.head_indices)
+    batch = len(source.record.batch_indices)
+    return dataclasses.replace(source.shape, batch=batch, heads_q=heads_k * group, heads_k=heads_k)
+
+
+def _shape_key(shape: CallShape) -> CallKey:
+    return call_key(shape, Decision("any", "any"))
+
+
+def _saved_heads(record: CaptureRecord) -> tuple[int, str]:
+    return len(record.batch_indices) * len(record.head_indices), record.sha256
+
+
+def _by_cost(groups: Sequence[InputGroup]) -> tuple[InputGroup, ...]:
+    return tuple(sorted(groups, key=lambda g: (-g.cost, _shape_key(g.shape).discrete())))

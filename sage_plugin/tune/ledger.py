@@ -1,0 +1,123 @@
+"""The ledger: every trial of a run, one JSON line each, never rewritten.
+
+A line is on the disk before the next trial starts. A torn line (the machine went down while it was
+written) costs that trial alone: the reader skips it and the writer starts a new line after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from sage_plugin.errors import ConfigError, OutputError
+from sage_plugin.registry import strict_json
+from sage_plugin.schema import LaunchConfig, Trial
+
+logger = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 64 * 2**10
+
+
+class Ledger:
+    """Trials by study, stage and config; a later line replaces an earlier one of the same three.
+
+    Args:
+        path: `ledger.jsonl` of a run folder; it need not exist.
+
+    Raises:
+        OutputError: the file exists and cannot be read.
+
+    Example:
+        >>> ledger = Ledger(Path("tuning_runs/mine/ledger.jsonl"))  # doctest: +SKIP
+        >>> ledger.append(trial)  # doctest: +SKIP
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged_lines = 0
+        self._trials: dict[tuple[str, str], dict[LaunchConfig, Trial]] = {}
+        for trial in self._read():
+            self._remember(trial)
+
+    def trials(self, study: str, stage: str) -> dict[LaunchConfig, Trial]:
+        """The last trial of each config in a study's stage, in the order of their first lines."""
+        return dict(self._trials.get((study, stage), {}))
+
+    def all(self) -> list[Trial]:
+        """Every trial that stands, study by study."""
+        return [trial for trials in self._trials.values() for trial in trials.values()]
+
+    def append(self, trial: Trial) -> Trial:
+        """Add a trial and wait until it is on the disk.
+
+        Returns:
+            The trial as it was written: numbers that JSON cannot hold are left out of it.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        try:
+            line = strict_json.dumps(trial.to_json())
+        except ConfigError:
+            trial = _without_numbers(trial)
+            line = strict_json.dumps(trial.to_json())
+        self._write(line)
+        self._remember(trial)
+        return trial
+
+    def _remember(self, trial: Trial) -> None:
+        self._trials.setdefault((trial.study, trial.stage), {})[trial.config] = trial
+
+    def _write(self, line: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab+") as stream:
+                end = stream.seek(0, os.SEEK_END)
+                torn = False
+                if end:
+                    stream.seek(end - 1)
+                    torn = stream.read(1) != b"\n"
+                stream.write((b"\n" if torn else b"") + line.encode() + b"\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise OutputError(
+                f"{self.path}: cannot be written ({error.strerror or error})"
+            ) from error
+
+    def _read(self) -> Iterator[Trial]:
+        try:
+            with open(self.path, "rb") as stream:
+                for number, line in enumerate(stream, start=1):
+                    if line.strip():
+                        yield from self._parsed(line, number)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be read ({error.strerror or error})") from error
+
+    def _parsed(self, line: bytes, number: int) -> Iterator[Trial]:
+        where = f"{self.path} line {number}"
+        if len(line) > MAX_LINE_BYTES:
+            self._skip(where, f"it is longer than {MAX_LINE_BYTES} bytes")
+            return
+        try:
+            yield Trial.from_json(strict_json.loads(line.decode("utf-8", errors="replace"), "it"))
+        except ConfigError as error:
+            self._skip(where, str(error))
+
+    def _skip(self, where: str, why: str) -> None:
+        self.damaged_lines += 1
+        logger.warning("%s is skipped and its trial runs again: %s", where, why)
+
+
+def _without_numbers(trial: Trial) -> Trial:
+    """A trial whose measurements were not all finite; it cannot count as measured."""
+    reason = f"{trial.reason} (its numbers were not all finite)".strip()
+    status = "run_error" if trial.status == "ok" else trial.status
+    return dataclasses.replace(
+        trial, status=status, reason=reason, time=None, kernel_time=None, errors=None, extra={}
+    )

@@ -1,0 +1,111 @@
+"""A search space given by the user: a JSON object of lists, whose product is searched.
+
+Keys are fields of `LaunchConfig`, or the older spelling `block_size_m` and `block_size_n`. A field
+without a list keeps the default's value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from sage_plugin.errors import ConfigError
+from sage_plugin.registry import strict_json
+from sage_plugin.schema import LaunchConfig
+
+logger = logging.getLogger(__name__)
+
+MAX_CONFIGS = 100_000
+MAX_FILE_BYTES = 2**20
+RENAMED = {"block_size_m": "block_m", "block_size_n": "block_n"}
+IGNORED = {"stage": "no kernel reads it"}
+
+Value = int | bool | str
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceFile:
+    """Values to search by field, in the order of the file.
+
+    Attributes:
+        path: where it was read from.
+        axes: pairs of field and values.
+        notes: sentences on keys that were ignored.
+    """
+
+    path: Path
+    axes: tuple[tuple[str, tuple[Value, ...]], ...]
+    notes: tuple[str, ...] = ()
+
+    def configs(self, default: LaunchConfig) -> list[LaunchConfig]:
+        """The default first, then every other combination."""
+        names = [name for name, _ in self.axes]
+        combinations = itertools.product(*(values for _, values in self.axes))
+        found = (default.replaced(**dict(zip(names, c, strict=True))) for c in combinations)
+        return list(dict.fromkeys((default, *found)))
+
+
+def read(path: str | Path) -> SpaceFile:
+    """Read a search space.
+
+    Raises:
+        ConfigError: missing, not strict JSON, an unknown field, a value of a wrong type, an empty
+            list, or more combinations than can be searched.
+
+    Example:
+        >>> read("no_such_space.json")
+        Traceback (most recent call last):
+        ...
+        sage_plugin.errors.ConfigError: no_such_space.json: cannot be read ...
+    """
+    path = Path(path)
+    data = strict_json.loads(_text(path), str(path))
+    if not isinstance(data, dict) or not data:
+        raise ConfigError(f'{path}: expected an object of lists, such as {{"block_n": [64, 128]}}')
+    axes: dict[str, tuple[Value, ...]] = {}
+    notes = []
+    for key, values in data.items():
+        if key.lower() in IGNORED:
+            notes.append(f"{path}: {key!r} is ignored: {IGNORED[key.lower()]}")
+            logger.warning(notes[-1])
+            continue
+        name = _field(path, key)
+        if name in axes:
+            raise ConfigError(f"{path}: {key!r} names {name} a second time")
+        axes[name] = _values(path, key, name, values)
+    if (count := math.prod(map(len, axes.values()))) > MAX_CONFIGS:
+        raise ConfigError(f"{path}: {count} combinations, at most {MAX_CONFIGS}; shorten its lists")
+    return SpaceFile(path, tuple(axes.items()), tuple(notes))
+
+
+def _text(path: Path) -> str:
+    try:
+        with open(path, "rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes, no search space is")
+    return content.decode("utf-8", errors="replace")
+
+
+def _field(path: Path, key: str) -> str:
+    name = RENAMED.get(key.lower(), key.lower())
+    fields = [field.name for field in dataclasses.fields(LaunchConfig)]
+    if name not in fields:
+        raise ConfigError(f"{path}: unknown field {key!r}; allowed: {', '.join(fields)}")
+    return name
+
+
+def _values(path: Path, key: str, name: str, values: object) -> tuple[Value, ...]:
+    wanted = {"int": int, "bool": bool, "str": str}[str(LaunchConfig.__annotations__[name])]
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"{path}: {key!r} is {values!r}, expected a list with at least one value")
+    for value in values:
+        if type(value) is not wanted:
+            raise ConfigError(f"{path}: {key!r} holds {value!r}, expected {wanted.__name__}")
+    return tuple(dict.fromkeys(values))

@@ -1,0 +1,134 @@
+"""One tuning problem, and the hash under which its trials are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from sage_plugin.accuracy.gate import Gate
+from sage_plugin.schema import (
+    CallKey,
+    CallShape,
+    CaptureRecord,
+    DeviceFacts,
+    JsonRecord,
+    LaunchConfig,
+    Toolchain,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One set of Q, K and V: a capture on disk, or numbers to be drawn.
+
+    Attributes:
+        label: what evidence lists: `sha256:...` of a capture, or `synthetic:<distribution>:<seed>`.
+        shape: the full call.
+        folder: absolute path of the capture folder, empty for a synthetic source.
+        record: the capture's manifest line, `None` for a synthetic source.
+        distribution: of synthetic values.
+        seed: of synthetic values.
+    """
+
+    label: str
+    shape: CallShape
+    folder: str = ""
+    record: CaptureRecord | None = None
+    distribution: str = ""
+    seed: int = 0
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether the values are drawn, not recorded."""
+        return self.record is None
+
+
+@dataclass(frozen=True, slots=True)
+class Timer(JsonRecord):
+    """How candidates are timed; part of the study, since times of two timers are never compared.
+
+    Attributes:
+        method: a method of `measure.timing`.
+        screen_rounds: interleaved rounds of candidate and default in the screen.
+        screen_s: longest screen of one candidate, in seconds.
+        race_rounds: interleaved rounds of the finalists.
+        race_s: longest race, in seconds.
+    """
+
+    method: str
+    screen_rounds: int = 5
+    screen_s: float = 2.0
+    race_rounds: int = 40
+    race_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Everything that a trial's result depends on.
+
+    Attributes:
+        key: the call, with the kernel and variant that are tuned.
+        sources: inputs on which every candidate is judged.
+        timed: the one of them that is timed.
+        space: configs to search, the default first.
+        gate: accuracy limits.
+        timer: how to time.
+        device: torch's name of the device.
+        facts: identity and limits of the device.
+        toolchain: versions that times and errors depend on.
+    """
+
+    key: CallKey
+    sources: tuple[Source, ...]
+    timed: Source
+    space: tuple[LaunchConfig, ...]
+    gate: Gate
+    timer: Timer
+    device: str
+    facts: DeviceFacts
+    toolchain: Toolchain
+
+    @property
+    def default(self) -> LaunchConfig:
+        """The config that a winner has to beat."""
+        return self.space[0]
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether the inputs are drawn, not recorded."""
+        return any(source.synthetic for source in self.sources)
+
+    @property
+    def kernel(self) -> str:
+        """`kernel:variant`, as reports show it."""
+        return f"{self.key.kernel}:{self.key.variant}"
+
+    @property
+    def id(self) -> str:
+        """Hash of everything above: equal for the same command again, different for any change.
+
+        The place of a capture folder is not part of it, the checksums of its files are.
+        """
+        parts = [
+            self.key.to_json(),
+            [(source.label, source.shape.to_json()) for source in self.sources],
+            self.timed.label,
+            [config.to_json() for config in self.space],
+            self.gate.to_json(),
+            self.timer.to_json(),
+            self.facts.to_json(),
+            self.toolchain.to_json(),
+        ]
+        return digest(parts)
+
+
+def digest(value: object) -> str:
+    """Sixteen hex digits of the SHA-256 of a value's canonical JSON.
+
+    Example:
+        >>> digest({"b": 1, "a": 2}) == digest({"a": 2, "b": 1})
+        True
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

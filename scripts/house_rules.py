@@ -1,0 +1,150 @@
+"""The house rules that no linter knows: prints one line per breach and exits 1 where there is one.
+
+`python scripts/house_rules.py` checks the package's Python files, and `--size FILE ...` the size of
+the files named. CONTRIBUTING.md says why each rule is there.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LARGEST_FILE_BYTES = 13 * 1024 * 1024
+LINE_LIMIT = 500
+KERNEL_LINE_LIMIT = 600
+DRAWERS = {"utils", "util", "helpers", "common", "misc"}
+TUNED = {
+    "block_m",
+    "block_n",
+    "num_warps",
+    "num_stages",
+    "maxnreg",
+    "waves_per_eu",
+    "matrix_instr_nonkdim",
+}
+UNTUNED_MARK = "# not tuned:"
+
+
+def breaches(root: Path = ROOT) -> list[str]:
+    """Check every Python file of the package below `root`."""
+    found = []
+    for path in sorted((root / "sage_plugin").rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        text = path.read_text(encoding="utf-8")
+        for line, message in sorted(_file_breaches(name, text)):
+            found.append(f"{name}:{line}: {message}")
+    return found
+
+
+def oversized(paths: list[Path]) -> list[str]:
+    """Check the size of files before they enter the repository."""
+    return [
+        f"{path}: {path.stat().st_size / 2**20:.1f} MiB, at most {LARGEST_FILE_BYTES / 2**20:.0f}"
+        for path in paths
+        if path.is_file() and path.stat().st_size > LARGEST_FILE_BYTES
+    ]
+
+
+def _file_breaches(name: str, text: str) -> Iterator[tuple[int, str]]:
+    path = Path(name)
+    lines = text.splitlines()
+    if path.stem in DRAWERS:
+        yield 1, f"a file called {path.name} is a drawer: name the noun that it holds"
+    limit = KERNEL_LINE_LIMIT if _holds_kernels(path) else LINE_LIMIT
+    if len(lines) > limit:
+        yield limit + 1, f"{len(lines)} lines, at most {limit}: split by noun"
+    in_cli = name.startswith("sage_plugin/cli/")
+    for node in ast.walk(ast.parse(text, filename=name)):
+        if name != "sage_plugin/settings.py" and _reads_environment(node):
+            yield node.lineno, "only sage_plugin/settings.py reads the environment"
+        if not in_cli and _calls(node, "print"):
+            yield node.lineno, "only sage_plugin/cli prints: use logging"
+        if _unpickles(node):
+            yield node.lineno, "nothing is pickled: use safetensors or JSON"
+        if _swallows(node):
+            yield node.lineno, "an exception is swallowed: name it, or say what was done about it"
+        if path.stem != "space" and "/kernels/" in name:
+            for line, knob in _tuning_numbers(node):
+                if UNTUNED_MARK not in lines[line - 1]:
+                    yield (
+                        line,
+                        f"{knob} is a tuning number: it belongs in space.py or configs/ "
+                        f"(or say why it is not: `{UNTUNED_MARK} ...`)",
+                    )
+
+
+def _holds_kernels(path: Path) -> bool:
+    return path.stem in ("portable", "hopper", "primitives") or path.stem.startswith("triton")
+
+
+def _calls(node: ast.AST, function: str) -> bool:
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
+    )
+
+
+def _reads_environment(node: ast.AST) -> bool:
+    names = ("environ", "environb", "getenv", "getenvb")
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr in names
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and any(alias.name in names for alias in node.names)
+    return False
+
+
+def _unpickles(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(alias.name in ("pickle", "dill", "cloudpickle") for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        return node.module in ("pickle", "dill", "cloudpickle")
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id, node.attr) in (("torch", "load"), ("torch", "save"))
+    )
+
+
+def _swallows(node: ast.AST) -> bool:
+    if not isinstance(node, ast.ExceptHandler):
+        return False
+    broad = node.type is None or (
+        isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
+    )
+    return broad and all(isinstance(statement, ast.Pass) for statement in node.body)
+
+
+def _tuning_numbers(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Integer literals given to a tuned name, as a keyword or in a dict.
+
+    The `num_stages` of a loop inside a kernel (`tl.range`) is part of its code, not of its launch.
+    """
+    pairs: list[tuple[str, ast.expr]] = []
+    if isinstance(node, ast.Call) and ast.unparse(node.func) != "tl.range":
+        pairs = [(word.arg, word.value) for word in node.keywords if word.arg]
+    elif isinstance(node, ast.Dict):
+        pairs = [
+            (key.value, value)
+            for key, value in zip(node.keys, node.values, strict=True)
+            if isinstance(key, ast.Constant) and isinstance(key.value, str)
+        ]
+    for name, value in pairs:
+        if name.lower() in TUNED and isinstance(value, ast.Constant) and type(value.value) is int:
+            yield value.lineno, name
+
+
+def main(arguments: list[str]) -> int:
+    """Print the breaches; 1 where there are any."""
+    if arguments[:1] == ["--size"]:
+        found = oversized([Path(argument) for argument in arguments[1:]])
+    else:
+        found = breaches()
+    for line in found:
+        print(line)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""Capture folders written with the real writer, tiny enough for a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from sage_plugin.capture.manifest import CallCounts
+from sage_plugin.capture.writer import CaptureWriter
+from sage_plugin.measure.inputs import self_attention, synthetic
+from sage_plugin.schema import SCHEMA_VERSION, CallShape, CaptureRecord
+
+SHAPE = self_attention(1, 2, 48, 32)
+
+
+def record_of(
+    shape: CallShape, *, heads: tuple[int, ...], batches: tuple[int, ...], step: int = 0
+) -> CaptureRecord:
+    """A manifest line but for file and checksum."""
+    strides = (1, 1, 1, 1)
+    return CaptureRecord(
+        schema_version=SCHEMA_VERSION,
+        family="attention",
+        file="",
+        layer="transformer.blocks.0.attn",
+        step=step,
+        timestep=None,
+        call_index=0,
+        shape=shape,
+        batch_indices=batches,
+        head_indices=heads,
+        strides_q=strides,
+        strides_k=strides,
+        strides_v=strides,
+        text_length=None,
+        model_class="Toy",
+        config_hash="",
+        versions={},
+        sha256="",
+    )
+
+
+def write(
+    folder: Path,
+    shape: CallShape = SHAPE,
+    *,
+    count: int = 1,
+    heads: tuple[int, ...] | None = None,
+    batches: tuple[int, ...] | None = None,
+) -> Path:
+    """Write `count` captures, of some heads where they are named."""
+    heads = tuple(range(shape.heads_k)) if heads is None else heads
+    batches = tuple(range(shape.batch)) if batches is None else batches
+    group = shape.heads_q // shape.heads_k
+    saved = dataclasses.replace(
+        shape,
+        batch=len(batches),
+        heads_q=len(heads) * group,
+        heads_k=len(heads),
+        layout="bhsd",
+    )
+    writer = CaptureWriter(folder)
+    writer.open()
+    for step in range(count):
+        q, k, v = synthetic(saved, device="cpu", seed=step, distribution="biased")
+        tensors = {"q": q, "k": k, "v": v}
+        if shape.mask_kind == "key_bias":
+            tensors["key_bias"] = torch.zeros(1, 1, shape.seq_k)
+        writer.save(tensors, record_of(shape, heads=heads, batches=batches, step=step))
+    writer.close(CallCounts())
+    return folder

@@ -1,0 +1,173 @@
+"""One table: rows, self-test, reference, failures; real kernels on a CPU, scripted times."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from sage_plugin.bench import candidate, compare
+from sage_plugin.bench.compare import Plan, run_case
+from sage_plugin.bench.suite import explicit
+from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels import dispatch
+from sage_plugin.measure.inputs import self_attention
+from sage_plugin.measure.timing import Samples
+from sage_plugin.schema import LaunchConfig
+
+CPU = torch.device("cpu")
+SHAPE = self_attention(1, 2, 96, 32)
+EVERY = tuple((kernel, "auto") for kernel in ("sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8"))
+
+
+def case_of(shape=SHAPE):
+    return explicit(shape, distribution="biased", seed=0).cases[0]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Times by name; the functions still run once, as a check that they can."""
+
+    def install(ms, default=2.0):
+        def fake(functions, *, device, method, limits, seed):
+            for call in functions.values():
+                call()
+            return {
+                name: Samples(name, (ms.get(name, default),) * 8, method or "wall")
+                for name in functions
+            }
+
+        monkeypatch.setattr(compare, "measure", fake)
+
+    return install
+
+
+def test_one_timing_feeds_every_column(scripted):
+    scripted({"sage:emulation": 4.0, "sage:emulation alone": 3.0})
+    table = run_case(case_of(), Plan(kernels=(("sage", "auto"),)), device=CPU)
+    row = table.rows[0]
+    operations = 4 * 1 * 2 * 96 * 96 * 32
+    assert row.flops == operations
+    assert row.time.median_ms == 4.0
+    assert row.kernel_time.median_ms == 3.0
+    assert row.tflops == pytest.approx(operations / 4e-3 / 1e12)
+    assert row.gb_per_s == pytest.approx(row.moved_bytes / 4e-3 / 1e9)
+    assert row.flop_per_byte == pytest.approx(row.tflops * 1e3 / row.gb_per_s)
+
+
+def test_rows_carry_identity_and_errors(scripted):
+    scripted({})
+    table = run_case(case_of(), Plan(kernels=EVERY, method="wall"), device=CPU)
+    assert [row.kernel for row in table.rows] == ["sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8"]
+    by_name = {row.kernel: row for row in table.rows}
+    assert by_name["sdpa"].config is None
+    assert by_name["sdpa"].note == ""
+    assert by_name["sage"].config_source == "default"
+    assert by_name["sage"].note == "emulation: not a speed"
+    assert by_name["fav2"].kernel_time is None
+    assert all(row.gate == () for row in table.rows)
+    centred = [by_name[name].errors.centred_rel_l1 for name in ("fav2", "sage", "fav3_sage")]
+    assert centred == sorted(centred)
+    assert all(row.time.method == "wall" for row in table.rows)
+
+
+def test_the_first_kernel_is_timed_against_itself(scripted):
+    scripted({"sage:emulation again": 2.1})
+    table = run_case(case_of(), Plan(kernels=(("sage", "auto"),)), device=CPU)
+    assert table.aa_ratio == pytest.approx(2.0 / 2.1)
+    assert table.stamp == table.rows[0].stamp == "noisy"
+    scripted({})
+    assert run_case(case_of(), Plan(kernels=(("sage", "auto"),)), device=CPU).stamp == "clean"
+
+
+def test_a_reference_is_added_timed_and_compared_with(scripted):
+    scripted({"fav2:emulation": 6.0, "sage:emulation": 2.0})
+    plan = Plan(kernels=(("sage", "auto"),), reference=("fav2", "auto"))
+    table = run_case(case_of(), plan, device=CPU)
+    fav2, sage = table.rows
+    assert sage.reference == fav2.reference == "fav2:emulation"
+    assert sage.speedup == pytest.approx(3.0)
+    assert sage.speedup_low <= sage.speedup <= sage.speedup_high
+    assert fav2.speedup is None
+    assert fav2.reference_errors.rel_l1 == 0.0
+    assert sage.reference_errors.rel_l1 == pytest.approx(sage.errors.rel_l1, rel=0.2)
+
+
+def test_a_reference_that_is_among_the_kernels_is_run_once(scripted):
+    scripted({})
+    plan = Plan(kernels=(("sage", "auto"), ("fav2", "auto")), reference=("fav2", "emulation"))
+    assert [r.kernel for r in run_case(case_of(), plan, device=CPU).rows] == ["fav2", "sage"]
+
+
+def test_a_failing_kernel_does_not_end_the_table(scripted, monkeypatch):
+    scripted({})
+    real = candidate.implementation
+
+    def broken(kernel, variant, fp8):
+        if kernel == "sage":
+            raise RuntimeError("ptxas died\nwith a long story")
+        return real(kernel, variant, fp8)
+
+    monkeypatch.setattr(candidate, "implementation", broken)
+    table = run_case(case_of(), Plan(kernels=EVERY), device=CPU)
+    assert len(table.rows) == 4
+    assert table.failed == ("sage failed: RuntimeError: ptxas died",)
+
+
+def test_no_kernel_at_all_is_an_error_with_the_reasons():
+    shape = dataclasses.replace(SHAPE, head_dim=512, dv=512)
+    with pytest.raises(UnsupportedInputError, match="no kernel could run it: sage cannot run"):
+        run_case(case_of(shape), Plan(kernels=(("sage", "auto"),)), device=CPU)
+
+
+def test_a_wrong_kernel_fails_its_gate(scripted, monkeypatch):
+    scripted({})
+    real = candidate.checked_output
+
+    def wrong(*args, **options):
+        found = real(*args, **options)
+        return dataclasses.replace(found, out=found.out * torch.linspace(-1, 1, 32))
+
+    monkeypatch.setattr(candidate, "checked_output", wrong)
+    row = run_case(case_of(), Plan(kernels=(("sage", "auto"),)), device=CPU).rows[0]
+    assert any("cosine of the worst head" in sentence for sentence in row.gate)
+
+
+def test_the_config_of_the_runtime_is_judged_and_timed(scripted, monkeypatch):
+    scripted({})
+    config = LaunchConfig(64, 32, 4, 1, "pointer", True, True, 1)
+    seen = []
+
+    def found(key, facts, *, config_dir):
+        seen.append(config_dir)
+        return dispatch.Found(config, "exact", "a file")
+
+    monkeypatch.setattr(candidate.dispatch, "find_launch", found)
+    plan = Plan(kernels=(("sage", "auto"),), config_dir="somewhere")
+    row = run_case(case_of(), plan, device=CPU).rows[0]
+    assert (row.config, row.config_source, seen) == (config, "exact", ["somewhere"])
+
+
+def test_layout_causal_and_groups_with_real_times():
+    shape = dataclasses.replace(
+        self_attention(2, 4, 40, 32), heads_k=2, seq_k=56, causal=True, layout="bshd"
+    )
+    plan = Plan(kernels=(("fav3_sage", "auto"), ("torch", "auto")), differences=True)
+    table = run_case(case_of(shape), plan, device=CPU)
+    assert [row.gate for row in table.rows] == [(), ()]
+    assert table.rows[0].shape == shape
+    assert table.rows[0].difference.shape == (2, 4, 40, 32)
+    assert table.rows[1].errors.rel_l1 == 0.0
+    assert 2 <= table.rows[0].time.n <= compare.CPU_LIMITS.max_samples
+
+
+@pytest.mark.gpu
+def test_every_kernel_on_a_gpu():
+    facts = dispatch.facts_of("cuda", None)
+    kernels = tuple((name, "auto") for name in dispatch.kernels_of(facts))
+    plan = Plan(kernels=kernels, reference=("sdpa", "auto"))
+    table = run_case(case_of(self_attention(1, 4, 4096, 64)), plan, device=torch.device("cuda"))
+    assert table.failed == ()
+    assert all(row.gate == () for row in table.rows)
+    assert all(row.note == "" and row.time.method == "events" for row in table.rows)

@@ -1,0 +1,258 @@
+"""A capture folder may come from anywhere: damage and malice end in one clear sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from sage_plugin.capture.manifest import COUNTS, MANIFEST, CallCounts
+from sage_plugin.capture.reader import open_captures
+from sage_plugin.capture.writer import CaptureWriter
+from sage_plugin.errors import CaptureError
+from tests.capture.toys import line, tensors
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A sound folder of two captures."""
+    writer = CaptureWriter(tmp_path / "captures")
+    writer.open()
+    for step in range(2):
+        writer.save(tensors(step), line(step=step))
+    writer.close(CallCounts(complete=True, layers={"a": 9}, steps={"transformer": 3}))
+    return writer.folder
+
+
+def rewritten(folder: Path, number: int, **changes) -> None:
+    """Change fields of a manifest line; a dotted name reaches into the shape."""
+    lines = (folder / MANIFEST).read_text().splitlines()
+    data = json.loads(lines[number])
+    for name, value in changes.items():
+        if name in data["shape"]:
+            data["shape"][name] = value
+        else:
+            data[name] = value
+    lines[number] = json.dumps(data)
+    (folder / MANIFEST).write_text("\n".join(lines) + "\n")
+
+
+def one_left(folder: Path) -> str:
+    """The only problem; the other capture is still readable."""
+    captures = open_captures(folder)
+    assert len(captures.records) == 1
+    assert captures.load(captures.records[0]).q.shape == (1, 2, 4, 8)
+    assert len(captures.problems) == 1
+    return captures.problems[0]
+
+
+def test_a_sound_folder(folder):
+    captures = open_captures(str(folder))
+    assert [record.step for record in captures.records] == [0, 1]
+    assert captures.problems == ()
+    assert captures.call_counts.steps == {"transformer": 3}
+    assert captures.call_counts.complete
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(CaptureError, match=r"nowhere does not exist: .*sage capture"):
+        open_captures(tmp_path / "nowhere")
+
+
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(CaptureError, match="is empty"):
+        open_captures(tmp_path)
+
+
+def test_a_foreign_folder(tmp_path):
+    (tmp_path / "holiday.jpg").write_text("")
+    with pytest.raises(CaptureError, match=r"holds holiday\.jpg but no manifest\.jsonl"):
+        open_captures(tmp_path)
+
+
+def test_a_file_instead_of_a_folder(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(CaptureError, match="is a file"):
+        open_captures(tmp_path / "x")
+
+
+def test_an_empty_manifest(folder):
+    (folder / MANIFEST).write_text("")
+    with pytest.raises(CaptureError, match="no usable capture"):
+        open_captures(folder)
+
+
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_another_schema_version(folder, version):
+    rewritten(folder, 1, schema_version=version)
+    with pytest.raises(CaptureError, match=rf"schema version {version} and this .* reads 1"):
+        open_captures(folder)
+
+
+def test_a_line_that_was_cut_short(folder):
+    """G6: killed while the line was written."""
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text[:-40])
+    captures = open_captures(folder)
+    assert len(captures.records) == 1
+    assert any("line 2 was cut short" in problem for problem in captures.problems)
+    assert any("000001.safetensors is in no manifest line" in p for p in captures.problems)
+
+
+def test_a_file_that_was_cut_short(folder):
+    """G6: killed while the tensors were written."""
+    whole = (folder / "000001.safetensors").read_bytes()
+    for size in (0, 7, 100, len(whole) - 1):
+        (folder / "000001.safetensors").write_bytes(whole[:size])
+        assert "000001.safetensors is damaged" in one_left(folder)
+
+
+def test_left_overs_of_an_interrupted_write(folder):
+    shutil.copy(folder / "000000.safetensors", folder / "000002.safetensors")
+    (folder / "000003.safetensors.tmp").write_text("")
+    captures = open_captures(folder)
+    assert len(captures.records) == 2
+    assert [p.split()[0] for p in captures.problems] == [
+        "000002.safetensors",
+        "000003.safetensors.tmp",
+    ]
+
+
+def test_a_flipped_bit_is_found_on_loading(folder):
+    path = folder / "000001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    captures = open_captures(folder)
+    captures.load(captures.records[0])
+    with pytest.raises(CaptureError, match="checksum"):
+        captures.load(captures.records[1])
+
+
+def test_a_file_that_went_away_after_opening(folder):
+    captures = open_captures(folder)
+    (folder / "000000.safetensors").unlink()
+    with pytest.raises(CaptureError, match="missing"):
+        captures.load(captures.records[0])
+
+
+def test_all_files_damaged(folder):
+    for name in ("000000", "000001"):
+        (folder / f"{name}.safetensors").write_text("")
+    with pytest.raises(CaptureError, match="no usable capture"):
+        open_captures(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "/etc/passwd", "a/b.safetensors", ".x.safetensors", "x.pt", "", "x\0",
+     "..", "C:\\x.safetensors"],
+)  # fmt: skip
+def test_names_that_lead_out_of_the_folder(folder, name):
+    shutil.copy(folder / "000001.safetensors", folder.parent / "x.safetensors")
+    rewritten(folder, 1, file=name)
+    captures = open_captures(folder)
+    assert len(captures.records) == 1
+    assert any("not a plain file name" in problem for problem in captures.problems)
+
+
+def test_links_that_lead_out_of_the_folder(folder):
+    path = folder / "000001.safetensors"
+    shutil.move(path, folder.parent / "x.safetensors")
+    path.symlink_to(folder.parent / "x.safetensors")
+    assert "link that leads out" in one_left(folder)
+    path.unlink()
+    path.symlink_to(path)
+    assert len(open_captures(folder).records) == 1
+
+
+def test_a_pipe_instead_of_a_file(folder):
+    (folder / "000001.safetensors").unlink()
+    os.mkfifo(folder / "000001.safetensors")
+    assert "no regular file" in one_left(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seq_q": 5},
+        {"heads_q": 4},
+        {"heads_k": 1},
+        {"head_dim": -8},
+        {"batch": 0},
+        {"dtype": "float16"},
+        {"dtype": "no such"},
+        {"layout": "sideways"},
+        {"mask_kind": "dense"},
+        {"mask_kind": "strange"},
+        {"scale": float("nan")},
+        {"seq_k": 2**62},
+        {"batch_indices": [1]},
+        {"batch_indices": []},
+        {"head_indices": [1, 0]},
+        {"head_indices": [0, 0]},
+        {"head_indices": [0, 2]},
+        {"head_indices": "01"},
+        {"family": "paged_attention"},
+        {"layer": 3},
+        {"surprise": 1},
+    ],
+)
+def test_a_line_that_does_not_fit_its_file(folder, changes):
+    rewritten(folder, 1, **changes)
+    captures = open_captures(folder)
+    assert len(captures.records) == 1
+    assert captures.problems
+
+
+def test_a_file_listed_twice(folder):
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text + text.splitlines(keepends=True)[0])
+    captures = open_captures(folder)
+    assert len(captures.records) == 2
+    assert "listed twice" in captures.problems[0]
+
+
+def test_tensors_of_other_names_or_types(folder):
+    extra = {**tensors(), "surprise": tensors()["q"]}
+    for found in (extra, {"q": tensors()["q"]}, {n: t.long() for n, t in tensors().items()}):
+        save_file(found, folder / "000001.safetensors")
+        assert "000001.safetensors" in one_left(folder)
+
+
+@pytest.mark.parametrize("text", [None, "", "{}x", "[1]", '{"layers": 3}', '{"schema_version": 9}'])
+def test_damaged_counts_cost_only_the_counts(folder, text):
+    (folder / COUNTS).unlink() if text is None else (folder / COUNTS).write_text(text)
+    captures = open_captures(folder)
+    assert len(captures.records) == 2
+    assert captures.counts == {}
+    assert "call counts are unknown" in captures.problems[0]
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.binary(max_size=200), st.booleans())
+def test_no_manifest_makes_it_crash(folder, data, append):
+    """Whatever the bytes are, the result is a folder or a sentence."""
+    sound = (folder / MANIFEST).read_bytes()
+    (folder / MANIFEST).write_bytes(sound + data if append else data)
+    try:
+        found = len(open_captures(folder).records)
+    except CaptureError:
+        found = 0
+    finally:
+        (folder / MANIFEST).write_bytes(sound)
+    assert found == (2 if append else 0)
+
+
+def test_deeply_nested_json(folder):
+    with open(folder / MANIFEST, "a") as file:
+        file.write("[" * 100_000 + "\n")
+    assert len(open_captures(folder).records) == 2

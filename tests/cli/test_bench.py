@@ -1,0 +1,277 @@
+"""`sage bench` end to end on tiny inputs: tables, files, exit codes (H2, H3)."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sage_plugin.bench import candidate, compare
+from sage_plugin.cli import app
+from sage_plugin.kernels.dispatch import kernels_of
+from sage_plugin.measure.timing import Limits
+from sage_plugin.schema import KERNELS
+from tests.bench.folders import write
+
+TINY = ["-b", "1", "-hq", "2", "-sq", "48", "-d", "32", "--device", "cpu"]
+QUICK = Limits(warmup=0, warmup_s=0.0, min_samples=2, max_samples=2, budget_s=1.0)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(compare, "CPU_LIMITS", QUICK)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def bench(*args):
+    """Run `sage bench`; what is no error of ours comes through as it was raised."""
+    result = CliRunner().invoke(app, ["bench", *map(str, args)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def error_of(result):
+    """The one sentence on stderr."""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0].removeprefix("error: ")
+
+
+def rows_of(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_a_capture_folder_is_the_default_input(tmp_path, monkeypatch):
+    write(tmp_path / "captured_inputs", count=2)
+    monkeypatch.chdir(tmp_path)
+    result = bench("--device", "cpu", "--kernel", "sage", "--compare-to-ref", "fav2")
+    assert result.exit_code == 0
+    assert "000000 transformer.blocks.0.attn step 0" in result.stdout
+    assert "emulation: not a speed" in result.stdout
+    assert "against fav2:emulation" in " ".join(result.stdout.split())
+    assert "All 2 inputs" in result.stdout
+    assert "Next: sage tune --from-captures captured_inputs" in result.stderr
+
+
+def test_h2_csv_on_stdout_is_nothing_but_csv():
+    result = bench(*TINY, "--csv", "-", "--print-compare-stats")
+    lines = rows_of(result.stdout)
+    assert result.exit_code == 0
+    assert [line["kernel"] for line in lines] == [k for k in KERNELS if k != "torch"]
+    assert all(len(line) == len(lines[0]) and None not in line for line in lines)
+    assert {line["note"] for line in lines if line["kernel"] != "sdpa"} == {
+        "emulation: not a speed"
+    }
+    assert "gate" in result.stderr
+    assert "Next: " in result.stderr
+
+
+def test_json_on_stdout_is_nothing_but_json():
+    body = json.loads(bench(*TINY, "--json", "-", "--kernel", "fav3_sage").stdout)
+    assert body["tables"][0]["rows"][0]["variant"] == "emulation"
+
+
+def test_files_and_a_last_line_that_names_them(tmp_path):
+    table, record = tmp_path / "out.csv", tmp_path / "out.json"
+    result = bench(*TINY, "--kernel", "sage", "--csv", table, "--json", record)
+    assert result.exit_code == 0
+    assert len(rows_of(table.read_text())) == 1
+    assert len(json.loads(record.read_text())["tables"]) == 1
+    assert str(table) in result.stderr.replace("\n", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.csv", "out.json"]
+
+
+def test_max_inputs_layout_dtype_causal_groups_seed(tmp_path):
+    folder = write(tmp_path / "captures", count=3)
+    result = bench(folder, "--max-inputs", 1, "--kernel", "sdpa", "--csv", "-", "--device", "cpu")
+    assert len(rows_of(result.stdout)) == 1
+    shape = ["-hk", "1", "-sk", "64", "--causal", "--layout", "bshd", "--dtype", "fp16"]
+    result = bench(
+        *TINY, *shape, "--inputs-distribution", "drift", "--kernel", "qk_int8", "--csv", "-"
+    )
+    line = rows_of(result.stdout)[0]
+    assert (line["kernel"], line["shape_layout"], line["shape_dtype"]) == (
+        "sage",
+        "bshd",
+        "float16",
+    )
+    assert (line["shape_heads_k"], line["shape_causal"]) == ("1", "True")
+    assert line["source"] == "synthetic:drift"
+
+
+@pytest.mark.parametrize("metric", ["time", "throughput", "bandwidth", "arithmetic_intensity"])
+def test_metric_chooses_the_columns(metric):
+    heads = {
+        "time": "time ms",
+        "throughput": "TFLOPS",
+        "bandwidth": "GB/s",
+        "arithmetic_intensity": "FLOP/B",
+    }
+    shown = bench(*TINY, "--kernel", "fav2", "--metric", metric).stdout
+    assert [head in shown for head in heads.values()] == [name == metric for name in heads]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("reference", [(), ("--compare-to-ref", "fav2")])
+def test_the_widest_table_fits_the_terminal(monkeypatch, columns, reference):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = bench(*TINY, *reference).stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    assert "…" not in shown
+    kernel_lines = [line for line in shown.splitlines() if line.startswith("fav3_fp8")]
+    assert len(kernel_lines) == (1 if columns == 100 else 2)
+
+
+def test_gate_passes_with_exit_0():
+    assert bench(*TINY, "--gate", "--inputs-distribution", "biased").exit_code == 0
+
+
+def test_gate_fails_a_wrong_kernel_with_exit_1_after_writing(monkeypatch):
+    real = candidate.checked_output
+
+    def wrong(kernel, *args, **options):
+        found = real(kernel, *args, **options)
+        return dataclasses.replace(found, out=-found.out) if kernel == "sage" else found
+
+    monkeypatch.setattr(candidate, "checked_output", wrong)
+    failed = bench(*TINY, "--gate", "--csv", "-")
+    assert failed.exit_code == 1
+    assert error_of(failed).startswith("accuracy gate: sage:emulation on 1x2x48x32")
+    assert "cosine of the worst head is -0.99" in error_of(failed)
+    assert "(and 2 more)" in error_of(failed)
+    verdicts = {line["kernel"]: line["gate"] for line in rows_of(failed.stdout)}
+    assert verdicts["sage"] == "fail"
+    assert verdicts["fav2"] == "pass"
+    assert bench(*TINY).exit_code == 0
+
+
+def test_a_named_kernel_that_cannot_run_is_exit_4(monkeypatch):
+    real = candidate.implementation
+
+    def broken(kernel, variant, fp8):
+        if kernel == "fav3_fp8":
+            raise RuntimeError("no kernel image")
+        return real(kernel, variant, fp8)
+
+    monkeypatch.setattr(candidate, "implementation", broken)
+    assert bench(*TINY).exit_code == 0
+    named = bench(*TINY, "--kernel", "fav3_fp8", "--kernel", "sage")
+    assert named.exit_code == 4
+    assert "fav3_fp8 failed: RuntimeError: no kernel image" in named.stdout
+    assert bench(*TINY, "--gate").exit_code == 1
+
+
+def test_one_damaged_capture_of_two_is_exit_4(tmp_path):
+    folder = write(tmp_path / "captures", count=2)
+    file = folder / "000001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    result = bench(folder, "--kernel", "sdpa", "--device", "cpu")
+    assert result.exit_code == 4
+    assert "checksum" in result.stderr
+    assert "000000" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["nowhere"], "nowhere does not exist"),
+        ([*TINY, "--kernel", "sagge"], "kernel 'sagge' is not known"),
+        ([*TINY, "--kernel", "sage:cuda"], "variant 'cuda'"),
+        ([*TINY, "--kernel", "auto"], "--kernel auto"),
+        ([*TINY, "--compare-to-ref", "fa4"], "kernel 'fa4' is not known"),
+        ([*TINY, "-dv", "16"], "-dv 16 differs from -d 32"),
+        ([*TINY, "-hk", "3"], "-hq 2 is not a multiple of -hk 3"),
+        ([*TINY, "--dtype", "int4"], "--dtype 'int4'"),
+        ([*TINY, "--layout", "sbhd"], "--layout 'sbhd'"),
+        ([*TINY, "--metric", "speed"], "--metric 'speed'"),
+        ([*TINY, "--method", "events"], "timing method 'events' on cpu"),
+        ([*TINY, "--inputs-distribution", "zeros"], "--inputs-distribution 'zeros'"),
+        ([*TINY, "--preset", "wan-720p"], "give one of"),
+        ([*TINY, "--device", "tpu"], "--device 'tpu'"),
+        ([*TINY, "--csv", "-", "--json", "-"], "both want stdout"),
+        (["-b", "1", "-sq", "8"], "an explicit shape needs -hq, -d too"),
+        (["--preset", "wan"], "preset 'wan': allowed are all"),
+        (["--preset", "wan-720p", "--causal"], "--causal and --layout go with"),
+        (["folder", "--dtype", "fp16"], "--dtype does not change captures"),
+        (["--inputs-distribution", "drift"], "--inputs-distribution does not change captures"),
+        ([*TINY, "--max-inputs", "2"], "--max-inputs goes with a capture folder"),
+    ],
+)
+def test_h3_wrong_input_is_exit_2_with_one_sentence(args, sentence):
+    failed = bench(*args)
+    assert failed.exit_code == 2
+    assert sentence in error_of(failed)
+
+
+def test_h3_wrong_options_are_exit_2():
+    assert bench("--no-such-option").exit_code == 2
+    assert bench("-b", "two").exit_code == 2
+    assert bench("--max-inputs", "0").exit_code == 2
+    assert bench("--help").exit_code == 0
+
+
+def test_empty_and_foreign_folders_are_exit_2(tmp_path):
+    assert bench(tmp_path).exit_code == 2
+    (tmp_path / "notes.txt").write_text("x")
+    failed = bench(tmp_path)
+    assert failed.exit_code == 2
+    assert "notes.txt" in error_of(failed)
+
+
+def test_unwritable_output_is_exit_3_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "run_case", None)
+    for path in (tmp_path / "no" / "x.csv", tmp_path):
+        failed = bench(*TINY, "--csv", path)
+        assert failed.exit_code == 3
+        assert str(path) in error_of(failed)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
+def test_no_gpu_is_exit_3():
+    failed = bench(*TINY[:-1], "cuda")
+    assert failed.exit_code == 3
+    assert "no GPU" in error_of(failed)
+
+
+def test_long_cpu_runs_are_refused_with_a_prediction(tmp_path):
+    out = tmp_path / "out.csv"
+    failed = bench("--preset", "all", "--device", "cpu", "--csv", out)
+    assert failed.exit_code == 2
+    assert "on a CPU" in error_of(failed)
+    assert "hours" in error_of(failed) or "days" in error_of(failed)
+    assert "--force" in error_of(failed)
+    assert not out.exists()
+
+
+def test_force_runs_what_would_be_refused(monkeypatch):
+    from sage_plugin.bench import forecast
+
+    monkeypatch.setattr(forecast, "PATIENCE_S", -1.0)
+    assert bench(*TINY, "--kernel", "sdpa").exit_code == 2
+    assert bench(*TINY, "--kernel", "sdpa", "--force").exit_code == 0
+
+
+def test_the_default_is_every_kernel_but_the_oracle():
+    from sage_plugin import device
+
+    expected = [kernel for kernel in kernels_of(device.facts("cpu")) if kernel != "torch"]
+    assert [line["kernel"] for line in rows_of(bench(*TINY, "--csv", "-").stdout)] == expected
+
+
+@pytest.mark.gpu
+def test_a_preset_on_a_gpu_with_its_gate():
+    result = bench(
+        "--preset", "wan-480p", "--gate", "--compare-to-ref", "fav2",
+        "--inputs-distribution", "biased", "--csv", "-",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    assert {line["method"] for line in rows_of(result.stdout)} == {"events"}

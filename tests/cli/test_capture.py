@@ -1,0 +1,236 @@
+"""`sage capture` as a user types it: what comes out, and what each mistake answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sage_plugin import demo
+from sage_plugin.capture.reader import open_captures
+from sage_plugin.cli import app, capture
+from sage_plugin.demo.sizes import SIZES
+from tests.capture.toys import LAYERS, SCRIPT, denoise, video_model
+
+
+class Answer:
+    """Exit code and output of one run of `sage capture`."""
+
+    def __init__(self, *args: object) -> None:
+        result = CliRunner().invoke(app, ["capture", *map(str, args)])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        self.code, self.stdout, self.stderr = result.exit_code, result.stdout, result.stderr
+        errors = [line for line in self.stderr.splitlines() if line.startswith("error: ")]
+        self.error = errors[-1] if errors else ""
+        assert len(errors) <= 1
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(patch: str = "", end: str = "") -> Path:
+        path = tmp_path / "theirs.py"
+        path.write_text(SCRIPT.format(patch=patch, end=end))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "captured_inputs"
+
+
+class DemoPipe:
+    """Stands for the embedded pipeline: its model, called as it is called."""
+
+    def __init__(self) -> None:
+        self.transformer = video_model()
+        self.components = {"transformer": self.transformer}
+        self.size = ""
+
+    def set_progress_bar_config(self, **_options) -> None:
+        pass
+
+    def __call__(self, digit, *, size, num_inference_steps, generator, callback_on_step_end):
+        self.size = size
+        for step in range(num_inference_steps):
+            denoise(self.transformer, steps=1, start=900 - step)
+            callback_on_step_end(self, step, 900 - step, {})
+
+
+@pytest.fixture
+def demo_pipe(monkeypatch) -> DemoPipe:
+    pipe = DemoPipe()
+    monkeypatch.setattr(demo, "load_pipeline", lambda **_: pipe, raising=False)
+    return pipe
+
+
+def test_bare_capture_records_the_demo(out, demo_pipe):
+    answer = Answer("--max-captures", 4)
+    assert answer.code == 0, answer.error
+    steps = SIZES[demo_pipe.size].default_steps
+    assert demo_pipe.size == ("large" if torch.cuda.is_available() else "small")
+    captures = open_captures(out)
+    assert len(captures.records) == 4
+    assert captures.call_counts.steps == {"transformer": steps}
+    lines = answer.stdout.splitlines()
+    assert (
+        f"Recorded 4 captures (0.1 MB) in captured_inputs: 3 of 3 layers, 4 of {steps}" in lines[0]
+    )
+    assert f"{steps * LAYERS} attention calls" in lines[1]
+    assert lines[-1] == "Next: sage tune --from-captures captured_inputs"
+
+
+def test_the_demo_takes_size_steps_and_folder(out, demo_pipe):
+    answer = Answer(
+        "--size", "large", "--num-steps", 2, "-o", "elsewhere/deep", "--max-captures", 3
+    )
+    assert answer.code == 0, answer.error
+    assert demo_pipe.size == "large"
+    assert len(open_captures(out.parent / "elsewhere" / "deep").records) == 3
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "patch", ["", "import sage_plugin; sage_plugin.patch(model, kernel='sdpa')"]
+)
+def test_a_script_with_its_own_options(out, script, patch):
+    end = "assert sys.argv[2:] == ['--size', 'huge', '-o', 'x', '--help']\nprint('their output')"
+    answer = Answer(
+        "--max-captures",
+        4,
+        "--num-steps",
+        6,
+        script(patch, end),
+        6,
+        "--size",
+        "huge",
+        "-o",
+        "x",
+        "--help",
+    )
+    assert answer.code == 0, answer.error + answer.stderr
+    assert "their output" in answer.stdout
+    captures = open_captures(out)
+    assert len(captures.records) == 4
+    assert captures.call_counts.layers == {
+        f"transformer.transformer_blocks.{i}.attn1": 6 for i in range(LAYERS)
+    }
+    assert answer.stderr.count("saved") == 4, "nothing is written twice where the steps are known"
+
+
+def test_filters_reach_the_recorder(out, script):
+    answer = Answer(
+        "--layers", "*.0.*,*.1.*", "--layers", "*.2.nothing", "--steps", "1-2", "--heads", "1,",
+        "--batch", "0", "--max-captures", 50, script(),
+    )  # fmt: skip
+    assert answer.code == 0, answer.error
+    records = open_captures(out).records
+    assert len(records) == 4
+    assert {(r.step, r.head_indices, r.batch_indices) for r in records} == {
+        (1, (1,), (0,)),
+        (2, (1,), (0,)),
+    }
+    assert "some heads or batch items" in answer.stdout
+
+
+def test_zero_records_exit_2_with_what_was_seen(out, script):
+    """H4: the message names the calls that were there and the filter that took none of them."""
+    answer = Answer("--layers", "wrong.*", "--steps", "1", script())
+    assert answer.code == 2
+    assert f"{4 * LAYERS} attention calls of {LAYERS} layers" in answer.error
+    assert "transformer.transformer_blocks.0.attn1" in answer.error
+    assert "layer not selected" in answer.error
+    assert "'wrong.*', steps 1" in answer.error
+    assert not out.exists()
+
+
+def test_a_script_without_a_denoiser(out, tmp_path):
+    (tmp_path / "other.py").write_text("print('hello')")
+    answer = Answer(tmp_path / "other.py")
+    assert answer.code == 2
+    assert "no forward of a diffusers denoiser" in answer.error
+    assert not out.exists()
+
+
+def test_a_failing_script_keeps_its_captures(out, script):
+    answer = Answer(script(end="raise ValueError('theirs')"), 2)
+    assert answer.code == 1
+    assert "ValueError: theirs\nerror: " in answer.stderr
+    assert "failed by itself" in answer.error
+    assert f"{2 * LAYERS} captures until then are kept in captured_inputs" in answer.error
+    assert len(open_captures(out).records) == 2 * LAYERS
+
+
+def test_a_script_that_fails_before_anything(out, script):
+    answer = Answer(script(patch="sys.exit(7)"))
+    assert answer.code == 2
+    assert "failed by itself (status 7)" in answer.error
+    assert not out.exists()
+
+
+def test_a_capture_folder_is_replaced_only_on_demand(out, script):
+    assert Answer(script()).code == 0
+    before = open_captures(out).records
+    again = Answer(script())
+    assert again.code == 2
+    assert "--overwrite" in again.error
+    assert open_captures(out).records == before
+    assert Answer("--overwrite", "--max-captures", 2, script()).code == 0
+    assert len(open_captures(out).records) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (["--size", "huge"], 2, "small, large"),
+        (["--max-captures", 0], 2, "at least 1"),
+        (["--max-bytes", "lots"], 2, "4GiB"),
+        (["--max-bytes", "1KB"], 2, "expected at least"),
+        (["--steps", "x"], 2, "0,5,10-14"),
+        (["--heads", "-3"], 2, "heads"),
+        (["--batch", "a"], 2, "batch"),
+        (["--layers", ","], 2, "glob"),
+        (["--num-steps", 0], 2, "at least 1"),
+        (["missing.py"], 2, "does not exist"),
+        (["."], 2, "is a folder"),
+        (["--size", "small", "theirs.py"], 2, "demo pipeline"),
+        (["-o", "theirs.py"], 3, "is a file"),
+        (["-o", "theirs.py/below"], 3, "cannot be written"),
+        (["-o", "foreign"], 2, "photo.jpg"),
+        (["--no-such-option"], 2, ""),
+    ],
+)
+def test_mistakes_answer_with_one_sentence_and_touch_nothing(
+    out, script, demo_pipe, tmp_path, args, code, text
+):
+    script()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "photo.jpg").write_text("")
+    answer = Answer(*args)
+    assert answer.code == code
+    assert text in answer.error
+    assert answer.stdout == ""
+    assert {p.name for p in tmp_path.iterdir()} == {"theirs.py", "foreign"}
+    assert {p.name for p in (tmp_path / "foreign").iterdir()} == {"photo.jpg"}
+
+
+def test_ctrl_c_keeps_the_captures(out, script):
+    with pytest.raises(KeyboardInterrupt):
+        capture.command(script=script(end="raise KeyboardInterrupt"), args=["1"])
+    captures = open_captures(out)
+    assert len(captures.records) == LAYERS
+    assert captures.call_counts.complete
+
+
+def test_progress_does_not_reach_stdout(out, script):
+    answer = Answer(script(), 2)
+    assert [line.split()[0] for line in answer.stdout.splitlines()] == [
+        "Recorded",
+        "Counted",
+        "Next:",
+    ]

@@ -1,0 +1,194 @@
+"""`sage configs` from the outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sage_plugin import device
+from sage_plugin.cli import app
+from sage_plugin.kernels import dispatch
+from sage_plugin.registry import load, store
+from tests.registry import samples
+
+CPU = device.facts("cpu")
+CALL = ("-sq", "1024", "-hq", "16", "-d", "64", "--kernel", "fav3_sage")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
+        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(load, "shipped_dir", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+def sage(*words: object):
+    return CliRunner().invoke(app, ["configs", *map(str, words)])
+
+
+def entry(**changes):
+    config = samples.config(block_n=256, num_stages=1)
+    return samples.entry(samples.key(variant="emulation", **changes), config)
+
+
+def put(*entries, root: str = "c", facts=CPU) -> Path:
+    path = load.file_path(root, facts.slug)
+    store.write_atomically(path, store.text_of(samples.file(*entries, facts=facts)))
+    return path
+
+
+def test_list_says_where_it_looked_when_there_is_nothing():
+    result = sage("list")
+    assert result.exit_code == 0
+    assert "No tuned configs" in result.stdout
+    assert f"user: {Path('user').resolve()}/sage_plugin/{CPU.slug}/attention.json" in result.stdout
+    assert "Next: sage tune --from-captures" in result.stdout
+
+
+def test_list_shows_the_entries_of_this_device_and_all_of_every():
+    put(entry())
+    put(samples.entry(samples.key(kernel="sage")), facts=samples.FACTS)
+    mine = sage("list", "--config-dir", "c")
+    assert mine.exit_code == 0
+    assert "fav3_sage:emulation" in mine.stdout
+    assert "128x256 w4 s1" in mine.stdout
+    assert "captures 2026-11-20" in mine.stdout
+    assert "sage:portable" not in mine.stdout
+    every = sage("list", "--all", "--config-dir", "c")
+    assert "fav3_sage:emulation" in every.stdout
+    assert "sage:portable" in every.stdout
+    assert "H100" in every.stdout
+
+
+def test_list_names_a_damaged_file():
+    put(entry()).write_text("{")
+    result = sage("list", "--config-dir", "c")
+    assert result.exit_code == 0
+    assert "not valid JSON" in result.stdout
+
+
+def test_explain_an_exact_match():
+    path = put(entry())
+    result = sage("explain", *CALL, "--config-dir", "c")
+    assert result.exit_code == 0, result.stderr
+    assert f"argument: {path}: exact match" in result.stdout
+    assert "It gets 128x256 w4 s1 (exact" in result.stdout
+    assert "legal on this device" in result.stdout
+
+
+def test_explain_a_near_match_and_the_command_that_would_fill_it():
+    put(dataclasses.replace(entry(), seq_q_range=(512, 2048), seq_k_range=(512, 2048)))
+    result = sage(
+        "explain", "-sq", "1500", "-hq", "16", "-d", "64", "--kernel", "fav3_sage",
+        "--config-dir", "c",
+    )  # fmt: skip
+    assert "near match, measured at {'seq_q': 1024" in result.stdout
+    assert "Next: sage tune --kernel fav3_sage:emulation" in result.stdout
+
+
+def test_A8_explain_a_miss_names_the_first_differing_field():
+    put(entry())
+    result = sage("explain", *CALL, "--causal", "--config-dir", "c")
+    assert result.exit_code == 0
+    assert "in the closest entry causal is False there, True here" in result.stdout
+    assert "(default: default of" in result.stdout
+    assert "Next: sage tune --kernel fav3_sage:emulation" in result.stdout
+    assert "--causal" in result.stdout.rpartition("Next:")[2]
+    long = sage("explain", "-sq", "9000", *CALL[2:], "--config-dir", "c")
+    assert "seq_q 9000 is outside its measured range 1024..1024" in long.stdout
+
+
+def test_the_command_of_a_miss_tunes_exactly_that_call():
+    words = ["-sq", "96", "-sk", "64", "-hq", "4", "-hk", "2", "-d", "32", "--layout", "bshd"]
+    words += ["--dtype", "fp16", "--causal", "--kernel", "sage", "--config-dir", "my configs"]
+    missed = sage("explain", *words)
+    program, *command = shlex.split(missed.stdout.rpartition("Next: ")[2])
+    assert program == "sage"
+    done = CliRunner().invoke(app, [*command, "--max-trials", "1"])
+    assert done.exit_code == 0, done.stderr
+    dispatch.forget()
+    assert "exact match" in sage("explain", *words).stdout
+
+
+def test_explain_an_illegal_entry():
+    illegal = dataclasses.replace(entry(), config=samples.config(block_m=100))
+    put(illegal)
+    result = sage("explain", *CALL, "--config-dir", "c")
+    assert "none legal for this call" in result.stdout
+    assert "(default: default of" in result.stdout
+
+
+def test_explain_a_damaged_file(caplog):
+    put(entry()).write_text("[]")
+    result = sage("explain", *CALL, "--config-dir", "c")
+    assert result.exit_code == 0
+    assert "passed over" in result.stdout
+
+
+def test_explain_an_override_by_the_environment(monkeypatch):
+    monkeypatch.setenv("SAGE_PLUGIN_LAUNCH", '{"block_n": 64}')
+    result = sage("explain", *CALL)
+    assert "(env: SAGE_PLUGIN_LAUNCH" in result.stdout
+
+
+def test_explain_a_call_of_the_hosts_attention():
+    result = sage("explain", "-sq", "64", "-hq", "2", "-d", "64")
+    assert result.exit_code == 0
+    assert "goes to the host's attention" in result.stdout
+    wide = sage("explain", "-sq", "64", "-hq", "2", "-d", "512", "--kernel", "sage")
+    assert "head dim 512" in wide.stdout
+    assert "has no launch config" in sage("explain", *CALL[:-1], "sdpa").stdout
+
+
+def test_explain_needs_a_shape_and_a_known_kernel():
+    assert sage("explain").exit_code == 2
+    assert sage("explain", *CALL[:-1], "flash9").exit_code == 2
+    assert sage("explain", *CALL, "--layout", "sbhd").exit_code == 2
+
+
+def test_check_sound_files():
+    path = put(entry())
+    for words in (("c",), (path,), ("--config-dir", "c")):
+        result = sage("check", *words)
+        assert result.exit_code == 0, result.stdout
+        assert f"Sound: {path}" in result.stdout
+    assert "no file is in use" in sage("check").stdout
+
+
+def test_check_names_every_problem_and_exits_2():
+    put(entry(kernel="fav9"), dataclasses.replace(entry(), config=samples.config(block_m=100)))
+    put(entry(), root="c2").write_text('{"schema_version": NaN}')
+    result = sage("check", "c")
+    assert result.exit_code == 2
+    assert "unknown kernel 'fav9'" in result.stdout
+    assert "config is illegal: block_m 100" in result.stdout
+    assert "2 problems in 1 files" in result.stdout
+    damaged = sage("check", "c2")
+    assert damaged.exit_code == 2
+    assert "NaN" in damaged.stdout
+
+
+def test_A4_check_finds_entries_that_no_device_can_reach():
+    facts = dataclasses.replace(samples.FACTS, slug="h100")
+    put(samples.entry(), facts=facts)
+    result = sage("check", "c")
+    assert result.exit_code == 2
+    assert "1 entries unreachable" in result.stdout
+
+
+def test_check_what_is_not_there():
+    result = sage("check", "absent")
+    assert result.exit_code == 2
+    assert "absent: no such file or folder" in result.stderr
+    assert sage("check", "c", "--config-dir", "c").exit_code == 2

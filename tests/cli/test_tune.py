@@ -1,0 +1,319 @@
+"""`sage tune` from the outside: what it prints, writes and exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sage_plugin
+from sage_plugin import device
+from sage_plugin.cli import app
+from sage_plugin.cli import tune as tune_command
+from sage_plugin.errors import UsageError
+from sage_plugin.kernels import dispatch
+from sage_plugin.registry import load
+from sage_plugin.tune import child_runner, run_folder
+from sage_plugin.tune.ledger import Ledger
+from tests.tune import captures
+from tests.tune.captures import GROUPED, MASKED, SELF
+from tests.tune.scripted import ScriptedRunner
+
+SLUG = device.facts("cpu").slug
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
+        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    saved = [(SELF, (0, 1)), (GROUPED, (0, 1))]
+    return captures.write(tmp_path / "captured_inputs", saved)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Let a scripted runner stand in for the child process."""
+
+    def use(runner: ScriptedRunner) -> ScriptedRunner:
+        monkeypatch.setattr(child_runner, "ChildRunner", lambda **_: runner)
+        return runner
+
+    return use
+
+
+def sage(*words: object):
+    return CliRunner().invoke(app, ["tune", *map(str, words)])
+
+
+def test_the_whole_way_from_captures_to_the_next_call(folder, tmp_path):
+    result = sage("--from-captures", "--config-dir", "configs")
+    assert result.exit_code == 0, result.stderr
+    path = Path("configs") / SLUG / "attention.json"
+    assert f"Configs: {path}" in result.stdout
+    assert f"Trials: tuning_runs/{SLUG}-" in result.stdout
+    assert f"Next: sage bench {folder}" in result.stdout
+    assert "fav3_sage:emulation" in result.stdout
+    assert "emulation: not a speed" in result.stdout
+    entries = load.read(path).entries
+    assert {entry.key.layout for entry in entries} == {"bshd", "bhsd"}
+    for entry in entries:
+        facts = device.facts("cpu")
+        found = dispatch.find_launch(entry.key, facts, config_dir="configs")
+        assert (found.source, found.config) == ("exact", entry.config)
+    q = torch.randn(1, 96, 4, 32, dtype=torch.bfloat16)
+    out = sage_plugin.attention(q, q, q, kernel="fav3_sage", layout="bshd", config_dir="configs")
+    assert out.shape == q.shape
+    (run,) = Path("tuning_runs").iterdir()
+    for name in (run_folder.RESULTS, run_folder.METADATA):
+        assert json.loads((run / name).read_text())
+    again = sage("--from-captures", "--config-dir", "configs")
+    assert again.exit_code == 0
+    assert "kept" in again.stdout
+
+
+def test_without_a_folder_the_users_own_is_written(folder, script, tmp_path):
+    script(ScriptedRunner())
+    assert sage("--from-captures").exit_code == 0
+    assert (tmp_path / "user" / "sage_plugin" / SLUG / "attention.json").exists()
+
+
+def test_H2_progress_is_on_stderr_and_data_on_stdout(folder, script):
+    script(ScriptedRunner())
+    result = sage("--from-captures", folder)
+    assert "3/3" in result.stderr
+    assert "3/3" not in result.stdout
+    assert "valid" in result.stdout
+    assert "valid" not in result.stderr
+
+
+def test_kernels_spaces_and_limits_reach_the_trials(folder, script):
+    Path("space.json").write_text('{"block_size_n": [64, 128, 256], "stage": [1, 2]}')
+    runner = script(ScriptedRunner())
+    result = sage(
+        "--from-captures", "--kernel", "sage", "--kernel", "fav2:emulation", "--config-file",
+        "space.json", "--max-trials", "2", "--run-name", "mine", "--min-gain", "0.02",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert len(runner.screened) == 2 * 2 * 2
+    assert "'stage' is ignored" in " ".join(result.stderr.split())
+    metadata = json.loads(Path("tuning_runs/mine/run_metadata.json").read_text())
+    assert metadata["options"]["max_trials"] == 2
+    kernels = {study["key"]["kernel"] for study in metadata["studies"]}
+    assert kernels == {"sage", "fav2"}
+
+
+def test_shapes_in_the_older_and_the_short_spelling(script):
+    runner = script(ScriptedRunner())
+    words = ["--batch-size", "1", "--num-heads", "2", "--head-dim", "32", "--causal"]
+    assert sage("--seq-len", "64,128", *words, "--config-dir", "c").exit_code == 0
+    short = ["-b", "1", "-hq", "4", "-hk", "2", "-sq", "64", "-sk", "128", "-d", "32", "-causal"]
+    result = sage(*short, "--dtype", "fp16", "--layout", "bshd", "--config-dir", "c")
+    assert result.exit_code == 0, result.stderr
+    assert "Next: sage configs list --config-dir c" in result.stdout
+    entries = load.read(Path("c") / SLUG / "attention.json").entries
+    found = {
+        (e.key.seq_q, e.key.seq_k, e.key.gqa_ratio, e.key.dtype, e.key.layout) for e in entries
+    }
+    assert found == {
+        (64, 64, 1, "bfloat16", "bhsd"),
+        (128, 128, 1, "bfloat16", "bhsd"),
+        (64, 128, 2, "float16", "bshd"),
+    }
+    assert all(e.key.causal and e.evidence.synthetic for e in entries)
+    assert entries[0].evidence.inputs == ("synthetic:normal:0",)
+    assert runner.closed
+
+
+def test_the_command_that_a_miss_names_is_one_that_tunes_its_key(script):
+    script(ScriptedRunner())
+    result = sage("-sq", "64", "-hq", "2", "-d", "32", "--config-dir", "c")
+    assert result.exit_code == 0
+    (entry,) = load.read(Path("c") / SLUG / "attention.json").entries
+    program, name, *words = dispatch.tune_command(entry.key).split()
+    assert (program, name) == ("sage", "tune")
+    Path("c2").mkdir()
+    assert sage(*words, "--config-dir", "c2").exit_code == 0
+    (again,) = load.read(Path("c2") / SLUG / "attention.json").entries
+    assert again.key == entry.key
+
+
+def test_presets(script):
+    result = sage("--preset", "all", "--dtype", "fp16", "--dry-run")
+    assert result.exit_code == 0
+    assert "2x30x17776x64" in result.stdout
+    assert sage("--preset", "cogvideox-2b", "--preset", "wan-480p", "--dry-run").exit_code == 0
+    unknown = sage("--preset", "cogvideox-99b")
+    assert unknown.exit_code == 2
+    assert "cogvideox-2b" in unknown.stderr
+
+
+def test_a_dry_run_writes_nothing(folder):
+    before = sorted(Path().rglob("*"))
+    result = sage("--from-captures", "--dry-run", "--kernel", "sage")
+    assert result.exit_code == 0
+    assert "2 captured" not in result.stdout
+    assert "1 captured" in result.stdout
+    assert "Trials would go to tuning_runs/" in result.stdout
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "nothing to tune on"),
+        (["somewhere"], "say --from-captures somewhere"),
+        (["--from-captures", "absent"], "absent does not exist"),
+        (["--from-captures", "--seq-len", "64"], "from the captures"),
+        (["--from-captures", "--preset", "all"], "from the captures"),
+        (["--preset", "all", "--seq-len", "64"], "leave the sizes out"),
+        (["--seq-len", "many"], "whole numbers"),
+        (["--seq-len", "0"], "whole numbers"),
+        (["--seq-len", "64", "-hq", "3", "-hk", "2"], "not a multiple"),
+        (["--seq-len", "64", "-d", "0"], "at least 1"),
+        (["--seq-len", "64", "--layout", "sbhd"], "--layout"),
+        (["--seq-len", "64", "--dtype", "fp7"], "--dtype"),
+        (["--seq-len", "64", "--inputs-distribution", "cauchy"], "use one of"),
+        (["--seq-len", "64", "--kernel", "flash9"], "flash9"),
+        (["--seq-len", "64", "--kernel", "torch"], "no launch config"),
+        (["--seq-len", "64", "--budget", "soon"], "--budget"),
+        (["--seq-len", "64", "--budget", "0"], "--budget"),
+        (["--seq-len", "64", "--max-trials", "0"], "--max-trials"),
+        (["--seq-len", "64", "--min-gain", "2"], "--min-gain"),
+        (["--seq-len", "64", "--space", "absent.json"], "absent.json"),
+        (["--seq-len", "64", "--run-name", "../up"], "--run-name"),
+        (["--seq-len", "64", "--device", "abacus"], "abacus"),
+    ],
+)
+def test_exit_2_for_what_was_asked_wrongly(words, says):
+    result = sage(*words)
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.split())
+
+
+def test_H4_captures_that_cannot_be_tuned_are_named(tmp_path):
+    captures.write(tmp_path / "masked", [(MASKED, (0,))])
+    result = sage("--from-captures", "masked")
+    assert result.exit_code == 2
+    assert "mask" in result.stderr
+    captures.write(tmp_path / "both", [(MASKED, (0,)), (SELF, (0,))])
+    some = sage("--from-captures", "both", "--dry-run")
+    assert some.exit_code == 0
+    assert "left out" in some.stdout
+
+
+def test_exit_1_where_nothing_passes_and_4_where_some_keys_fail(folder, script):
+    script(ScriptedRunner(fails=Everything()))
+    nothing = sage("--from-captures", "--config-dir", "c")
+    assert nothing.exit_code == 1
+    assert "gate_failed" in nothing.stderr
+    assert not list(Path("c").rglob("*.json"))
+    script(FailsForGrouped())
+    some = sage("--from-captures", "--config-dir", "c", "--fresh")
+    assert some.exit_code == 4
+    assert "failed" in some.stdout
+    assert len(load.read(Path("c") / SLUG / "attention.json").entries) == 1
+
+
+class Everything(dict):
+    """Every config fails its gate."""
+
+    def get(self, key, default=None):
+        return "gate_failed"
+
+
+class FailsForGrouped(ScriptedRunner):
+    """Every config of the grouped call fails its gate."""
+
+    def screen(self, study, config, base):
+        self.fails = Everything() if study.key.gqa_ratio == 2 else {}
+        return super().screen(study, config, base)
+
+
+def test_exit_3_where_the_output_cannot_be_written(folder, script):
+    runner = script(ScriptedRunner())
+    Path("taken").write_text("")
+    result = sage("--from-captures", "--config-dir", "taken")
+    assert result.exit_code == 3
+    assert "cannot be written" in result.stderr
+    assert runner.screened == []
+
+
+def test_exit_3_without_the_device(folder):
+    assert sage("--from-captures", "--device", "cuda").exit_code == 3
+
+
+def test_exit_130_after_ctrl_c_with_the_command_that_goes_on(folder, script, monkeypatch):
+    def press(count: int) -> None:
+        if count == 4:
+            raise KeyboardInterrupt
+
+    argv = ["sage", "tune", "--from-captures", "a folder", "--fresh"]
+    monkeypatch.setattr(tune_command.sys, "argv", argv)
+    script(ScriptedRunner(before=press))
+    result = sage("--from-captures", "--config-dir", "c")
+    assert result.exit_code == 130
+    assert "1 of 2 calls to go. Next: sage tune --from-captures 'a folder'" in result.stdout
+    assert len(load.read(Path("c") / SLUG / "attention.json").entries) == 1
+
+
+def test_a_real_ctrl_c_ends_the_children_and_can_be_resumed(tmp_path):
+    Path("space.json").write_text('{"block_m": [16, 32, 64, 128], "num_warps": [1, 2, 4, 8]}')
+    many = ["-sq", "64", "-hq", "1", "-d", "32", "--space", "space.json", "--run-name", "r"]
+    command = [sys.executable, "-m", "sage_plugin", "tune", *many, "--device", "cpu"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    ledger = Path("tuning_runs/r") / run_folder.LEDGER
+    end = time.monotonic() + 60
+    while not ledger.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Next: sage tune -sq 64" in out
+    assert 1 <= len(Ledger(ledger).all()) < 16
+    assert not (Path("tuning_runs/r") / run_folder.IN_FLIGHT).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("600", 600), ("90s", 90), ("10m", 600), ("1.5h", 5400)]
+)
+def test_durations(text, value):
+    assert tune_command.seconds(text) == value
+
+
+def test_bad_durations():
+    for text in ("", "ten", "10d", "-5", "1e3"):
+        with pytest.raises(UsageError):
+            tune_command.seconds(text)
+
+
+def test_tuning_on_captures_imports_no_host_library(folder):
+    code = (
+        "import sys; from sage_plugin.cli import app\n"
+        "app(['tune', '--from-captures', '--dry-run'], standalone_mode=False)\n"
+        "import sage_plugin.tune.trial, sage_plugin.tune.child_runner\n"
+        "print('hosts', sorted({'diffusers', 'transformers'} & set(sys.modules)))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.endswith("hosts []\n"), done.stderr

@@ -1,0 +1,56 @@
+"""The report: whose counts, which words."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import sage_plugin
+from sage_plugin.errors import PatchError
+from sage_plugin.plugin.patch import patch, patched, unpatch
+from tests.plugin.toys import Direct, ThreeCalls, ToyAttention, qkv
+
+
+def test_counts_are_per_layer_and_survive_unpatch():
+    model = nn.ModuleDict({"a": ToyAttention(Direct()), "b": ToyAttention(ThreeCalls())})
+    handle = patch(model, kernel="sage", min_seq=0)
+    q, k, v = qkv()
+    model["a"](q, k, v)
+    model["b"](q, k, v)
+    model["b"](q, k, v, dropout_p=0.1)
+    report = sage_plugin.report(model)
+    first, second = report.rows
+    assert (first.layer, first.calls, first.fallbacks) == ("model.a", {"sage:emulation": 1}, {})
+    assert (second.layer, second.calls) == ("model.b", {"sage:emulation": 3})
+    assert list(second.fallbacks.values()) == [3]
+    assert second.config_sources == {"default": 3}
+    assert (report.total_calls(), report.kernel_calls()) == (7, 4)
+    unpatch(model)
+    assert handle.report() == report
+    with pytest.raises(PatchError, match=r"ModuleDict is not patched.*patch\(\)"):
+        sage_plugin.report(model)
+
+
+def test_report_124_the_text_says_what_ran_where():
+    model = nn.ModuleDict({"a": ToyAttention(Direct()), "b": ToyAttention(Direct())})
+    with patched(model, kernel="sage", min_seq=0, exclude="b") as handle:
+        model["a"](*qkv())
+        model["a"](*qkv(), dropout_p=0.1)
+        model["b"](*qkv())
+        lines = handle.report().text().splitlines()
+    assert lines[0].split() == ["layer", "calls", "on", "a", "kernel", "how"]
+    row = "model.a      2            1  sage:emulation x1; config default x1; host x1: "
+    assert lines[1].startswith(row)
+    assert "dropout" in lines[1]
+    assert lines[2].startswith("1 of 2 calls ran on a kernel")
+    assert lines[3] == "not patched: model.b (left out by include or exclude)"
+    assert len(lines) == 4
+
+
+def test_a_new_patch_starts_new_counts():
+    layer = ToyAttention(Direct())
+    with patched(layer, kernel="sage", min_seq=0) as first:
+        layer(*qkv())
+    with patched(layer, kernel="sage", min_seq=0) as second:
+        assert second.report().total_calls() == 0
+    assert first.report().total_calls() == 1

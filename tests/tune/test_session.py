@@ -1,0 +1,455 @@
+"""A session finishes, resumes, refuses and survives; every device is scripted."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from sage_plugin.errors import ConfigError, OutputError, TuningError
+from sage_plugin.registry import load, lookup
+from sage_plugin.registry.merge import merge
+from sage_plugin.tune import run_folder
+from sage_plugin.tune.in_flight import InFlight
+from sage_plugin.tune.ledger import Ledger
+from sage_plugin.tune.observer import Silent
+from sage_plugin.tune.search import Limits
+from sage_plugin.tune.session import tune
+from tests.registry import samples
+from tests.tune import scripted
+from tests.tune.scripted import ScriptedRunner
+
+
+def faster(*winners, by: float = 0.2):
+    """Speeds in which some configs take less than the 1 ms of all others."""
+    return lambda config: 1 - by if config in winners else 1.0
+
+
+def entries(plan) -> list:
+    return list(load.read(plan.registry_path).entries)
+
+
+def test_a_faster_config_is_written_and_found_by_the_next_call(tmp_path):
+    study = scripted.study()
+    winner = study.space[5]
+    plan = scripted.plan(tmp_path, study)
+    report = tune(plan, ScriptedRunner(faster(winner), noise=0.005), argv=["sage", "tune"])
+    (outcome,) = report.outcomes
+    assert (outcome.verdict, outcome.written) == ("tuned", "added")
+    found = lookup.find(study.key, facts=samples.FACTS, config_dir=tmp_path / "configs")
+    assert found.entry == outcome.entry
+    assert found.entry.config == winner
+    evidence = found.entry.evidence
+    assert 0.15 < evidence.gain_low < 0.2
+    assert evidence.baseline == study.default.text()
+    assert evidence.inputs == ("sha256:aa",)
+    assert (evidence.run, evidence.stamp, evidence.synthetic) == ("run", "clean", False)
+    assert outcome.trials == {"ok": 8}
+
+
+def test_the_outputs_of_a_run_can_be_loaded(tmp_path):
+    study = scripted.study()
+    plan = scripted.plan(tmp_path, study)
+    bad = study.space[3]
+    tune(plan, ScriptedRunner(fails={bad: "timeout"}), argv=["sage", "tune", "--seed", "0"])
+    metadata = json.loads((plan.run_folder / run_folder.METADATA).read_text())
+    assert metadata["argv"] == ["sage", "tune", "--seed", "0"]
+    assert metadata["device"]["slug"] == samples.FACTS.slug
+    assert metadata["studies"][0]["id"] == study.id
+    results = json.loads((plan.run_folder / run_folder.RESULTS).read_text())
+    assert results["results"][0]["verdict"] == "confirmed"
+    assert results["results"][0]["trials"] == {"ok": 7, "timeout": 1}
+    with open(plan.run_folder / run_folder.TRIALS, newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert sum(row["stage"] == "screen" for row in rows) == 8
+    (failed,) = [row for row in rows if row["status"] == "timeout"]
+    assert failed["block_m"] == str(bad.block_m)
+    assert failed["reason"] == "timeout as the script says"
+
+
+def test_a_default_that_nothing_beats_is_confirmed(tmp_path):
+    plan = scripted.plan(tmp_path)
+    report = tune(plan, ScriptedRunner(noise=0.01))
+    assert report.outcomes[0].verdict == "confirmed"
+    (entry,) = entries(plan)
+    assert entry.config == plan.studies[0].default
+    assert entry.evidence.confirmed
+    assert entry.evidence.gain_low == 0.0
+
+
+def test_a_gain_below_the_least_gain_is_not_worth_an_entry(tmp_path):
+    study = scripted.study()
+    speed = faster(study.space[1], by=0.02)
+    small = tune(scripted.plan(tmp_path, study, min_gain=0.05), ScriptedRunner(speed))
+    assert small.outcomes[0].verdict == "confirmed"
+    again = scripted.plan(tmp_path, study, min_gain=0.01)
+    runner = ScriptedRunner(speed)
+    enough = tune(again, runner)
+    assert enough.outcomes[0].verdict == "tuned"
+    assert (runner.screened, runner.raced) == ([], []), "another threshold needs no new trial"
+
+
+def test_the_same_command_resumes_and_changes_nothing(tmp_path):
+    study = scripted.study()
+    plan = scripted.plan(tmp_path, study)
+    first = tune(plan, ScriptedRunner(faster(study.space[2]), noise=0.01))
+    before = plan.registry_path.read_bytes()
+    runner = ScriptedRunner()
+    second = tune(plan, runner)
+    assert (runner.screened, runner.raced) == ([], [])
+    assert second.outcomes[0].entry == first.outcomes[0].entry
+    assert second.outcomes[0].written == "kept: already there"
+    assert plan.registry_path.read_bytes() == before
+
+
+def test_fresh_starts_over_and_keeps_the_old_ledger(tmp_path):
+    study = scripted.study()
+    tune(scripted.plan(tmp_path, study), ScriptedRunner())
+    runner = ScriptedRunner()
+    plan = scripted.plan(tmp_path, study, fresh=True)
+    tune(plan, runner)
+    assert len(runner.screened) == 8
+    assert len(list(plan.run_folder.glob("ledger.*.jsonl"))) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq_q": 2048},
+        {"seq_k": 2048},
+        {"batch_heads": 32},
+        {"head_dim": 128},
+        {"causal": True},
+        {"dtype": "float16"},
+        {"layout": "bshd"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_A7_keys_that_differ_in_one_field_are_two_studies_and_two_entries(tmp_path, change):
+    one, two = scripted.study(4), scripted.study(4, **change)
+    assert one.id != two.id
+    plan = scripted.plan(tmp_path, one, two)
+    runner = ScriptedRunner()
+    tune(plan, runner)
+    assert len(runner.screened) == 8
+    assert len(entries(plan)) == 2
+    ledger = Ledger(plan.run_folder / run_folder.LEDGER)
+    assert len(ledger.trials(one.id, "screen")) == len(ledger.trials(two.id, "screen")) == 4
+
+
+def test_C1_failed_candidates_are_rows_and_the_run_goes_on(tmp_path):
+    study = scripted.study(10)
+    statuses = ("gate_failed", "compile_error", "run_error", "crashed", "timeout", "mutates_input")
+    fails = dict(zip(study.space[1:], statuses, strict=False))
+    plan = scripted.plan(tmp_path, study)
+    (outcome,) = tune(plan, ScriptedRunner(faster(study.space[9]), fails=fails)).outcomes
+    assert outcome.trials == {"ok": 4, **dict.fromkeys(statuses, 1)}
+    assert outcome.entry.config == study.space[9]
+    rows = Ledger(plan.run_folder / run_folder.LEDGER).trials(study.id, "screen")
+    assert {rows[config].status for config in fails} == set(statuses)
+    assert all(rows[config].reason for config in fails)
+
+
+def test_C10_what_was_tried_before_the_end_of_the_world_is_used_on_restart(tmp_path):
+    study = scripted.study(64)
+    plan = scripted.plan(tmp_path, study)
+
+    def break_down(count: int) -> None:
+        if count == 56:
+            raise SystemError("trial 57")
+
+    broken = ScriptedRunner(before=break_down)
+    with pytest.raises(SystemError, match="57"):
+        tune(plan, broken)
+    assert broken.closed
+    ledger = Ledger(plan.run_folder / run_folder.LEDGER)
+    assert len(ledger.trials(study.id, "screen")) == 56
+    with open(plan.run_folder / run_folder.TRIALS, newline="") as stream:
+        assert len(list(csv.DictReader(stream))) == 56
+    runner = ScriptedRunner()
+    tune(plan, runner)
+    assert len(runner.screened) == 8
+    assert not set(runner.screened) & set(broken.screened[:56])
+
+
+def test_C11_all_failing_is_an_error_with_classes_and_counts(tmp_path):
+    study = scripted.study(5)
+    fails = dict.fromkeys(study.space, "gate_failed") | {study.space[4]: "crashed"}
+    plan = scripted.plan(tmp_path, study)
+    with pytest.raises(TuningError) as caught:
+        tune(plan, ScriptedRunner(fails=fails))
+    assert caught.value.exit_code == 1
+    assert "4 gate_failed (gate_failed as the script says)" in str(caught.value)
+    assert "1 crashed" in str(caught.value)
+    assert "registry is unchanged" in str(caught.value)
+    assert not plan.registry_path.exists()
+
+
+def test_some_failing_keys_do_not_take_the_others_with_them(tmp_path):
+    good, bad = scripted.study(4), scripted.study(scripted.space(8)[4:], seq_q=2048)
+    plan = scripted.plan(tmp_path, bad, good)
+    report = tune(plan, ScriptedRunner(fails=dict.fromkeys(bad.space, "gate_failed")))
+    assert [outcome.verdict for outcome in report.outcomes] == ["failed", "confirmed"]
+    assert report.failed == report.outcomes[:1]
+    assert "4 gate_failed" in report.outcomes[0].notes[0]
+    assert [entry.key for entry in entries(plan)] == [good.key]
+
+
+def test_a_default_that_fails_its_gate_is_replaced_by_the_fastest_that_passes(tmp_path):
+    study = scripted.study(4)
+    runner = ScriptedRunner(
+        lambda c: 1 + study.space.index(c), fails={study.default: "gate_failed"}
+    )
+    (outcome,) = tune(scripted.plan(tmp_path, study), runner).outcomes
+    assert (outcome.verdict, outcome.entry.config) == ("tuned", study.space[1])
+    assert outcome.entry.evidence.baseline.startswith("unusable")
+
+
+def test_D1_a_clock_ramp_does_not_favour_those_who_come_late(tmp_path):
+    configs = scripted.space(16)
+    winner = configs[7]
+    for name, listed in (("forward", configs), ("backward", (configs[0], *configs[:0:-1]))):
+        study = scripted.study(listed)
+        plan = scripted.plan(tmp_path / name, study)
+        runner = ScriptedRunner(
+            faster(winner, by=0.05), noise=0.004, drift=lambda n: 1.3 - 0.3 * min(1, n / 300)
+        )
+        assert tune(plan, runner).outcomes[0].entry.config == winner
+
+
+def test_B4_what_was_measured_is_what_is_reported_and_written(tmp_path):
+    study = scripted.study()
+    plan = scripted.plan(tmp_path, study)
+    foreign = samples.entry(study.key, samples.config(block_m=1024, num_warps=3))
+
+    class Neighbour(Silent):
+        def race_started(self, study, finalists):
+            merge(
+                plan.registry_path,
+                [foreign],
+                family="attention",
+                facts=samples.FACTS,
+                toolchain=samples.TOOLCHAIN,
+            )
+
+    report = tune(plan, ScriptedRunner(faster(study.space[2])), Neighbour())
+    assert report.outcomes[0].entry.config == study.space[2]
+    assert [entry.config for entry in entries(plan)] == [study.space[2]]
+
+
+def test_B4_an_entry_that_cannot_run_here_is_never_tried(tmp_path):
+    study = scripted.study()
+    plan = scripted.plan(tmp_path, study)
+    foreign = samples.entry(study.key, samples.config(block_m=1024, num_warps=3))
+    merge(
+        plan.registry_path,
+        [foreign],
+        family="attention",
+        facts=samples.FACTS,
+        toolchain=samples.TOOLCHAIN,
+    )
+    runner = ScriptedRunner()
+    tune(plan, runner)
+    assert foreign.config not in runner.screened
+
+
+def held(tmp_path, study, config):
+    """A plan whose registry holds a config for the study's key."""
+    plan = scripted.plan(tmp_path, study)
+    merge(
+        plan.registry_path,
+        [samples.entry(study.key, config)],
+        family="attention",
+        facts=samples.FACTS,
+        toolchain=samples.TOOLCHAIN,
+    )
+    return plan
+
+
+def test_what_the_registry_holds_is_raced_and_stays_where_nothing_is_surely_faster(tmp_path):
+    study = scripted.study(12)
+    incumbent, rival = study.space[9], study.space[4]
+    plan = held(tmp_path, study, incumbent)
+    speed = {incumbent: 0.800, rival: 0.798}
+    runner = ScriptedRunner(lambda config: speed.get(config, 1.0), noise=0.01)
+    (outcome,) = tune(plan, runner).outcomes
+    assert runner.screened[1] == incumbent
+    assert incumbent in runner.raced[0]
+    assert outcome.entry.config == incumbent
+
+
+def test_a_held_config_that_lost_its_advantage_is_demoted(tmp_path):
+    study = scripted.study()
+    plan = held(tmp_path, study, study.space[3])
+    slow = ScriptedRunner(lambda config: 1.2 if config == study.space[3] else 1.0, noise=0.005)
+    (outcome,) = tune(plan, slow).outcomes
+    assert (outcome.verdict, outcome.written) == ("confirmed", "replaced")
+    assert entries(plan)[0].config == study.default
+
+
+def test_synthetic_inputs_never_replace_captures(tmp_path):
+    study = scripted.study(synthetic=True)
+    plan = held(tmp_path, study, study.space[3])
+    (outcome,) = tune(plan, ScriptedRunner(faster(study.space[1]))).outcomes
+    assert outcome.written.startswith("kept: an entry tuned on captures")
+    assert entries(plan)[0].config == study.space[3]
+
+
+def test_a_race_that_dies_is_run_in_pairs(tmp_path):
+    study = scripted.study(4)
+    killer, winner = study.space[1], study.space[2]
+    runner = ScriptedRunner(faster(winner, killer), fails_in_race={killer: "crashed"}, noise=0.004)
+    plan = scripted.plan(tmp_path, study)
+    (outcome,) = tune(plan, runner).outcomes
+    assert (outcome.verdict, outcome.entry.config) == ("tuned", winner)
+    finals = Ledger(plan.run_folder / run_folder.LEDGER).trials(study.id, "final")
+    assert finals[killer].status == "crashed"
+    assert all(finals[c].status == "ok" for c in finals if c != killer)
+
+
+def test_a_single_challenger_that_kills_the_race_leaves_the_default(tmp_path):
+    study = scripted.study(2)
+    runner = ScriptedRunner(
+        faster(study.space[1]), fails_in_race={study.space[1]: "timeout"}, noise=0.004
+    )
+    (outcome,) = tune(scripted.plan(tmp_path, study), runner).outcomes
+    assert (outcome.verdict, outcome.entry.config) == ("confirmed", study.default)
+    assert runner.raced[-1] == (study.default,)
+
+
+def test_max_trials_and_patience_and_more_of_them_later(tmp_path):
+    study = scripted.study(16)
+    runner = ScriptedRunner()
+    tune(scripted.plan(tmp_path, study, limits=Limits(max_trials=5)), runner)
+    assert len(runner.screened) == 5
+    assert runner.screened[0] == study.default
+    more = ScriptedRunner()
+    tune(scripted.plan(tmp_path, study, limits=Limits(max_trials=9)), more)
+    assert len(more.screened) == 4
+    patient = ScriptedRunner()
+    plan = scripted.plan(tmp_path, study, limits=Limits(patience=3), run_name="patient")
+    tune(plan, patient)
+    assert len(patient.screened) == 4
+
+
+def test_a_spent_budget_still_tries_the_default_of_every_call(tmp_path):
+    one, two = scripted.study(8), scripted.study(8, seq_q=2048)
+    runner = ScriptedRunner()
+    report = tune(scripted.plan(tmp_path, one, two, limits=Limits(budget_s=1e-9)), runner)
+    assert runner.screened == [one.default, two.default]
+    assert [outcome.verdict for outcome in report.outcomes] == ["confirmed", "confirmed"]
+
+
+def test_ctrl_c_leaves_loadable_output_and_the_rest_for_later(tmp_path):
+    one, two = scripted.study(4), scripted.study(4, seq_q=2048)
+    plan = scripted.plan(tmp_path, one, two)
+
+    def press(count: int) -> None:
+        if count == 6:
+            raise KeyboardInterrupt
+
+    runner = ScriptedRunner(before=press)
+    report = tune(plan, runner)
+    assert report.interrupted
+    assert runner.closed
+    assert [outcome.study.key for outcome in report.outcomes] == [one.key]
+    assert [entry.key for entry in entries(plan)] == [one.key]
+    results = json.loads((plan.run_folder / run_folder.RESULTS).read_text())
+    assert (results["studies"], len(results["results"])) == (2, 1)
+    rest = ScriptedRunner()
+    assert not tune(plan, rest).interrupted
+    assert len(rest.screened) == 2
+    assert len(entries(plan)) == 2
+
+
+def test_a_damaged_registry_is_found_before_anything_runs(tmp_path):
+    plan = scripted.plan(tmp_path)
+    plan.registry_path.parent.mkdir(parents=True)
+    plan.registry_path.write_text("{")
+    runner = ScriptedRunner()
+    with pytest.raises(ConfigError, match=r"attention\.json"):
+        tune(plan, runner)
+    assert runner.screened == []
+    assert runner.closed
+
+
+def test_a_place_that_cannot_be_written_is_found_before_anything_runs(tmp_path):
+    plan = scripted.plan(tmp_path)
+    plan.registry_path.parents[1].write_text("a file")
+    runner = ScriptedRunner()
+    with pytest.raises(OutputError):
+        tune(plan, runner)
+    assert runner.screened == []
+
+
+def test_I2_a_run_folder_has_one_holder_and_a_dead_one_is_taken_over(tmp_path, caplog):
+    plan = scripted.plan(tmp_path)
+    with (
+        run_folder.claimed(plan.run_folder),
+        pytest.raises(OutputError, match=f"in use by process {os.getpid()}"),
+    ):
+        tune(plan, ScriptedRunner())
+    note = plan.run_folder / run_folder.HOLDER
+    assert not note.exists()
+    note.write_text('{"pid": 4242, "host": "elsewhere"}')
+    tune(plan, ScriptedRunner())
+    assert "taking over from process 4242 on elsewhere, which is gone" in caplog.text
+
+
+KILLED = textwrap.dedent("""
+    import os, signal, sys
+    from pathlib import Path
+    from sage_plugin.tune.session import tune
+    from tests.tune import scripted
+
+    victim = scripted.study(6).space[3]
+
+    class Deadly(scripted.ScriptedRunner):
+        def screen(self, study, config, base):
+            if config == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().screen(study, config, base)
+
+    tune(scripted.plan(Path(sys.argv[1]), scripted.study(6)), Deadly())
+""")
+
+
+def test_I3_a_trial_that_ends_the_session_runs_again_once(tmp_path):
+    study = scripted.study(6)
+    plan = scripted.plan(tmp_path, study)
+    victim = study.space[3]
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    assert subprocess.run(command, env=env).returncode == -signal.SIGKILL
+    ledger = plan.run_folder / run_folder.LEDGER
+    done = len(Ledger(ledger).all())
+    assert 1 <= done < 6
+    note = plan.run_folder / run_folder.IN_FLIGHT
+    assert InFlight(note).begin(study.id, victim) is None, "what was running is tried once more"
+    runner = ScriptedRunner()
+    tune(plan, runner)
+    assert victim not in runner.screened, "and not a third time"
+    assert len(runner.screened) == 5 - done
+    rows = Ledger(ledger).trials(study.id, "screen")
+    assert rows[victim].status == "crashed"
+    assert "ended 2 times" in rows[victim].reason
+    assert not note.exists()
+
+
+def test_ctrl_c_does_not_count_as_an_ended_session(tmp_path):
+    study = scripted.study(3)
+    plan = scripted.plan(tmp_path, study)
+
+    def press(count: int) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(4):
+        assert tune(plan, ScriptedRunner(before=press)).interrupted
+    assert tune(plan, ScriptedRunner()).outcomes[0].trials == {"ok": 3}

@@ -1,0 +1,152 @@
+"""What the child does, in this process: emulations on tiny inputs, and attention that cheats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sage_plugin.accuracy import output
+from sage_plugin.tune import trial
+from sage_plugin.tune.inputs import from_captures, from_shapes
+from sage_plugin.tune.plan import Request, build
+from sage_plugin.tune.runner import Contest
+from sage_plugin.tune.study import Timer
+from sage_plugin.tune.trial import RaceJob, ScreenJob
+from tests.tune import captures
+from tests.tune.captures import GROUPED, SELF
+
+FAST = Timer("wall", screen_rounds=2, screen_s=0.02, race_rounds=4, race_s=0.1)
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    trial._held = None
+    yield
+    trial._held = None
+
+
+@pytest.fixture
+def study(tmp_path):
+    folder = captures.write(tmp_path / "c", [(SELF, (0, 1)), (SELF, (2,))])
+    return build(Request(from_captures(folder), device="cpu", timer=FAST)).studies[0]
+
+
+def test_a_sound_candidate_is_judged_on_all_captures_and_timed(study):
+    found = ScreenJob(study, study.space[1], study.default)()
+    assert (found.study, found.stage, found.status) == (study.id, "screen", "ok")
+    assert found.errors.bad_values == 0
+    assert 0.99 < found.errors.cosine < 1
+    assert found.time.method == "wall"
+    assert 0 < found.extra["ratio"] < 100
+    assert ScreenJob(study, study.default, study.default)().extra["ratio"] == 1.0
+
+
+@pytest.mark.parametrize("shape", [SELF, GROUPED], ids=["bshd", "bhsd gqa causal"])
+def test_synthetic_inputs_and_every_layout_run(shape):
+    (study,) = build(Request(from_shapes([shape]), device="cpu", timer=FAST)).studies
+    assert ScreenJob(study, study.default, study.default)().status == "ok"
+
+
+def test_the_worst_head_of_the_worst_capture_is_gated(study, monkeypatch):
+    seen = []
+    real = trial.attention_errors
+
+    def watched(*args, **keywords):
+        seen.append(args[3].shape[1])
+        return real(*args, **keywords)
+
+    monkeypatch.setattr(trial, "attention_errors", watched)
+    ScreenJob(study, study.default, study.default)()
+    assert sorted(seen) == [1, 2], "saved heads of both captures"
+
+
+def cheat(monkeypatch, attention) -> None:
+    monkeypatch.setattr(output.api, "attention", attention)
+    monkeypatch.setattr(trial, "attention", attention)
+
+
+def test_E1_a_kernel_that_writes_nothing_fails_the_gate(study, monkeypatch):
+    def nothing(q, k, v, *, out_dtype=None, **_):
+        # The memory that a lazy kernel hands back was filled with NaN beforehand.
+        return torch.full_like(q, float("nan"), dtype=out_dtype or v.dtype)
+
+    cheat(monkeypatch, nothing)
+    found = ScreenJob(study, study.default, study.default)()
+    assert found.status == "gate_failed"
+    assert "NaN" in found.reason
+    assert found.time is None, "what fails its gate is not timed"
+
+
+def test_E1_memory_is_poisoned_before_the_check(study, monkeypatch):
+    poisoned = []
+    real = output.poison
+    monkeypatch.setattr(output, "poison", lambda *a: (poisoned.append(a[0]), real(*a)))
+    ScreenJob(study, study.default, study.default)()
+    assert len(poisoned) >= 2 * len(study.sources)
+
+
+def test_E3_a_candidate_that_scribbles_on_its_inputs_is_found_and_the_next_is_judged_fairly(
+    study, monkeypatch
+):
+    real = output.api.attention
+
+    def scribbling(q, k, v, *args, **keywords):
+        result = real(q, k, v, *args, **keywords)
+        q.add_(1)
+        return result
+
+    with monkeypatch.context() as patch:
+        cheat(patch, scribbling)
+        found = ScreenJob(study, study.default, study.default)()
+    assert found.status == "mutates_input"
+    assert ScreenJob(study, study.default, study.default)().status == "ok"
+
+
+def test_E3_scribbling_only_while_it_is_timed_is_found_too(study, monkeypatch):
+    real = trial.attention
+
+    def scribbling(q, k, v, *args, **keywords):
+        v.mul_(1.01)
+        return real(q, k, v, *args, **keywords)
+
+    monkeypatch.setattr(trial, "attention", scribbling)
+    assert ScreenJob(study, study.space[1], study.default)().status == "mutates_input"
+
+
+def test_a_race_times_all_in_one_measurement_and_the_first_twice(study):
+    contest = Contest(study.space, study.space[2], budget_s=0.1)
+    finals = RaceJob(study, contest)()
+    assert [final.config for final in finals] == list(study.space)
+    assert len({final.time.n for final in finals}) == 1
+    assert finals[0].extra["gain"] == finals[0].extra["gain_low"] == 0.0
+    assert finals[0].extra["aa_ratio"] > 0
+    assert [final.extra["incumbent"] for final in finals] == [0.0, 0.0, 1.0]
+    assert finals[2].extra["gain_low_over_incumbent"] == 0.0
+    assert all(final.kernel_time is None for final in finals), "an emulation has no launch"
+
+
+def test_the_launch_alone_gives_what_the_whole_call_gives(study):
+    loaded = trial._loaded(study)
+    whole = trial._call(study, loaded.timed, study.space[1])()
+    alone, _ = trial._kernel_call(study, loaded.timed, study.space[1])()
+    assert torch.equal(whole, alone)
+
+
+def test_inputs_stay_for_the_next_candidate_of_the_same_study(study, monkeypatch):
+    loads = []
+    real = trial._load
+    monkeypatch.setattr(trial, "_load", lambda *a: (loads.append(a), real(*a))[1])
+    for config in study.space:
+        ScreenJob(study, config, study.default)()
+    assert len(loads) == len(study.sources)
+
+
+def test_D7_a_capture_that_changed_on_disk_is_refused(study):
+    from sage_plugin.errors import CaptureError
+
+    path = next(iter((captures.Path(study.timed.folder)).glob("*.safetensors")))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(CaptureError, match="checksum"):
+        ScreenJob(study, study.default, study.default)()
