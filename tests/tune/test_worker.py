@@ -129,6 +129,7 @@ def test_the_child_dies_with_its_parent(tmp_path):
     )
     root = Path(__file__).resolve().parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
+    env["TMPDIR"] = str(tmp_path)
     parent = subprocess.Popen([sys.executable, str(script)], env=env)
     while not note.exists() or not note.read_text():
         assert parent.poll() is None
@@ -138,6 +139,7 @@ def test_the_child_dies_with_its_parent(tmp_path):
     parent.wait()
     assert gone(child)
     assert gone(grandchild)
+    assert not list(tmp_path.glob("sage-tune-*"))
 
 
 def test_a_child_that_cannot_start_is_an_error(tmp_path):

@@ -1,0 +1,73 @@
+"""The oracle against attention written out in fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sage_plugin.kernels import oracle as home
+from sage_plugin.kernels.oracle import oracle
+from tests.kernels.calls import Shape, draw
+
+
+def by_hand(q, k, v, *, causal, scale):
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1).double() for t in (k, v))
+    scores = q.double() @ k.transpose(-1, -2) * scale
+    if causal:
+        rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+        scores = scores.masked_fill(keys > rows + k.shape[2] - q.shape[2], -math.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    return weights @ v, torch.logsumexp(scores, -1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(), Shape(2, 4, 2, 17, 29, 24), Shape(1, 2, 1, 29, 17, 8), Shape(1, 1, 1, 1, 1, 3)],
+    ids=str,
+)
+def test_matches_fp64_by_hand(shape, causal):
+    q, k, v = draw(shape)
+    expected, expected_lse = by_hand(q, k, v, causal=causal, scale=shape.dim**-0.5)
+    out, lse = oracle(q, k, v, is_causal=causal, dtype=torch.float64)
+    assert torch.allclose(out, expected, atol=1e-10)
+    assert torch.allclose(lse, expected_lse, atol=1e-10)
+
+
+def test_rows_layout_and_scale():
+    q, k, v = draw(Shape(1, 2, 2, 40, 30, 16))
+    rows = torch.tensor([0, 7, 39])
+    whole, lse = oracle(q, k, v, is_causal=True, scale=0.3)
+    some, some_lse = oracle(q, k, v, is_causal=True, scale=0.3, rows=rows)
+    assert torch.allclose(some, whole[:, :, rows], atol=1e-6)
+    assert torch.allclose(some_lse, lse[:, :, rows], atol=1e-6)
+    turned = oracle(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=0.3, layout="bshd")
+    assert torch.allclose(turned[0].transpose(1, 2), whole, atol=1e-6)
+
+
+def test_chunks_do_not_change_the_result(monkeypatch):
+    q, k, v = draw(Shape(1, 2, 2, 50, 30, 16))
+    whole, _ = oracle(q, k, v)
+    monkeypatch.setattr(home, "CHUNK_ELEMENTS", 90)
+    assert torch.allclose(oracle(q, k, v)[0], whole, atol=1e-6)
+
+
+def test_key_bias_is_in_natural_log_units():
+    q, k, v = draw(Shape(1, 2, 2, 10, 20, 16))
+    bias = torch.zeros(1, 1, 20)
+    bias[..., 10:] = -math.inf
+    hidden, _ = oracle(q, k, v, key_bias=bias)
+    assert torch.allclose(hidden, oracle(q, k[:, :, :10], v[:, :, :10])[0], atol=1e-6)
+    doubled, _ = oracle(q, k, v, key_bias=torch.full((1, 1, 20), math.log(2.0)))
+    assert torch.allclose(doubled, oracle(q, k, v)[0], atol=1e-6)
+
+
+def test_matmul_precision_of_the_caller_is_kept():
+    torch.set_float32_matmul_precision("high")
+    try:
+        oracle(*draw(Shape(1, 1, 1, 4, 4, 8)))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
