@@ -2,8 +2,8 @@
 
 Peers that are not installed are left out: SageAttention 1.0.6 (`pip install sageattention==1.0.6`),
 torch's flash and cuDNN backends. Times are milliseconds with quantisation; `kernel_ms` is the
-attention launch alone. Errors are against fp32 attention on rows sampled from every head, beside the
-same error of the kernel's own emulation on those rows.
+attention launch alone. Errors are against fp32 attention on rows sampled from every head, beside
+the same error of the kernel's own emulation on those rows.
 
     python benchmarks/peers.py --output peers.json [--presets cogvideox-2b,...] [--budget 8]
 """
@@ -15,10 +15,10 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 import sage_plugin
 from sage_plugin import device as devices
@@ -27,15 +27,18 @@ from sage_plugin.kernels.attention.implementations import implementation
 from sage_plugin.kernels.contract import Problem
 from sage_plugin.kernels.oracle import oracle
 from sage_plugin.measure.inputs import presets, synthetic
-from sage_plugin.measure.timing import measure
+from sage_plugin.measure.timing import Samples, measure
 from sage_plugin.schema import CallShape, LaunchConfig
+
+if TYPE_CHECKING:
+    from torch.nn.attention import SDPBackend
 
 OURS = ("fav2", "sage", "fav3_sage", "fav3_fp8")
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Call = Callable[[], object]
 
 
-def backend(which: Any, tensors: Tensors) -> Call:
+def backend(which: SDPBackend, tensors: Tensors) -> Call:
     """SDPA on one of torch's backends."""
     from torch.nn.attention import sdpa_kernel
 
@@ -70,13 +73,15 @@ def runs(name: str, call: Call) -> bool:
     try:
         call()
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001  a peer may refuse in any way
+    except Exception as error:
         print(f"{name} left out: {str(error)[:100]}")
         return False
     return True
 
 
-def relative_l1(out: torch.Tensor, reference: torch.Tensor, mean: torch.Tensor) -> tuple[float, float]:
+def relative_l1(
+    out: torch.Tensor, reference: torch.Tensor, mean: torch.Tensor
+) -> tuple[float, float]:
     """Relative L1, plain and centred by the mean of V."""
     error = (out.double() - reference.double()).abs().sum()
     plain = reference.double().abs().sum()
@@ -84,7 +89,9 @@ def relative_l1(out: torch.Tensor, reference: torch.Tensor, mean: torch.Tensor) 
     return (error / plain).item(), (error / centred).item()
 
 
-def judge(kernel: str, config: LaunchConfig, tensors: Tensors, rows: torch.Tensor) -> dict[str, float]:
+def judge(
+    kernel: str, config: LaunchConfig, tensors: Tensors, rows: torch.Tensor
+) -> dict[str, float]:
     """Error of the portable kernel and of its emulation on sampled rows of every head."""
     q, k, v = tensors
     exact, _ = oracle(q, k, v, rows=rows)
@@ -127,7 +134,7 @@ def kernel_call(kernel: str, config: LaunchConfig, tensors: Tensors) -> Call:
     return lambda: built.launch(operands)
 
 
-def row(name: str, shape: CallShape, flops: float, samples: Any) -> dict[str, Any]:
+def row(name: str, shape: CallShape, flops: float, samples: Samples) -> dict[str, Any]:
     """One line of the table."""
     timing = samples.timing()
     return {
@@ -144,7 +151,9 @@ def row(name: str, shape: CallShape, flops: float, samples: Any) -> dict[str, An
 def run_preset(name: str, shape: CallShape, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Judge, then time everything of one preset interleaved."""
     tensors = synthetic(shape, device="cuda", distribution="biased")
-    rows = torch.randperm(shape.seq_q, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    rows = torch.randperm(
+        shape.seq_q, device="cuda", generator=torch.Generator("cuda").manual_seed(1)
+    )
     rows = rows[: args.rows].sort().values
     calls: dict[str, Call] = peers(tensors)
     errors: dict[str, dict[str, float]] = {}
@@ -153,10 +162,12 @@ def run_preset(name: str, shape: CallShape, args: argparse.Namespace) -> list[di
             label = f"{kernel} {config.text()}" if args.search else kernel
             try:
                 errors[label] = judge(kernel, config, tensors, rows)
-            except Exception as error:  # noqa: BLE001  one config must not end the run
+            except Exception as error:
                 print(f"{label} failed: {str(error)[-200:]}")
                 continue
-            calls[label] = lambda k=kernel, c=config: sage_plugin.attention(*tensors, kernel=k, launch=c)
+            calls[label] = lambda k=kernel, c=config: sage_plugin.attention(
+                *tensors, kernel=k, launch=c
+            )
             if not args.search:
                 calls[f"{kernel} kernel alone"] = kernel_call(kernel, config, tensors)
     samples = measure(calls, device="cuda", budget_s=args.budget, min_samples=5, warmup=1)

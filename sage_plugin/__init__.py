@@ -1,4 +1,4 @@
-"""Quantised attention for diffusers and transformers, with capture, tuning and benchmarks around it.
+"""Quantised attention for diffusers and transformers, with capture, tuning and benchmarks.
 
 `patch(pipe)` makes a pipeline run its attention on quantised kernels; everything else is reached
 through the `sage` command. Importing this package reads no file and loads none of its parts.
@@ -20,7 +20,7 @@ _HOME = {
     "unpatch": "sage_plugin.plugin.patch",
 }
 
-__all__ = ["__version__", "attention", "patch", "patched", "record", "report", "unpatch"]  # noqa: F822
+__all__ = ["__version__", "attention", "patch", "patched", "record", "report", "unpatch"]
 
 if TYPE_CHECKING:
     from sage_plugin.capture.recorder import record

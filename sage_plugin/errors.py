@@ -1,4 +1,4 @@
-"""Every error that `sage_plugin` raises on purpose, and the exit code that the command line gives it.
+"""Every error that `sage_plugin` raises on purpose, and the exit code that each gives.
 
 A message says what was got, what is allowed and what to do. Nothing here imports anything of ours.
 """

@@ -1,7 +1,7 @@
 """The frozen records that cross package lines, and their JSON forms.
 
-Every `from_json` is strict: an unknown, missing or wrongly typed field is a `ConfigError` that names
-it. Units stand in the field names. Importing this module loads neither torch nor triton.
+Every `from_json` is strict: an unknown, missing or wrongly typed field is a `ConfigError` that
+names it. Units stand in the field names. Importing this module loads neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class JsonRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON types, in field order."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     @classmethod
     def from_json(cls, data: object) -> Self:
         """Check and build a record from parsed JSON.
 
         Raises:
-            ConfigError: naming the record and the field that is unknown, missing or of a wrong type.
+            ConfigError: naming the record and the field that is unknown, missing or wrongly typed.
         """
         if not isinstance(data, dict):
             raise ConfigError(f"{cls.__name__}: got {_kind(data)}, expected a JSON object")
@@ -68,7 +68,7 @@ def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _checked(where: str, value: Any, hint: Any) -> Any:
+def _checked(where: str, value: object, hint: Any) -> object:  # noqa: ANN401
     """Return `value` as the type that `hint` names, or raise a `ConfigError`."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -267,8 +267,10 @@ class ErrorMetrics(JsonRecord):
         worst_head_rel_l1: `rel_l1` of the worst head.
         worst_head_cosine: cosine of the worst head.
         gain: mean of the output over mean of the reference.
-        centred_rel_l1: `rel_l1` after subtracting the mean of V over visible keys from both, on fp32.
-        rounding_floor: centred `rel_l1` that rounding the reference to the output dtype alone gives.
+        centred_rel_l1: `rel_l1` after subtracting the mean of V over visible keys from both, on
+            fp32.
+        rounding_floor: centred `rel_l1` that rounding the reference to the output dtype alone
+            gives.
         bad_values: NaN and infinite values in the output.
         worst_head_row_cosine_p10: `row_cosine_p10` of the worst head.
         suspect: what is wrong in a way that no number shows, such as a constant output; else empty.

@@ -137,6 +137,8 @@ def _loaded(
         ) from error
     if not offload:
         return pipe.to(device)
+    if device.type == "cpu":
+        raise UsageError("--offload is for a GPU: leave it out on a CPU")
     pipe.enable_model_cpu_offload(device=device)
     for saving in ("enable_tiling", "enable_slicing"):
         getattr(getattr(pipe, "vae", None), saving, lambda: None)()

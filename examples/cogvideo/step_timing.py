@@ -22,6 +22,7 @@ from sage_plugin.schema import JsonRecord, Timing
 
 UNPATCHED, AGAIN = "unpatched", "unpatched again"
 NO_SPEED = "emulation: not a speed"
+BUDGET_S = {"cuda": 60.0, "cpu": 3.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def time_steps(
     kernels: Sequence[str],
     *,
     min_seq: int,
-    budget_s: float,
+    budget_s: float | None = None,
 ) -> StepTimes:
     """Time a denoiser unpatched, and patched with each kernel.
 
@@ -91,7 +92,7 @@ def time_steps(
         arguments: keyword arguments of its forward.
         kernels: kernels as `patch` takes them.
         min_seq: as `patch` takes it.
-        budget_s: seconds that timing may take.
+        budget_s: seconds that timing may take, `None` for those of `BUDGET_S`.
 
     Raises:
         DeviceError: a step ran out of memory or made NaN.
@@ -110,9 +111,9 @@ def time_steps(
         if not rows[name].emulated:
             steps[name] = _step(twin, arguments)
     before = snapshot(device)
-    timed = measure(
-        {**steps, AGAIN: steps[UNPATCHED]}, device=device, min_samples=10, budget_s=budget_s
-    )
+    budget_s = budget_s or BUDGET_S[device.type]
+    steps[AGAIN] = steps[UNPATCHED]
+    timed = measure(steps, device=device, min_samples=10, budget_s=budget_s)
     aa_ratio = timed[AGAIN].timing().median_ms / timed[UNPATCHED].timing().median_ms
     result = tuple(_with_time(row, timed) for row in rows.values())
     return StepTimes(result, aa_ratio, stamp(aa_ratio, before, snapshot(device)))

@@ -15,7 +15,15 @@ from sage_plugin.bench.cost import is_quantised, moved_bytes
 from sage_plugin.bench.suite import Inputs
 from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention.implementations import implementation
-from sage_plugin.kernels.contract import HOST, Decision, Found, Implementation, Problem, bhsd
+from sage_plugin.kernels.contract import (
+    HOST,
+    Decision,
+    Found,
+    Implementation,
+    Prepared,
+    Problem,
+    bhsd,
+)
 from sage_plugin.schema import DeviceFacts, ErrorMetrics
 
 
@@ -97,8 +105,8 @@ def candidate(
     )
 
 
-def _whole(built: Implementation, prepare: Callable[[], object]) -> object:
-    return built.launch(prepare())  # type: ignore[arg-type]
+def _whole(built: Implementation[Prepared], prepare: Callable[[], Prepared]) -> object:
+    return built.launch(prepare())
 
 
 def errors_against(

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 Size = Annotated[
     str | None, typer.Option(help="small or large (default: large on a GPU, small on a CPU).")
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for everything that the demo makes.")]
+Out = Annotated[
+    Path, typer.Option("--out", "-o", help="Folder for everything that the demo makes.")
+]
 Kernel = Annotated[str, typer.Option(help="Kernel of the patched run.")]
 Digit = Annotated[int, typer.Option(min=0, max=9, help="Digit to draw.")]
 Steps = Annotated[int | None, typer.Option(min=2, help="Denoising steps (default 15).")]
@@ -36,7 +38,7 @@ def command(
     seed: Seed = 0,
     device: Device = None,
 ) -> None:
-    """Generate a clip, record its attention, tune and measure kernels, and generate it again patched."""
+    """Generate a clip, record its attention, tune and measure kernels, and generate it patched."""
     from sage_plugin.cli import demo_run as run
 
     ask = _ask(size, out, kernel, digit, steps, seed, device)
@@ -60,7 +62,13 @@ def command(
 
 
 def _ask(
-    size: str | None, out: Path, kernel: str, digit: int, steps: int | None, seed: int, device: str | None
+    size: str | None,
+    out: Path,
+    kernel: str,
+    digit: int,
+    steps: int | None,
+    seed: int,
+    device: str | None,
 ) -> Ask:
     """The options checked and completed for the device."""
     import torch
@@ -81,7 +89,9 @@ def _ask(
     if resolved == "auto":
         resolved = "fav3_sage" if facts.fp8_dtype else "sage"
     if resolved in ("torch", "sdpa"):
-        raise UsageError(f"--kernel {kernel!r} has nothing to tune; choose fav2, sage, fav3_sage or fav3_fp8")
+        raise UsageError(
+            f"--kernel {kernel!r} has nothing to tune; choose fav2, sage, fav3_sage or fav3_fp8"
+        )
     text = resolved if variant == "auto" else f"{resolved}:{variant}"
     return Ask(out, name, text, digit, steps or SIZES[name].default_steps, seed, chosen)
 
@@ -120,11 +130,12 @@ def _finish(
         else f"A step takes {_step(patched)} instead of {_step(host)}."
     )
     sentences = [
-        f"6. Generate again: {report.kernel_calls()} of {report.total_calls()} attention calls ran on "
-        f"{ask.kernel} with the tuned config.",
+        f"6. Generate again: {report.kernel_calls()} of {report.total_calls()} attention calls "
+        f"ran on {ask.kernel} with the tuned config.",
         speed,
-        f"The clips differ by {difference.psnr_db:.1f} dB PSNR ({difference.worst_frame_psnr_db:.1f} dB in "
-        f"the worst frame), {difference.max_abs:.3f} of 1 at most.",
+        f"The clips differ by {difference.psnr_db:.1f} dB PSNR "
+        f"({difference.worst_frame_psnr_db:.1f} dB in the worst frame), "
+        f"{difference.max_abs:.3f} of 1 at most.",
     ]
     for sentence in sentences:
         _say(sentence)
@@ -136,7 +147,11 @@ def _finish(
 
 
 def _step(clip: Clip) -> str:
-    return f"{clip.median_step_ms:.0f} ms" if clip.median_step_ms >= 10 else f"{clip.median_step_ms:.2f} ms"
+    return (
+        f"{clip.median_step_ms:.0f} ms"
+        if clip.median_step_ms >= 10
+        else f"{clip.median_step_ms:.2f} ms"
+    )
 
 
 def _say(sentence: str) -> None:
@@ -146,7 +161,13 @@ def _say(sentence: str) -> None:
 @contextlib.contextmanager
 def _bar(title: str, total: int | None) -> Iterator[Callable[[], None]]:
     """A progress bar on stderr; yields what advances it by one."""
-    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
     if total is not None:

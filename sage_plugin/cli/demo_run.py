@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 CAPTURES = 6
 BENCHED = 2
+TUNE_BUDGET_S = 120.0
 MARK = ".sage-demo"
 """A file that says that a folder is a demo's own, to be replaced by the next demo."""
 
@@ -124,7 +126,7 @@ def generate(pipe: DigitVideoPipeline, ask: Ask, on_step: Callable[[], object]) 
         generator=torch.Generator().manual_seed(ask.seed),
         callback_on_step_end=step,
     )
-    times = tuple(1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False))
+    times = tuple(1e3 * (b - a) for a, b in itertools.pairwise(marks))
     return Clip(out.frames.float().cpu(), times)
 
 
@@ -148,6 +150,7 @@ def tune(ask: Ask, observer: Observer) -> TuneReport:
     from sage_plugin.tune.child_runner import ChildRunner
     from sage_plugin.tune.inputs import from_captures
     from sage_plugin.tune.plan import Request, build
+    from sage_plugin.tune.search import Limits
     from sage_plugin.tune.session import tune as run
 
     request = Request(
@@ -156,6 +159,7 @@ def tune(ask: Ask, observer: Observer) -> TuneReport:
         device=ask.device,
         config_dir=ask.folder / "configs",
         runs_dir=ask.folder / "tuning_runs",
+        limits=Limits(budget_s=TUNE_BUDGET_S),
     )
     plan = build(request)
     runner = ChildRunner(timeout_s=request.timeout_s, log=plan.run_folder / run_folder.LOG)
@@ -174,9 +178,7 @@ def measure(ask: Ask, on_case: Callable[[], object]) -> list[Table]:
 
     facts = devices.facts(ask.device)
     kernels = tuple((k, "auto") for k in dispatch.kernels_of(facts) if k != "torch")
-    plan = Plan(
-        kernels=kernels, reference=("fav2", "auto"), config_dir=str(ask.folder / "configs")
-    )
+    plan = Plan(kernels=kernels, reference=("fav2", "auto"), config_dir=str(ask.folder / "configs"))
     tables = []
     for case in captured(ask.folder / "captured_inputs", BENCHED).cases:
         tables.append(run_case(case, plan, device=torch.device(ask.device)))
@@ -201,8 +203,8 @@ def generate_patched(
         report = handle.report()
     if report.kernel_calls() == 0:
         raise SageError(
-            f"none of the {report.total_calls()} attention calls of the patched run ran on a kernel: "
-            f"{report.text()}"
+            f"none of the {report.total_calls()} attention calls of the patched run ran on "
+            f"a kernel: {report.text()}"
         )
     return clip, report
 

@@ -1,9 +1,9 @@
-"""What a kernel offers to the rest: a two-step implementation, and the decision that leads to it."""
+"""What a kernel offers: a two-step implementation, and the decision that leads to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -71,7 +71,11 @@ class Operands(Protocol):
         """The launch config that fixed the quantisation blocks; `None` where nothing is tuned."""
 
 
-class Implementation(Protocol):
+Prepared = TypeVar("Prepared", bound=Operands)
+"""The operands of one implementation, which only that implementation can launch."""
+
+
+class Implementation(Protocol[Prepared]):
     """One variant of one kernel, in two steps so that each can be timed."""
 
     def prepare(
@@ -82,12 +86,12 @@ class Implementation(Protocol):
         *,
         problem: Problem,
         launch: LaunchConfig | None,
-    ) -> Operands:
+    ) -> Prepared:
         """Quantise: everything that depends on the data but is not attention."""
 
     def launch(
         self,
-        operands: Operands,
+        operands: Prepared,
         *,
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
@@ -100,9 +104,11 @@ def bhsd(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return tensor if layout == "bhsd" else tensor.transpose(1, 2)
 
 
-def empty_output(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An output of Q's shape whose memory order follows Q's; the op's fake uses it too."""
-    return torch.empty_like(q, dtype=dtype)
+def empty_output(q: torch.Tensor, dtype: torch.dtype, dv: int | None = None) -> torch.Tensor:
+    """An output whose memory order follows Q's where it has Q's shape; the op's fake uses it too."""
+    if dv is None or dv == q.shape[3]:
+        return torch.empty_like(q, dtype=dtype)
+    return q.new_empty((*q.shape[:3], dv), dtype=dtype)
 
 
 def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The decision table: which kernel and variant a call runs on, or why the host's attention takes it.
+"""The decision table: which kernel and variant a call runs on, or why the host's attention does.
 
 Everything here is known without data: shapes, dtypes, device. Nothing queries a device; `facts_of`
 is the one place where a tensor's device becomes facts, and a compiler sees it as a constant.
@@ -49,7 +49,18 @@ __all__ = [
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
 FP8_KERNELS = ("fav3_sage", "fav3_fp8")
-INT8_ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
+INT8_ARCHS = (
+    "sm_80",
+    "sm_86",
+    "sm_87",
+    "sm_89",
+    "sm_90",
+    "sm_100",
+    "sm_103",
+    "sm_110",
+    "sm_120",
+    "sm_121",
+)
 AMD_PREFIXES = ("gfx9", "gfx11", "gfx12")
 
 
@@ -92,17 +103,20 @@ def kernels_of(facts: DeviceFacts) -> tuple[str, ...]:
     return tuple(k for k in KERNELS if _device_reason(k, facts) is None)
 
 
-@torch.compiler.assume_constant_result
 def facts_of(kind: str, index: int | None) -> DeviceFacts:
     """Facts of a device by type and index, a constant to a compiler."""
     return device.facts(torch.device(kind, index) if index is not None else kind)
 
 
-@torch.compiler.assume_constant_result
 def environment_choice() -> tuple[str, str]:
     """What the environment puts in place of `kernel="auto"` and `variant="auto"`."""
     now = settings.current()
     return now.kernel or "auto", now.variant or "auto"
+
+
+# What `torch.compiler.assume_constant_result` does, without its import of the whole compiler.
+for _constant in (facts_of, environment_choice):
+    vars(_constant)["_dynamo_marked_constant"] = True
 
 
 def decide(
@@ -134,22 +148,24 @@ def decide(
     Raises:
         UnknownKernelError: the kernel or the variant is not known.
     """
-    if kernel == "auto" or variant == "auto":
-        env_kernel, env_variant = environment_choice()
-        kernel = env_kernel if kernel == "auto" else kernel
-        variant = env_variant if variant == "auto" else variant
-    kernel = resolve_kernel(kernel)
+    env_kernel, env_variant = environment_choice()
+    kernel = resolve_kernel(env_kernel if kernel == "auto" else kernel)
+    if variant == "auto" and kernel not in ("torch", "sdpa"):
+        variant = env_variant
     automatic = kernel == "auto"
     if automatic:
         if facts.kind == "cpu" and variant == "auto":
             return _host("on a CPU the host's attention is the fastest")
         kernel = "fav3_sage" if facts.fp8_dtype is not None else "sage"
     variant = _checked_variant(kernel, variant)
-    if kernel in ("torch", "sdpa"):
+    if kernel == "sdpa":
         return Decision(kernel, HOST)
-    reason = _call_reason(shape, min_seq, mask, dropout, needs_grad) or _device_reason(kernel, facts)
+    reason = _call_reason(kernel, shape, min_seq, mask, dropout, needs_grad)
+    reason = reason or _device_reason(kernel, facts)
     if reason is not None:
         return _host(reason)
+    if kernel == "torch":
+        return Decision(kernel, HOST)
     if variant == "auto":
         variant = "emulation" if facts.kind == "cpu" else "portable"
     return Decision(kernel, variant)
@@ -184,28 +200,29 @@ def _checked_variant(kernel: str, variant: str) -> str:
     if variant not in built:
         what = "not built in this version" if variant in VARIANTS else "not known"
         raise UnknownKernelError(
-            f"variant {variant!r} of kernel {kernel!r} is {what}; choose one of auto, {', '.join(built)}"
+            f"variant {variant!r} of kernel {kernel!r} is {what}; "
+            f"choose one of auto, {', '.join(built)}"
         )
     return variant
 
 
 def _call_reason(
-    shape: CallShape, min_seq: int, mask: bool, dropout: float, needs_grad: bool
+    kernel: str, shape: CallShape, min_seq: int, mask: bool, dropout: float, needs_grad: bool
 ) -> str | None:
-    """Why no kernel takes this call on any hardware, or `None`."""
+    """Why a kernel does not take this call on any hardware, or `None`."""
     if needs_grad:
         return "a gradient is needed"
     if dropout > 0.0:
         return "dropout is not supported"
     if mask:
         return "an attention mask is not supported"
-    if shape.dtype not in DTYPES:
+    if kernel != "torch" and shape.dtype not in DTYPES:
         return f"dtype {shape.dtype} is not supported"
-    if shape.head_dim > MAX_HEAD_DIM:
+    if kernel != "torch" and shape.head_dim > MAX_HEAD_DIM:
         return f"head dim {shape.head_dim} is over {MAX_HEAD_DIM}"
-    if shape.dv != shape.head_dim:
+    if kernel != "torch" and shape.dv != shape.head_dim:
         return f"V has {shape.dv} channels and Q {shape.head_dim}"
-    if shape.seq_q == 0 or shape.seq_k == 0 or shape.batch == 0:
+    if 0 in (shape.batch, shape.heads_q, shape.seq_q, shape.seq_k, shape.head_dim):
         return "the call is empty"
     if shape.seq_q < min_seq or shape.seq_k < min_seq:
         return f"shorter than min_seq {min_seq}"

@@ -1,4 +1,4 @@
-"""Launch configs: the default, the search space, legality, and the look-up that a call goes through."""
+"""Launch configs: the default, the search space, legality, and the look-up of a call."""
 
 from __future__ import annotations
 
@@ -76,29 +76,32 @@ def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> st
          f"between {SMALLEST_BLOCK} and {LARGEST_BLOCK}"),
         (_block(config.block_n, smallest_n), f"block_n {config.block_n} is not a power of two "
          f"between {smallest_n} and {LARGEST_BLOCK}"),
-        (config.num_warps in (1, 2, 4, 8, 16), f"num_warps {config.num_warps} is not 1, 2, 4, 8 or 16"),
+        (config.num_warps in (1, 2, 4, 8, 16),
+         f"num_warps {config.num_warps} is not 1, 2, 4, 8 or 16"),
         (1 <= config.num_stages <= 8, f"num_stages {config.num_stages} is not between 1 and 8"),
-        (config.loads in ("pointer", "descriptor"), f"loads {config.loads!r} is neither 'pointer' nor "
-         "'descriptor'"),
+        (config.loads in ("pointer", "descriptor"),
+         f"loads {config.loads!r} is neither 'pointer' nor 'descriptor'"),
         (config.pv_flush in (0, 1), f"pv_flush {config.pv_flush} is neither 0 nor 1"),
         (config.loads != "descriptor" or facts.arch in TMA_ARCHS or facts.kind == "cpu",
          f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
-        (facts.kind != "hip" or config.num_stages <= 2, f"num_stages {config.num_stages} on AMD is "
-         "limited to 2"),
-        (config.maxnreg == 0 or 32 <= config.maxnreg <= 255, f"maxnreg {config.maxnreg} is not between "
-         "32 and 255"),
+        (facts.kind != "hip" or config.num_stages <= 2,
+         f"num_stages {config.num_stages} on AMD is limited to 2"),
+        (config.maxnreg == 0 or 32 <= config.maxnreg <= 255,
+         f"maxnreg {config.maxnreg} is not between 32 and 255"),
     )  # fmt: skip
     for legal, reason in checks:
         if not legal:
             return reason
     needed = smem_lower_bound(config, key)
     if facts.smem_bytes and key.variant != "emulation" and needed > facts.smem_bytes:
-        return f"needs at least {needed} bytes of shared memory, {facts.name} has {facts.smem_bytes}"
+        return (
+            f"needs at least {needed} bytes of shared memory, {facts.name} has {facts.smem_bytes}"
+        )
     return None
 
 
 def smem_lower_bound(config: LaunchConfig, key: CallKey) -> int:
-    """Bytes of shared memory that a launch needs at the very least: its pipelined K and V blocks."""
+    """Bytes of shared memory that a launch needs at least: its pipelined K and V blocks."""
     element = {"float32": 4}.get(key.dtype, 2)
     k_bytes = element if key.kernel == "fav2" else 1
     v_bytes = {"fav2": element, "sage": 2}.get(key.kernel, 1)
@@ -112,7 +115,9 @@ def tune_command(key: CallKey) -> str:
     if key.seq_k != key.seq_q:
         parts.append(f"-sk {key.seq_k}")
     parts.append(f"--num-heads {key.batch_heads} --head-dim {key.head_dim}")
-    parts.append(f"--dtype {key.dtype}" + (" --causal" if key.causal else ""))
+    if key.gqa_ratio > 1:
+        parts.append(f"-hk {key.batch_heads // key.gqa_ratio}")
+    parts.append(f"--dtype {key.dtype} --layout {key.layout}" + (" --causal" if key.causal else ""))
     return " ".join(parts)
 
 
@@ -122,7 +127,9 @@ def _block(size: int, smallest: int) -> bool:
 
 def _region(key: CallKey, facts: DeviceFacts) -> Region:
     arch = "emulation" if key.variant == "emulation" or facts.kind == "cpu" else facts.arch
-    space: Space = importlib.import_module(f"sage_plugin.kernels.attention.{key.kernel}.space").SPACE
+    space: Space = importlib.import_module(
+        f"sage_plugin.kernels.attention.{key.kernel}.space"
+    ).SPACE
     region = space.region(arch, key.head_dim, 4 if key.dtype == "float32" else 2)
     if region is None:
         raise ConfigError(
@@ -149,7 +156,9 @@ def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> Found:
         return base
     config = base.config.replaced(**_fields(override))
     if reason := illegal_reason(config, key, facts):
-        raise ConfigError(f"SAGE_PLUGIN_LAUNCH gives a config that {facts.name} cannot run: {reason}")
+        raise ConfigError(
+            f"SAGE_PLUGIN_LAUNCH gives a config that {facts.name} cannot run: {reason}"
+        )
     return Found(config, "env", f"SAGE_PLUGIN_LAUNCH over {base.detail}")
 
 
@@ -173,7 +182,8 @@ def _warn_miss(key: CallKey, facts: DeviceFacts) -> None:
             return
         _warned.add(at)
     logger.warning(
-        "no tuned config for %s:%s (head dim %d, Sq %d, Sk %d, %s) on %s: using the default; `%s` fills it",
+        "no tuned config for %s:%s (head dim %d, Sq %d, Sk %d, %s) on %s: using the default; "
+        "`%s` fills it",
         key.kernel, key.variant, key.head_dim, key.seq_q, key.seq_k, key.dtype, facts.name,
         tune_command(key),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The oracle: exact attention in fp32 or fp64, a chunk of rows at a time. Everything is judged by it."""
+"""The oracle that judges everything: exact attention in fp32 or fp64, a chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def oracle(
         dtype: `torch.float32` or `torch.float64`.
 
     Returns:
-        The output in `dtype`, and the natural-log LSE `(B, Hq, rows)`. Rows without a visible key are
-        0 with LSE `-inf`.
+        The output in `dtype`, and the natural-log LSE `(B, Hq, rows)`. Rows without a visible key
+        are 0 with LSE `-inf`.
 
     Example:
         >>> import torch

@@ -1,8 +1,9 @@
-"""The form of a kernel's `space.py`: default launch configs and search axes by architecture, as data."""
+"""The form of a kernel's `space.py`: default configs and search axes by architecture, as data."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -37,7 +38,7 @@ class Region:
     max_head_dim: int
     default: LaunchConfig
     tiles: tuple[Tile, ...] = ()
-    axes: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    axes: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     element_bytes: int = 4
 
     def candidates(self) -> tuple[LaunchConfig, ...]:

@@ -32,7 +32,6 @@ SHAPE = "not one batch of (B, H, S, D) tensors"
 CAUSAL = "a causal call with Sq != Sk is aligned to the first key by the host"
 PARALLEL = "context parallel attention is the host's"
 ARGUMENTS = "arguments that only the host's attention knows"
-EXACT = "kernel 'torch' takes no mask, dropout or gradient"
 DEVICES = ("cpu", "cuda")
 
 
@@ -178,8 +177,7 @@ def _decide(state: PatchState, call: Call, blocked: str | None) -> Decision:
         dropout=call.dropout_p,
         needs_grad=needs_grad,
     )
-    special = call.attn_mask is not None or call.dropout_p > 0.0 or needs_grad
-    return Decision("sdpa", HOST, EXACT) if decision.kernel == "torch" and special else decision
+    return decision
 
 
 def _obstacle(state: PatchState, call: Call) -> str | None:

@@ -12,6 +12,7 @@ import importlib
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -194,7 +195,7 @@ def _serve(pipe: Connection, log: str | None, folder: str, preload: str | None) 
         os.setsid()
     _forbid_core_dumps()
     _redirect_output(log)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
     if preload:
         importlib.import_module(preload)
     # A crashing driver drops files where it stands; nothing of the user's is there.
@@ -218,10 +219,11 @@ def _done(job: Job) -> Reply:
         return Reply("raised", error=name, message=str(error)[:MAX_MESSAGE])
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(folder: str) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        shutil.rmtree(folder, ignore_errors=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -59,7 +59,12 @@ def test_matches_emulation(kernel, shape, causal, dtype):
     q, k, v = inputs(shape, dtype)
     before = [t.clone() for t in (q, k, v)]
     poison(q)
-    options = {"kernel": kernel, "is_causal": causal, "return_lse": True, "out_dtype": torch.float32}
+    options = {
+        "kernel": kernel,
+        "is_causal": causal,
+        "return_lse": True,
+        "out_dtype": torch.float32,
+    }
     out, lse = sage_plugin.attention(q, k, v, **options)
     twin, twin_lse = sage_plugin.attention(q, k, v, variant="emulation", **options)
     exact, exact_lse = oracle(q, k, v, is_causal=causal)
@@ -108,7 +113,9 @@ def test_report_57_gain_does_not_fall_with_length(kernel):
     q, k, v = (torch.randn(1, 1, 65536, 64, device="cuda", generator=generator) for _ in range(3))
     q = q[:, :, :512]
     v = 1.0 + 0.1 * v
-    out = sage_plugin.attention(q.half(), k.half(), v.half(), kernel=kernel, out_dtype=torch.float32)
+    out = sage_plugin.attention(
+        q.half(), k.half(), v.half(), kernel=kernel, out_dtype=torch.float32
+    )
     exact, _ = oracle(q, k, v)
     assert math.isclose(out.mean().item() / exact.mean().item(), 1.0, abs_tol=0.003)
 

@@ -1,4 +1,4 @@
-"""Every emulation against the oracle, over a generated matrix of shapes, dtypes, layouts and masks."""
+"""Every emulation against the oracle, over a matrix of shapes, dtypes, layouts and masks."""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ def test_rows_layout_and_scale():
     some, some_lse = oracle(q, k, v, is_causal=True, scale=0.3, rows=rows)
     assert torch.allclose(some, whole[:, :, rows], atol=1e-6)
     assert torch.allclose(some_lse, lse[:, :, rows], atol=1e-6)
-    turned = oracle(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=0.3, layout="bshd")
+    turned = oracle(
+        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=0.3, layout="bshd"
+    )
     assert torch.allclose(turned[0].transpose(1, 2), whole, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Portable Triton kernels in the interpreter: the same numbers as the emulation, on small shapes."""
+"""Portable Triton kernels in the interpreter: the emulation's numbers, on small shapes."""
 
 from __future__ import annotations
 

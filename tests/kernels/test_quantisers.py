@@ -39,7 +39,9 @@ def test_k_loses_its_mean_and_has_one_scale_a_block():
 def test_v_comes_back_within_half_a_step(recipe, step, smooth):
     v = torch.randn(1, 2, 37, 8) * 5 + 20
     found = quantise_v(v, block_n=16, smooth=smooth, recipe=recipe)
-    back = found.values.float().reshape(1, 2, 48, 8) * found.scale[:, :, None] + found.mean[:, :, None]
+    back = (
+        found.values.float().reshape(1, 2, 48, 8) * found.scale[:, :, None] + found.mean[:, :, None]
+    )
     error = (back[:, :, :37] - v).abs()
     span = (v - found.mean[:, :, None]).abs()
     floor = found.scale[:, :, None] * 2**-9

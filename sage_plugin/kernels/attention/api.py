@@ -37,9 +37,10 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention on a quantised kernel.
 
-    `kernel="auto"` takes the default kernel of the device and hands what that cannot do to the host's
-    attention; a kernel asked for by name either runs or raises. On CPU tensors a named kernel runs as
-    its exact emulation. Tensors are read in place through their strides and never written.
+    `kernel="auto"` takes the default kernel of the device and hands what that cannot do to the
+    host's attention; a kernel asked for by name either runs or raises. On CPU tensors a named
+    kernel runs as its exact emulation. Tensors are read in place through their strides and never
+    written.
 
     Args:
         q: `(B, Hq, Sq, D)` in layout `"bhsd"`, `(B, Sq, Hq, D)` in `"bshd"`; fp16, bf16 or fp32,
@@ -51,25 +52,30 @@ def attention(
         is_causal: key j is visible to query i if j <= i + Sk - Sq (bottom-right aligned).
         scale: factor of the scores, `1/sqrt(D)` if `None`.
         enable_gqa: accepted as SDPA does; grouped heads are recognised by their counts.
-        kernel: `"auto"`, or one of `torch`, `sdpa`, `fav2`, `sage` (`qk_int8`), `fav3_sage`, `fav3_fp8`.
+        kernel: `"auto"`, or one of `torch`, `sdpa`, `fav2`, `sage` (`qk_int8`), `fav3_sage`,
+            `fav3_fp8`.
         variant: `"auto"`, `"portable"` or `"emulation"`.
         layout: layout of inputs and output.
         return_lse: also return the natural-log LSE, fp32 `(B, Hq, Sq)`, contiguous.
-        out_dtype: dtype of the output, V's if `None`; `torch.float32` shows the result before rounding.
+        out_dtype: dtype of the output, V's if `None`; `torch.float32` shows the result before
+            rounding.
         launch: launch config in place of the looked-up one.
         config_dir: folder of configs searched before all others.
-        min_seq: with `kernel="auto"`, calls whose shorter side is under it go to the host's attention.
+        min_seq: with `kernel="auto"`, calls whose shorter side is under it go to the host's
+            attention.
 
     Returns:
-        The output in Q's layout and memory order, or `(output, lse)`. Rows without a visible key are 0
-        with LSE `-inf`.
+        The output in Q's layout and memory order, or `(output, lse)`. Rows without a visible key
+        are 0 with LSE `-inf`.
 
     Raises:
-        UnsupportedInputError: shapes that do not fit together, or a named kernel that cannot take them.
+        UnsupportedInputError: shapes that do not fit together, or a named kernel that cannot take
+            them.
         UnknownKernelError: no kernel or variant of that name.
         ConfigError: a launch config that the device cannot run.
 
-    Source: SageAttention (arXiv 2410.02367), SageAttention2 (2411.10958), FlashAttention-3 (2407.08608).
+    Source: SageAttention (arXiv 2410.02367), SageAttention2 (2411.10958), FlashAttention-3
+    (2407.08608).
 
     Example:
         >>> import torch, sage_plugin
@@ -87,12 +93,13 @@ def attention(
         min_seq=min_seq if kernel == "auto" else 0,
         mask=attn_mask is not None,
         dropout=dropout_p,
-        needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        needs_grad=torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad),
     )
     if decision.reason is not None and kernel != "auto":
         raise UnsupportedInputError(
-            f"kernel {kernel!r} cannot take this call: {decision.reason}; use kernel='auto' to let the "
-            "host's attention take such calls"
+            f"kernel {kernel!r} cannot take this call: {decision.reason}; use kernel='auto' to let "
+            "the host's attention take such calls"
         )
     if decision.kernel == "sdpa" and not return_lse:
         out = host_attention(
@@ -155,7 +162,8 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: st
         raise UnsupportedInputError(f"layout {layout!r} is not known; choose 'bhsd' or 'bshd'")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise UnsupportedInputError(
-            f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions; each needs 4 ({layout})"
+            f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions; "
+            f"each needs 4 ({layout})"
         )
     heads, seq = (1, 2) if layout == "bhsd" else (2, 1)
     fits = (
@@ -166,13 +174,13 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: st
     )
     if not fits:
         raise UnsupportedInputError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together in layout "
-            f"{layout!r}: batch, key length, key heads and head dim must agree"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together in "
+            f"layout {layout!r}: batch, key length, key heads and head dim must agree"
         )
     if k.shape[heads] == 0 or q.shape[heads] % k.shape[heads] != 0:
         raise UnsupportedInputError(
-            f"{q.shape[heads]} query heads do not divide into {k.shape[heads]} key heads; repeat K and V "
-            "to a divisor of the query heads"
+            f"{q.shape[heads]} query heads do not divide into {k.shape[heads]} key heads; "
+            "repeat K and V to a divisor of the query heads"
         )
     if not q.device == k.device == v.device:
         raise UnsupportedInputError(
@@ -191,8 +199,8 @@ def _check_interpreter(decision: Decision) -> None:
 
 
 def _check_launch(
-    decision: Decision, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float,
-    layout: str, launch: LaunchConfig,
+    decision: Decision, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    is_causal: bool, scale: float, layout: str, launch: LaunchConfig,
 ) -> None:  # fmt: skip
     key = dispatch.call_key(
         ops.shape_of(q, k, v, causal=is_causal, scale=scale, layout=layout), decision

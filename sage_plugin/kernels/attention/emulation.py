@@ -1,4 +1,4 @@
-"""Exact emulation of blockwise attention in torch: the maths of every kernel, a key block at a time.
+"""Exact emulation of blockwise attention in torch: every kernel's maths, a key block at a time.
 
 It follows the kernels step by step (running maximum, rounding of P to its type, one fp32 partial
 product a block), so what it differs by from the oracle is quantisation, and what a GPU variant
@@ -104,7 +104,9 @@ class QuantisedEmulation:
         )
         out = acc / norm[..., None] * values.scale[:, :, None] + values.mean[:, :, None]
         out = torch.where(norm[..., None] > 0, out, 0.0)
-        result = _in_layout(out.view(batch, heads_q, seq_q, -1), ops.q, ops.v_dtype, out_dtype, problem)
+        result = _in_layout(
+            out.view(batch, heads_q, seq_q, -1), ops.q, ops.v_dtype, out_dtype, problem
+        )
         if not return_lse:
             return result, None
         lse = (torch.log2(norm) - self.recipe.p_offset + top) / LOG2E

@@ -1,9 +1,9 @@
-"""The host's attention: torch's own SDPA behind the two-step contract, and as the place to fall back to."""
+"""The host's attention: torch's own SDPA, behind the two-step contract and as the fallback."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from sage_plugin.kernels.contract import Problem, bhsd
 from sage_plugin.kernels.oracle import PlainOperands, oracle
@@ -25,7 +25,7 @@ def host_attention(
     """`F.scaled_dot_product_attention` in either layout.
 
     Arguments are SDPA's. A causal call with Sq != Sk is bottom-right aligned here, where SDPA would
-    align it top-left; rows without a visible key are 0.
+    align it top-left, and one with a mask gets both; rows without a visible key are 0.
 
     Example:
         >>> import torch
@@ -35,18 +35,34 @@ def host_attention(
     """
     q, k, v = bhsd(q, layout), bhsd(k, layout), bhsd(v, layout)
     dead = 0
-    if is_causal and q.shape[2] != k.shape[2]:
+    if is_causal and (attn_mask is not None or q.shape[2] != k.shape[2]):
         rows = torch.arange(q.shape[2], device=q.device)[:, None] + (k.shape[2] - q.shape[2])
         keep = torch.arange(k.shape[2], device=q.device)[None, :] <= rows
         dead = max(0, q.shape[2] - k.shape[2])
-        attn_mask, is_causal = keep, False
+        attn_mask, is_causal = _both(attn_mask, keep), False
     options = {"enable_gqa": True} if enable_gqa or q.shape[1] != k.shape[1] else {}
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, **options
+        q,
+        k,
+        v,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        **options,
     )
     if dead:
         out = torch.cat([torch.zeros_like(out[:, :, :dead]), out[:, :, dead:]], 2)
     return out if layout == "bhsd" else out.transpose(1, 2)
+
+
+def _both(attn_mask: torch.Tensor | None, keep: torch.Tensor) -> torch.Tensor:
+    """A caller's mask, of either kind, and a boolean one in one mask."""
+    if attn_mask is None:
+        return keep
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & keep
+    return attn_mask.masked_fill(~keep, float("-inf"))
 
 
 class HostKernel:

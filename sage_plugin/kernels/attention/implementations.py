@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ TRITON_KERNELS = {
 @functools.cache
 def implementation(
     kernel: str, variant: str, fp8: torch.dtype = torch.float8_e4m3fn
-) -> Implementation:
+) -> Implementation[Any]:
     """The implementation of a kernel's variant.
 
     Args:
@@ -50,13 +51,11 @@ def implementation(
             + ", ".join(known)
         )
     try:
-        home = importlib.import_module(
-            f"sage_plugin.kernels.attention.{kernel}.{MODULES[variant]}"
-        )
+        home = importlib.import_module(f"sage_plugin.kernels.attention.{kernel}.{MODULES[variant]}")
     except ImportError as error:
         raise DeviceError(
             f"kernel {kernel}:{variant} needs Triton, which cannot be imported here ({error}); "
             "install it with `pip install sage-plugin[triton]`"
         ) from error
-    built: Implementation = home.build(fp8)
+    built: Implementation[Any] = home.build(fp8)
     return built

@@ -1,8 +1,8 @@
 """The torch ops of the family: `sage_plugin::attention` and `sage_plugin::attention_with_lse`.
 
-Registered through `torch.library.Library`, with fakes that return the real strides. An op gets names
-and numbers only, looks its launch config up through the memo, and runs on the current stream of Q's
-device.
+Registered through `torch.library.Library`, with fakes that return the real strides. An op gets
+names and numbers only, looks its launch config up through the memo, and runs on the current stream
+of Q's device.
 """
 
 from __future__ import annotations
@@ -82,9 +82,16 @@ def _run(
             config = dispatch.find_launch(key, facts, config_dir=config_dir or None).config
     fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
     built = implementation(kernel, variant, fp8)
-    with _on_device_of(q):
+    with _on_device_of(q), torch.autocast(q.device.type, enabled=False):
         operands = built.prepare(q, k, v, problem=Problem(scale, causal, layout), launch=config)
-        return built.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
+        out, lse = built.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
+    return (_as_promised(q, out) if variant == HOST else out), lse
+
+
+def _as_promised(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The host's output in the memory order that the fakes tell a compiler of."""
+    promised = empty_output(q, out.dtype, out.shape[3])
+    return out if out.stride() == promised.stride() else promised.copy_(out)
 
 
 def _on_device_of(q: torch.Tensor) -> AbstractContextManager[object]:
@@ -111,14 +118,14 @@ def _fake_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, kernel: str,
     variant: str, layout: str, launch: str, config_dir: str, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
-    return empty_output(q, out_dtype or v.dtype)
+    return empty_output(q, out_dtype or v.dtype, v.shape[3])
 
 
 def _fake_attention_with_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, kernel: str,
     variant: str, layout: str, launch: str, config_dir: str, out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return empty_output(q, out_dtype or v.dtype), empty_lse(q, layout)
+    return empty_output(q, out_dtype or v.dtype, v.shape[3]), empty_lse(q, layout)
 
 
 for _name, _real, _fake in (

@@ -143,8 +143,9 @@ class PlainPortable:
             q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(),
             heads_q, heads_q // k.shape[1], seq_q, k.shape[2], row_blocks,
             ops.problem.scale * LOG2E,
-            D=head_dim, DP=max(16, triton.next_power_of_2(head_dim)), BM=config.block_m, BN=config.block_n,
-            FLUSH=config.pv_flush, CAUSAL=ops.problem.causal, LSE=return_lse, STAGES=config.num_stages,
+            D=head_dim, DP=max(16, triton.next_power_of_2(head_dim)),
+            BM=config.block_m, BN=config.block_n, FLUSH=config.pv_flush,
+            CAUSAL=ops.problem.causal, LSE=return_lse, STAGES=config.num_stages,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **compiler_options(config),
         )  # fmt: skip
         return out, (lse if return_lse else None)

@@ -38,7 +38,7 @@ def visible_keys(rows, first_key, seq_q, seq_k, BN: tl.constexpr, CAUSAL: tl.con
 
 @triton.jit
 def program_block(pid, row_blocks, CAUSAL: tl.constexpr):
-    """Row block and head of a program; long causal rows start first, so that the last wave is short."""
+    """Row block and head of a program; long causal rows first, so that the last wave is short."""
     block = pid % row_blocks
     if CAUSAL:
         block = row_blocks - 1 - block
@@ -46,7 +46,9 @@ def program_block(pid, row_blocks, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def store_rows(o, tile, rows, d, bh, heads, seq_q, stride_b, stride_h, stride_s, stride_d, D: tl.constexpr):
+def store_rows(
+    o, tile, rows, d, bh, heads, seq_q, stride_b, stride_h, stride_s, stride_d, D: tl.constexpr
+):
     """Store a `(BM, DP)` tile to one head of a strided output."""
     at = o + (bh // heads) * stride_b + (bh % heads) * stride_h
     at = at + rows.to(tl.int64)[:, None] * stride_s + d[None, :] * stride_d
@@ -120,8 +122,9 @@ def quantised_attention_kernel(
     stride_ob, stride_oh, stride_os, stride_od,
     heads_q, ratio, seq_q, seq_k, q_rows, k_rows, row_blocks, key_blocks,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr,
-    PV8: tl.constexpr, P_TYPE: tl.constexpr, OFFSET: tl.constexpr, FLUSH: tl.constexpr, TMA: tl.constexpr,
-    CAUSAL: tl.constexpr, LSE: tl.constexpr, SHIFT: tl.constexpr, STAGES: tl.constexpr,
+    PV8: tl.constexpr, P_TYPE: tl.constexpr, OFFSET: tl.constexpr, FLUSH: tl.constexpr,
+    TMA: tl.constexpr, CAUSAL: tl.constexpr, LSE: tl.constexpr, SHIFT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention on quantised operands; q, k, v are pointers, or TMA descriptors when TMA is set."""
     block, bh = program_block(tl.program_id(0), row_blocks, CAUSAL)
@@ -142,12 +145,14 @@ def quantised_attention_kernel(
     plain, total = block_range(first_row, seq_q, seq_k, BM, BN, CAUSAL)
     for j in tl.range(0, plain, num_stages=STAGES):
         m, l, acc = _quantised_step(
-            k, v, k_scale, j, q_tile, row_scale, m, l, acc, rows, seq_q, seq_k, kv_row, kv_head, k_rows,
+            k, v, k_scale, j, q_tile, row_scale, m, l, acc, rows, seq_q, seq_k,
+            kv_row, kv_head, k_rows,
             DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA, CAUSAL, False,
         )  # fmt: skip
     for j in tl.range(plain, total, num_stages=1):
         m, l, acc = _quantised_step(
-            k, v, k_scale, j, q_tile, row_scale, m, l, acc, rows, seq_q, seq_k, kv_row, kv_head, k_rows,
+            k, v, k_scale, j, q_tile, row_scale, m, l, acc, rows, seq_q, seq_k,
+            kv_row, kv_head, k_rows,
             DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA, CAUSAL, True,
         )  # fmt: skip
     alive = l > 0.0
@@ -222,13 +227,13 @@ def plain_attention_kernel(
     plain, total = block_range(first_row, seq_q, seq_k, BM, BN, CAUSAL)
     for j in tl.range(0, plain, num_stages=STAGES):
         m, l, acc = _plain_step(
-            k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q_tile, scale, m, l, acc, rows, seq_q,
-            seq_k, D, DP, BN, FLUSH, CAUSAL, False, PRECISION,
+            k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q_tile, scale, m, l, acc,
+            rows, seq_q, seq_k, D, DP, BN, FLUSH, CAUSAL, False, PRECISION,
         )  # fmt: skip
     for j in tl.range(plain, total, num_stages=1):
         m, l, acc = _plain_step(
-            k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q_tile, scale, m, l, acc, rows, seq_q,
-            seq_k, D, DP, BN, FLUSH, CAUSAL, True, PRECISION,
+            k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q_tile, scale, m, l, acc,
+            rows, seq_q, seq_k, D, DP, BN, FLUSH, CAUSAL, True, PRECISION,
         )  # fmt: skip
     alive = l > 0.0
     out = tl.where(alive[:, None], acc / tl.where(alive, l, 1.0)[:, None], 0.0)

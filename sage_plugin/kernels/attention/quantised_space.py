@@ -1,7 +1,7 @@
 """Launch configs that the quantised kernels start from: data only, read from the top.
 
-`loads="descriptor"` is TMA, which pays on Hopper with one warpgroup a program and several programs an
-SM; elsewhere blocks are loaded by pointers.
+`loads="descriptor"` is TMA, which pays on Hopper with one warpgroup a program and several programs
+an SM; elsewhere blocks are loaded by pointers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,18 @@ def launch(
     )
 
 
-HOPPER_TILES = (Tile(64, 128, 4), Tile(64, 64, 4), Tile(128, 128, 8), Tile(128, 64, 8))
-HOPPER_AXES = {"num_stages": (2, 3, 4), "maxnreg": (0, 128, 168)}
-NVIDIA_TILES = (Tile(128, 64, 4), Tile(128, 64, 8), Tile(128, 128, 8), Tile(64, 64, 4), Tile(128, 32, 4))
+HOPPER_TILES = (Tile(64, 128, 4), Tile(64, 64, 4), Tile(128, 128, 8))
+QUARTER_SM, THIRD_SM = 128, 168
+"""Register limits that let four and three programs of four warps share an SM."""
+HOPPER_64_AXES = {"num_stages": (2, 3), "maxnreg": (0, QUARTER_SM)}
+HOPPER_128_AXES = {"num_stages": (2, 3), "maxnreg": (0, THIRD_SM)}
+NVIDIA_TILES = (
+    Tile(128, 64, 4),
+    Tile(128, 64, 8),
+    Tile(128, 128, 8),
+    Tile(64, 64, 4),
+    Tile(128, 32, 4),
+)
 NVIDIA_AXES = {"num_stages": (2, 3, 4)}
 AMD_TILES = (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4))
 AMD_AXES = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}

@@ -1,10 +1,11 @@
 """Quantisation of Q, K and V in Triton: statistics of K and V, then one read of each operand.
 
-Shapes of the operands: Q `(B*Hq, q_rows, DP)`, K `(B*Hk, k_rows, DP)`, V `(B*Hk, k_rows, DP)` in fp16
-or transposed `(B*Hk, DP, k_rows)` in FP8. `DP` is the head dim padded with zeros to a power of two,
-`k_rows` the key length padded with zeros to whole blocks. Inputs are read in place through their
-strides with 64-bit offsets. FP8 V stores its keys permuted inside groups of 16, in the order in which
-P leaves the first product's registers, so that P needs no shuffle (SageAttention2, section 3.4).
+Shapes of the operands: Q `(B*Hq, q_rows, DP)`, K `(B*Hk, k_rows, DP)`, V `(B*Hk, k_rows, DP)` in
+fp16 or transposed `(B*Hk, DP, k_rows)` in FP8. `DP` is the head dim padded with zeros to a power of
+two, `k_rows` the key length padded with zeros to whole blocks. Inputs are read in place through
+their strides with 64-bit offsets. FP8 V stores its keys permuted inside groups of 16, in the order
+in which P leaves the first product's registers, so that P needs no shuffle (SageAttention2, section
+3.4).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from sage_plugin.schema import LaunchConfig
 STATISTICS_ROWS = 32
 TARGET_PROGRAMS = 1056
 Q_ROWS = 128
+FEW_WARPS, MANY_WARPS = 4, 8
+"""Warps of the passes over memory, which run at its speed with any of these."""
 
 
 @triton.jit
@@ -71,8 +74,8 @@ def _statistics_kernel(
 @triton.jit(do_not_specialize=["seq", "splits"])
 def _reduce_kernel(
     k_sum, v_sum, v_min, v_max, k_mean, v_mean, v_scale, seq, splits,
-    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, K_MEAN: tl.constexpr, V_MEAN: tl.constexpr,
-    PV8: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, K_MEAN: tl.constexpr,
+    V_MEAN: tl.constexpr, PV8: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """Partial statistics of one head to the mean of K, and the mean and scale of V."""
     bh = tl.program_id(0).to(tl.int64)
@@ -119,7 +122,9 @@ def _quantise_q_kernel(
     else:
         y = tl.minimum(tl.maximum(y, -QMAX), QMAX)
     rows = bh * q_rows + n
-    tl.store(q8 + rows[:, None] * DP + d[None, :], y.to(q8.dtype.element_ty), mask=(n < q_rows)[:, None])
+    tl.store(
+        q8 + rows[:, None] * DP + d[None, :], y.to(q8.dtype.element_ty), mask=(n < q_rows)[:, None]
+    )
     tl.store(q_scale + rows, amax / QMAX, mask=n < q_rows)
     if SHIFT:
         mean = tl.load(k_mean + (b * (heads // ratio) + h // ratio) * DP + d)
@@ -134,7 +139,7 @@ def _quantise_kv_kernel(
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
     TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, K_MEAN: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys and values; rows past the end and channels past the head dim become zero."""
+    """One block of keys and values; rows past the end and channels past the head dim are zero."""
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     b, h = bh // heads, bh % heads
@@ -217,7 +222,7 @@ def quantise(
     launch: LaunchConfig,
     recipe: Recipe,
 ) -> QuantisedOperands:
-    """Quantise Q, K and V by the blocks of `launch`; the inputs are read in place, never written."""
+    """Quantise Q, K and V by the blocks of `launch`; inputs are read in place, never written."""
     q4, k4, v4 = (bhsd(t, problem.layout) for t in (q, k, v))
     batch, heads_q, seq_q, head_dim = q4.shape
     heads_k, seq_k = k4.shape[1], k4.shape[2]
@@ -276,13 +281,15 @@ def _statistics(
     _statistics_kernel[(heads * splits,)](
         k, v, k_sum, v_sum, v_min, v_max, *k.stride(), *v.stride(),
         k.shape[1], seq, per_split, splits,
-        D=operands.head_dim, DP=width, ROWS=STATISTICS_ROWS, K_MEAN=launch.smooth_k, num_warps=4,
+        D=operands.head_dim, DP=width, ROWS=STATISTICS_ROWS, K_MEAN=launch.smooth_k,
+        num_warps=FEW_WARPS,
     )  # fmt: skip
     _reduce_kernel[(heads,)](
         k_sum, v_sum, v_min, v_max, k_mean, operands.v_mean, operands.v_scale, seq, splits,
-        D=operands.head_dim, DP=width, SPLITS=triton.next_power_of_2(splits), K_MEAN=launch.smooth_k,
-        V_MEAN=launch.smooth_v, PV8=recipe.pv == "fp8",
-        LIMIT=recipe.fp8_max if recipe.pv == "fp8" else FP16_HEADROOM, TINY=TINY, num_warps=4,
+        D=operands.head_dim, DP=width, SPLITS=triton.next_power_of_2(splits),
+        K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v, PV8=recipe.pv == "fp8",
+        LIMIT=recipe.fp8_max if recipe.pv == "fp8" else FP16_HEADROOM, TINY=TINY,
+        num_warps=FEW_WARPS,
     )  # fmt: skip
     return k_mean
 
@@ -295,8 +302,8 @@ def _quantise_q(q: torch.Tensor, operands: QuantisedOperands, k_mean: torch.Tens
         q, operands.q8, operands.q_scale, operands.shift, k_mean, *q.stride(),
         q.shape[1], q.shape[1] // operands.heads_k, q.shape[2], q_rows, blocks,
         operands.problem.scale * LOG2E,
-        D=operands.head_dim, DP=width, ROWS=Q_ROWS, QK8=recipe.qk == "int8", QMAX=recipe.qk_max, TINY=TINY,
-        SHIFT=operands.launch_config.smooth_k, num_warps=8,
+        D=operands.head_dim, DP=width, ROWS=Q_ROWS, QK8=recipe.qk == "int8",
+        QMAX=recipe.qk_max, TINY=TINY, SHIFT=operands.launch_config.smooth_k, num_warps=MANY_WARPS,
     )  # fmt: skip
 
 
@@ -309,8 +316,8 @@ def _quantise_kv(
     _quantise_kv_kernel[(blocks * k.shape[0] * k.shape[1],)](
         k, v, operands.k8, operands.v8, operands.k_scale, k_mean, operands.v_mean, operands.v_scale,
         *k.stride(), *v.stride(), k.shape[1], operands.seq_k, k_rows, blocks,
-        D=operands.head_dim, DP=width, BN=launch.block_n, QK8=recipe.qk == "int8", QMAX=recipe.qk_max,
-        TINY=TINY, PV8=recipe.pv == "fp8",
+        D=operands.head_dim, DP=width, BN=launch.block_n, QK8=recipe.qk == "int8",
+        QMAX=recipe.qk_max, TINY=TINY, PV8=recipe.pv == "fp8",
         VMAX=recipe.fp8_max if recipe.pv == "fp8" else 65504.0, K_MEAN=launch.smooth_k,
-        num_warps=8 if launch.block_n * width > 4096 else 4,
+        num_warps=MANY_WARPS if launch.block_n * width > 4096 else FEW_WARPS,
     )  # fmt: skip

@@ -51,5 +51,5 @@ class Recipe:
 
     @property
     def p_offset(self) -> float:
-        """log2 of the value that a row's largest P is stored as, a hair under the type's maximum."""
+        """log2 of the value that a row's largest P is stored as, just under the type's maximum."""
         return 0.0 if self.pv == "fp16" else math.log2(self.fp8_max) - 1e-4

@@ -66,8 +66,8 @@ def quantise_q(q: torch.Tensor, *, scale: float, recipe: Recipe) -> QuantisedQ:
 def quantise_k(k: torch.Tensor, *, block_n: int, smooth: bool, recipe: Recipe) -> QuantisedK:
     """Quantise keys, one scale a block of `block_n`, after removing their mean over the sequence.
 
-    Source: SageAttention (arXiv 2410.02367) section 4.2: softmax does not see a constant added to all
-    scores of a row, so K may lose its mean.
+    Source: SageAttention (arXiv 2410.02367) section 4.2: softmax does not see a constant added to
+    all scores of a row, so K may lose its mean.
     """
     x = k.float()
     mean = x.mean(2) if smooth else torch.zeros_like(x[:, :, 0])

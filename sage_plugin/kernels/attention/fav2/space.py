@@ -19,8 +19,8 @@ def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Laun
     )
 
 
-NVIDIA_TILES = (Tile(128, 64, 4), Tile(128, 64, 8), Tile(128, 128, 8), Tile(64, 64, 4), Tile(128, 32, 4))
-NVIDIA_AXES = {"num_stages": (2, 3, 4)}
+NVIDIA_TILES = (Tile(128, 64, 4), Tile(128, 64, 8), Tile(128, 128, 8), Tile(64, 64, 4))
+NVIDIA_AXES = {"num_stages": (2, 3)}
 AMD_TILES = (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 32, 4))
 AMD_AXES = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
 

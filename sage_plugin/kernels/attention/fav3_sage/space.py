@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from sage_plugin.kernels.attention.quantised_space import (
-    HOPPER_AXES,
+    HOPPER_64_AXES,
+    HOPPER_128_AXES,
     HOPPER_TILES,
+    QUARTER_SM,
+    THIRD_SM,
     common_regions,
     launch,
 )
 from sage_plugin.kernels.space import Region, Space
 
-QUARTER_SM = 128
-THIRD_SM = 168
-"""Register limits that let four and three programs of four warps share an SM."""
+HOPPER_64 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=QUARTER_SM)
+HOPPER_128 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=THIRD_SM)
 
 SPACE = Space(
     (
-        Region(
-            "sm_90", 64, launch(64, 128, 4, 2, loads="descriptor", maxnreg=QUARTER_SM), HOPPER_TILES, HOPPER_AXES
-        ),
-        Region(
-            "sm_90", 128, launch(64, 128, 4, 2, loads="descriptor", maxnreg=THIRD_SM), HOPPER_TILES, HOPPER_AXES
-        ),
+        Region("sm_90", 64, HOPPER_64, HOPPER_TILES, HOPPER_64_AXES),
+        Region("sm_90", 128, HOPPER_128, HOPPER_TILES, HOPPER_128_AXES),
         *common_regions(smooth_v=True),
     )
 )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from sage_plugin.kernels.attention.quantised_space import (
-    HOPPER_AXES,
+    HOPPER_64_AXES,
+    HOPPER_128_AXES,
     HOPPER_TILES,
     common_regions,
     launch,
 )
 from sage_plugin.kernels.space import Region, Space
 
+HOPPER_64 = launch(64, 64, 4, 3, loads="descriptor", smooth_v=False)
+HOPPER_128 = launch(128, 128, 8, 3, loads="descriptor", smooth_v=False)
+
 SPACE = Space(
     (
-        Region("sm_90", 64, launch(128, 128, 8, 3, loads="descriptor", smooth_v=False), HOPPER_TILES, HOPPER_AXES),
-        Region("sm_90", 128, launch(128, 128, 8, 3, loads="descriptor", smooth_v=False), HOPPER_TILES, HOPPER_AXES),
+        Region("sm_90", 64, HOPPER_64, HOPPER_TILES, HOPPER_64_AXES),
+        Region("sm_90", 128, HOPPER_128, HOPPER_TILES, HOPPER_128_AXES),
         *common_regions(smooth_v=False),
     )
 )

@@ -1,0 +1,125 @@
+"""Every snippet of docs/ runs, page by page, in an empty folder, and shows what the page shows."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("diffusers")
+
+from sage_plugin.cli import app
+from sage_plugin.kernels import dispatch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+EXECUTED = ("python", "bash", "console")
+NEEDS = ("GPU", "weights")
+
+
+def _markdown() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("markdown_page", ROOT / "tests/docs/markdown.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+markdown = _markdown()
+
+
+@pytest.fixture
+def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with the examples in it, without configs, network or GPU."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH", "DISABLE"):
+        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
+    folder = tmp_path / "page"
+    folder.mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(folder)
+    dispatch.forget()
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_the_snippets_of_a_page_run(page: Path, page_folder: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    ran = 0
+    for block in markdown.blocks(page):
+        assert block.language in EXECUTED, f"{page.name}:{block.line}: {block.language!r}"
+        if block.not_run:
+            continue
+        ran += 1
+        if block.language == "python":
+            # Blank lines in front, so that a traceback names the line of the page.
+            text = "\n" * (block.line - 1) + block.text
+            exec(compile(text, str(page), "exec"), namespace)
+        for command, shown in [] if block.language == "python" else block.commands():
+            output = run(command, f"{page.name}:{block.line}")
+            assert_shows(output, shown, f"{page.name}:{block.line}")
+    assert ran, f"{page.name} runs nothing"
+
+
+def run(command: str, where: str) -> str:
+    """The output of a `sage` command that ends well."""
+    words = shlex.split(command)
+    assert words[0] == "sage", f"{where}: only sage commands are run, got {command!r}"
+    result = CliRunner().invoke(app, words[1:])
+    assert result.exit_code == 0, f"{where}: {command}\n{result.output}\n{result.exception!r}"
+    return result.output
+
+
+def assert_shows(output: str, shown: list[str], where: str) -> None:
+    """The shown lines occur in this order; `...` stands for anything."""
+    if not shown:
+        return
+    lines = (
+        ".*" if line.strip() == "..." else ".*".join(map(re.escape, line.rstrip().split("...")))
+        for line in shown
+    )
+    pattern = "\n".join(lines).replace(".*\n", "(?s:.*)\n")
+    assert re.match(pattern, output), f"{where}: got\n{output}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_a_block_is_skipped_for_a_gpu_or_weights_alone(page: Path) -> None:
+    for block in markdown.blocks(page):
+        if block.not_run:
+            assert any(word in block.not_run for word in NEEDS), f"{page.name}:{block.line}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *ROOT.glob("examples/*/README.md")],
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
+)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    missing = [link for link in markdown.links(page) if not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("command", ["sage bench --such-an-option", "sage tune", "ls"])
+def test_a_command_that_fails_is_noticed(command: str, page_folder: Path) -> None:
+    with pytest.raises(AssertionError, match="here"):
+        run(command, "here")
+
+
+def test_a_changed_output_is_noticed() -> None:
+    assert_shows("a 1 b\nmore\nend\n", ["a ... b", "...", "end"], "here")
+    with pytest.raises(AssertionError, match="here"):
+        assert_shows("a 1 c\nend\n", ["a ... b", "end"], "here")
+    with pytest.raises(AssertionError, match="here"):
+        assert_shows("other\n", ["...", "end"], "here")
