@@ -53,7 +53,10 @@ def facts(device: torch.device | str | int | None = None) -> DeviceFacts:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError:
+        raise DeviceError(f"device {device!r}: only cpu and cuda (ROCm too) are known") from None
     if resolved.type == "cpu":
         return _cpu_facts()
     if resolved.type != "cuda":

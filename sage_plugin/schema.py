@@ -87,12 +87,23 @@ def _checked(where: str, value: object, hint: Any) -> object:  # noqa: ANN401
             raise ConfigError(f"{where}: got {_kind(value)}, expected an object")
         return {k: _checked(f"{where}.{k}", v, args[1]) for k, v in value.items()}
     if isinstance(hint, type) and issubclass(hint, JsonRecord):
-        return value if isinstance(value, hint) else hint.from_json(value)
+        if isinstance(value, hint):
+            return value
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: got {_kind(value)}, expected an object")
+        return hint.from_json(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return _float(where, value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"{where}: got {value!r} ({_kind(value)}), expected {hint.__name__}")
     return value
+
+
+def _float(where: str, value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{where}: a whole number too large for a float") from None
 
 
 @dataclass(frozen=True, slots=True)

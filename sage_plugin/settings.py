@@ -35,7 +35,7 @@ def current() -> Settings:
     return Settings(
         kernel=_text("SAGE_PLUGIN_KERNEL"),
         variant=_text("SAGE_PLUGIN_VARIANT"),
-        config_dir=Path(config_dir).expanduser() if config_dir else None,
+        config_dir=Path(os.path.expanduser(config_dir)) if config_dir else None,
         launch=_text("SAGE_PLUGIN_LAUNCH"),
         disabled=(_text("SAGE_PLUGIN_DISABLE") or "0").lower() not in ("0", "false", "no", "off"),
     )

@@ -105,7 +105,7 @@ def bhsd(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def empty_output(q: torch.Tensor, dtype: torch.dtype, dv: int | None = None) -> torch.Tensor:
-    """An output whose memory order follows Q's where it has Q's shape; the op's fake uses it too."""
+    """An output in Q's memory order where it has Q's shape; the op's fake uses it too."""
     if dv is None or dv == q.shape[3]:
         return torch.empty_like(q, dtype=dtype)
     return q.new_empty((*q.shape[:3], dv), dtype=dtype)

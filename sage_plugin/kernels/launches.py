@@ -19,6 +19,8 @@ TMA_ARCHS = ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 SMALLEST_BLOCK = 16
 SMALLEST_8BIT_BLOCK = 32
 LARGEST_BLOCK = 256
+MEMO_LIMIT = 65_536
+"""Keys remembered before the memo starts anew: language models see a new length a token."""
 
 _memo: dict[tuple[CallKey, str, str], Found] = {}
 _warned: set[tuple[object, ...]] = set()
@@ -39,6 +41,8 @@ def find_launch(key: CallKey, facts: DeviceFacts, *, config_dir: str | None = No
     if found is None:
         found = _look_up(key, facts, config_dir)
         with _lock:
+            if len(_memo) >= MEMO_LIMIT:
+                _memo.clear()
             _memo[at] = found
     return found
 
@@ -154,7 +158,7 @@ def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> Found:
     override = settings.current().launch
     if override is None:
         return base
-    config = base.config.replaced(**_fields(override))
+    config = _overridden(base.config, override)
     if reason := illegal_reason(config, key, facts):
         raise ConfigError(
             f"SAGE_PLUGIN_LAUNCH gives a config that {facts.name} cannot run: {reason}"
@@ -162,14 +166,17 @@ def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> Found:
     return Found(config, "env", f"SAGE_PLUGIN_LAUNCH over {base.detail}")
 
 
-def _fields(text: str) -> dict[str, object]:
+def _overridden(config: LaunchConfig, text: str) -> LaunchConfig:
     try:
         fields = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"SAGE_PLUGIN_LAUNCH is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"SAGE_PLUGIN_LAUNCH is {type(fields).__name__}, expected a JSON object")
-    return fields
+    try:
+        return LaunchConfig.from_json({**config.to_json(), **fields})
+    except ConfigError as error:
+        raise ConfigError(f"SAGE_PLUGIN_LAUNCH: {error}") from None
 
 
 def _warn_miss(key: CallKey, facts: DeviceFacts) -> None:

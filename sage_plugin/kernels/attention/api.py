@@ -15,6 +15,8 @@ from sage_plugin.schema import LAYOUTS, LaunchConfig
 
 __all__ = ["attention", "host_attention", "run_decided"]
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def attention(
     q: torch.Tensor,
@@ -84,7 +86,9 @@ def attention(
         torch.Size([1, 2, 64, 32])
     """
     _check_tensors(q, k, v, layout)
-    factor = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    _check_dtypes(q, k, v, out_dtype)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    factor = 1.0 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale)
     decision = dispatch.decide(
         ops.shape_of(q, k, v, causal=is_causal, scale=factor, layout=layout),
         dispatch.facts_of(q.device.type, q.device.index),
@@ -93,8 +97,7 @@ def attention(
         min_seq=min_seq if kernel == "auto" else 0,
         mask=attn_mask is not None,
         dropout=dropout_p,
-        needs_grad=torch.is_grad_enabled()
-        and (q.requires_grad or k.requires_grad or v.requires_grad),
+        needs_grad=needs_grad,
     )
     if decision.reason is not None and kernel != "auto":
         raise UnsupportedInputError(
@@ -106,9 +109,10 @@ def attention(
             q, k, v, attn_mask, dropout_p, is_causal, factor, enable_gqa, layout=layout
         )
         return out if out_dtype is None else out.to(out_dtype)
-    if decision.kernel == "sdpa" and (attn_mask is not None or dropout_p > 0.0):
+    if decision.kernel == "sdpa" and (attn_mask is not None or dropout_p > 0.0 or needs_grad):
         raise UnsupportedInputError(
-            "return_lse cannot be had together with attn_mask or dropout_p; drop one of them"
+            "return_lse cannot be had together with attn_mask, dropout_p or a gradient; "
+            "drop one of them"
         )
     return run_decided(
         decision, q, k, v, is_causal=is_causal, scale=factor, layout=layout, return_lse=return_lse,
@@ -152,9 +156,17 @@ def run_decided(
     op = torch.ops.sage_plugin.attention_with_lse if return_lse else torch.ops.sage_plugin.attention
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = op(
         q, k, v, scale, is_causal, decision.kernel, decision.variant, layout,
-        "" if launch is None else launch.text(), str(config_dir or ""), out_dtype,
+        _text_of(launch), str(config_dir or ""), out_dtype,
     )  # fmt: skip
     return result
+
+
+def _text_of(launch: LaunchConfig | None) -> str:
+    """A launch config as the op takes it; a constant to a compiler, which cannot trace `json`."""
+    return "" if launch is None else launch.text()
+
+
+_text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
@@ -185,6 +197,20 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: st
     if not q.device == k.device == v.device:
         raise UnsupportedInputError(
             f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device"
+        )
+
+
+def _check_dtypes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_dtype: torch.dtype | None
+) -> None:
+    if q.dtype not in FLOATS or k.dtype not in FLOATS or v.dtype not in FLOATS:
+        raise UnsupportedInputError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; each needs float16, bfloat16, "
+            "float32 or, on the host's attention, float64"
+        )
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise UnsupportedInputError(
+            f"out_dtype {out_dtype} is not supported; choose float16, bfloat16 or float32"
         )
 
 

@@ -13,7 +13,7 @@ from sage_plugin.kernels.attention.quantised_space import (
 )
 from sage_plugin.kernels.space import Region, Space
 
-HOPPER_64 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=QUARTER_SM)
+HOPPER_64 = launch(64, 128, 4, 3, loads="descriptor", smooth_v=True, maxnreg=QUARTER_SM)
 HOPPER_128 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=THIRD_SM)
 
 SPACE = Space(

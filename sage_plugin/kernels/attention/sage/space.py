@@ -6,13 +6,15 @@ from sage_plugin.kernels.attention.quantised_space import (
     HOPPER_64_AXES,
     HOPPER_128_AXES,
     HOPPER_TILES,
+    QUARTER_SM,
+    THIRD_SM,
     common_regions,
     launch,
 )
 from sage_plugin.kernels.space import Region, Space
 
-HOPPER_64 = launch(64, 64, 4, 3, loads="descriptor", smooth_v=False)
-HOPPER_128 = launch(128, 128, 8, 3, loads="descriptor", smooth_v=False)
+HOPPER_64 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=False, maxnreg=QUARTER_SM)
+HOPPER_128 = launch(64, 64, 4, 2, loads="descriptor", smooth_v=False, maxnreg=THIRD_SM)
 
 SPACE = Space(
     (

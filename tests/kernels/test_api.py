@@ -1,0 +1,449 @@
+"""`attention()`: SDPA's signature, what it refuses and how it says so, and what it promises."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sage_plugin
+from sage_plugin import device
+from sage_plugin.errors import DeviceError, UnknownKernelError, UnsupportedInputError
+from sage_plugin.kernels import dispatch, launches
+from sage_plugin.kernels.attention import ops
+from sage_plugin.kernels.attention.api import attention, run_decided
+from sage_plugin.kernels.contract import Decision
+from sage_plugin.kernels.oracle import oracle
+from sage_plugin.registry.merge import merge
+from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, launch, relative_l1
+from tests.registry.samples import TOOLCHAIN, entry
+
+NAMED = (*EMULATED, "torch")
+PLAIN = Shape(2, 4, 2, 33, 70, 64)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
+        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    launches.forget()
+    yield
+    launches.forget()
+
+
+# -- the signature ----------------------------------------------------------------------------
+
+
+def test_report_92_the_first_eight_parameters_are_those_of_sdpa():
+    theirs = torch.ops.aten.scaled_dot_product_attention.default._schema.arguments
+    ours = list(inspect.signature(sage_plugin.attention).parameters.values())
+    assert [p.name for p in ours[:3]] == ["q", "k", "v"]
+    assert {p.name: p.default for p in ours[3:8]} == {a.name: a.default_value for a in theirs[3:]}
+    assert [p.name for p in ours[3:8]] == [a.name for a in theirs[3:]]
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in ours[:8])
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours[8:])
+
+
+def test_report_92_they_work_by_position_and_by_name_as_sdpas_do():
+    q, k, v = draw(Shape(1, 4, 2, 20, 20, 16))
+    mask = torch.rand(20, 20) > 0.3
+    for by_position in ((None, 0.0, True), (mask, 0.0, False)):
+        expected = F.scaled_dot_product_attention(q, k, v, *by_position, scale=0.3, enable_gqa=True)
+        assert torch.equal(attention(q, k, v, *by_position, scale=0.3, enable_gqa=True), expected)
+        assert torch.equal(attention(q, k, v, *by_position, 0.3, True), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["sm_scale", "smooth_k", "tensor_layout", "attention_mask", "query", "backend"]
+)
+def test_report_33_an_unknown_keyword_is_a_type_error(name):
+    q, k, v = draw(PLAIN)
+    with pytest.raises(TypeError, match=name):
+        attention(q, k, v, **{name: 1})
+
+
+def test_report_68_nothing_is_swallowed_and_the_lse_comes_as_a_second_value():
+    signature = inspect.signature(attention)
+    kinds = {p.kind for p in signature.parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds
+    assert inspect.Parameter.VAR_POSITIONAL not in kinds
+    q, k, v = draw(Shape(2, 2, 2, 5, 5, 16))
+    out, lse = attention(q, k, v, return_lse=True)
+    assert out.shape == q.shape
+    assert lse.shape == (2, 2, 5)
+
+
+# -- what it refuses --------------------------------------------------------------------------
+
+
+def sized(*shapes):
+    return [torch.zeros(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sage"])
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (sized((1, 2, 5, 8), (1, 2, 6, 8), (1, 2, 7, 8)), "do not fit together.*'bhsd'"),
+        (sized((1, 2, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8)), "do not fit together"),
+        (sized((1, 2, 5, 8), (1, 2, 6, 9), (1, 2, 6, 8)), "do not fit together"),
+        (sized((1, 4, 5, 8), (1, 4, 6, 8), (1, 2, 6, 8)), "do not fit together"),
+        (sized((2, 5, 8), (2, 6, 8), (2, 6, 8)), r"3, 3 and 3 dimensions; each needs 4 \(bhsd\)"),
+        (sized((1, 2, 5, 8), (2, 6, 8), (1, 2, 6, 8)), "4, 3 and 4 dimensions"),
+        (sized((1, 2, 5, 8), (1, 0, 6, 8), (1, 0, 6, 8)), "2 query heads.*0 key heads"),
+        (sized((1, 2, 5, 8), (1, 4, 6, 8), (1, 4, 6, 8)), "2 query heads.*4 key heads"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_answered_with_their_shapes(tensors, words, kernel):
+    with pytest.raises(UnsupportedInputError, match=words) as error:
+        attention(*tensors, kernel=kernel)
+    assert error.value.exit_code == 2
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("kernel", ["auto", "sage", "sdpa", "torch"])
+def test_report_25_heads_that_do_not_divide_are_named(kernel, layout):
+    q, k, v = draw(Shape(1, 6, 4, 5, 5, 8), layout=layout)
+    with pytest.raises(UnsupportedInputError, match="6 query heads do not divide into 4 key heads"):
+        attention(q, k, v, kernel=kernel, layout=layout, enable_gqa=True)
+
+
+def test_an_unknown_layout_is_answered_with_both():
+    with pytest.raises(UnsupportedInputError, match="'NHD' is not known; choose 'bhsd' or 'bshd'"):
+        attention(*draw(PLAIN), layout="NHD")
+
+
+def test_tensors_on_two_devices_are_named():
+    q, k, v = draw(PLAIN)
+    with pytest.raises(UnsupportedInputError, match="on cpu, meta and cpu; move them"):
+        attention(q, k.to("meta"), v)
+
+
+def test_an_unknown_device_is_an_error_of_ours():
+    with pytest.raises(DeviceError, match="'meta'"):
+        attention(*(x.to("meta") for x in draw(PLAIN)))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_narrow_inputs_are_refused_whichever_they_are(which, dtype):
+    tensors = list(draw(PLAIN))
+    tensors[which] = tensors[which].to(dtype)
+    with pytest.raises(UnsupportedInputError, match=f"{dtype}.*each needs float16"):
+        attention(*tensors, kernel="sage")
+
+
+@pytest.mark.parametrize("out_dtype", [torch.int8, torch.float8_e4m3fn, "float32"], ids=str)
+@pytest.mark.parametrize("kernel", ["auto", "sage"])
+def test_report_91_a_wrong_out_dtype_is_refused(out_dtype, kernel):
+    with pytest.raises(UnsupportedInputError, match=r"out_dtype.*choose float16"):
+        attention(*draw(PLAIN), kernel=kernel, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("kernel", NAMED)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("mask", "attention mask is not supported"),
+        ("dropout", "dropout is not supported"),
+        ("grad", "gradient is needed"),
+        ("empty", "the call is empty"),
+    ],
+)
+def test_a_named_kernel_raises_where_auto_would_give_way(kernel, change, words):
+    q, k, v = draw(PLAIN)
+    options = {}
+    if change == "mask":
+        options["attn_mask"] = torch.ones(33, 70, dtype=torch.bool)
+    elif change == "dropout":
+        options["dropout_p"] = 0.1
+    elif change == "grad":
+        v.requires_grad_()
+    else:
+        k, v = k[:, :, :0], v[:, :, :0]
+    with pytest.raises(UnsupportedInputError, match=f"'{kernel}' cannot take.*{words}.*'auto'"):
+        attention(q, k, v, kernel=kernel, **options)
+    assert attention(q, k, v, **options).shape == q.shape
+
+
+@pytest.mark.parametrize("kernel", EMULATED)
+def test_a_named_kernel_refuses_what_it_was_not_built_for(kernel):
+    q, k, v = draw(Shape(1, 1, 1, 5, 5, 264))
+    with pytest.raises(UnsupportedInputError, match="head dim 264 is over 256"):
+        attention(q, k, v, kernel=kernel)
+    with pytest.raises(UnsupportedInputError, match="V has 8 channels and Q 64"):
+        attention(q[..., :64], k[..., :64], v[..., :8], kernel=kernel)
+    with pytest.raises(UnsupportedInputError, match="dtype float64"):
+        attention(*(x[..., :64].double() for x in (q, k, v)), kernel=kernel)
+
+
+def test_report_95_a_gradient_is_never_lost():
+    q, k, v = (x.requires_grad_() for x in draw(PLAIN))
+    attention(q, k, v, enable_gqa=True).square().sum().backward()
+    ours = [x.grad.clone() for x in (q, k, v)]
+    for x in (q, k, v):
+        x.grad = None
+    F.scaled_dot_product_attention(q, k, v, enable_gqa=True).square().sum().backward()
+    assert all(torch.equal(mine, x.grad) for mine, x in zip(ours, (q, k, v), strict=True))
+    with torch.no_grad():
+        assert attention(q, k, v, kernel="sage").requires_grad is False
+    for kernel in ("auto", "sdpa"):
+        with pytest.raises(UnsupportedInputError, match=r"return_lse.*gradient"):
+            attention(q, k, v, kernel=kernel, return_lse=True)
+        with torch.no_grad():
+            assert len(attention(q, k, v, kernel=kernel, return_lse=True)) == 2
+
+
+def test_the_lse_of_a_masked_call_is_refused_and_not_made_up():
+    q, k, v = draw(PLAIN)
+    for options in ({"attn_mask": torch.ones(33, 70, dtype=torch.bool)}, {"dropout_p": 0.5}):
+        with pytest.raises(UnsupportedInputError, match="return_lse cannot be had together"):
+            attention(q, k, v, return_lse=True, **options)
+
+
+def test_unknown_names_raise_for_auto_too():
+    q, k, v = draw(PLAIN)
+    with pytest.raises(UnknownKernelError, match="'flash'"):
+        attention(q, k, v, kernel="flash")
+    with pytest.raises(UnknownKernelError, match="'cuda'"):
+        attention(q, k, v, variant="cuda")
+    with pytest.raises(UnknownKernelError, match=r"'hopper'.*not built in this version"):
+        attention(q, k, v, kernel="sage", variant="hopper")
+
+
+# -- the host's attention ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str
+)
+def test_on_a_cpu_auto_is_sdpa_bit_for_bit(kernel, causal, dtype):
+    q, k, v = draw(Shape(2, 4, 4, 40, 40, 32), dtype)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert torch.equal(attention(q, k, v, is_causal=causal, kernel=kernel), expected)
+    seq_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    out = attention(*seq_first, is_causal=causal, kernel=kernel, layout="bshd")
+    assert torch.equal(out.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(5, 12), (12, 5)])
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "torch", *EMULATED])
+def test_report_17_causal_is_bottom_right_aligned_everywhere(seq_q, seq_k, kernel):
+    q, k, v = draw(Shape(1, 2, 2, seq_q, seq_k, 64))
+    exact, exact_lse = oracle(q, k, v, is_causal=True)
+    out, lse = attention(q, k, v, is_causal=True, kernel=kernel, return_lse=True)
+    alone = attention(q, k, v, is_causal=True, kernel=kernel)
+    dead = max(0, seq_q - seq_k)
+    assert (out[:, :, :dead] == 0).all()
+    assert (lse[:, :, :dead] == -torch.inf).all()
+    assert relative_l1(out, exact) < 2 * LIMITS.get(kernel, 1e-5)
+    assert (lse - exact_lse)[:, :, dead:].abs().max() < 0.1
+    assert torch.equal(alone, out)
+    top_left = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert relative_l1(out, top_left) > 0.1
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_lse_of_the_host_is_exact_contiguous_and_fp32(layout):
+    q, k, v = draw(PLAIN, torch.bfloat16, layout=layout)
+    _, exact = oracle(q, k, v, layout=layout)
+    for kernel in ("auto", "sdpa", "torch"):
+        out, lse = attention(q, k, v, kernel=kernel, layout=layout, return_lse=True)
+        assert torch.equal(lse, exact)
+        assert lse.dtype == torch.float32
+        assert lse.is_contiguous()
+        assert out.dtype == torch.bfloat16
+
+
+def test_min_seq_concerns_auto_alone(monkeypatch):
+    monkeypatch.setenv("SAGE_PLUGIN_VARIANT", "emulation")
+    q, k, v = draw(PLAIN)
+    host = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert torch.equal(attention(q, k, v, min_seq=34), host)
+    kernel = attention(q, k, v, min_seq=33)
+    assert not torch.equal(kernel, host)
+    assert torch.equal(attention(q, k, v, kernel="fav3_sage", min_seq=34), kernel)
+
+
+# -- the promises -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", NAMED)
+@pytest.mark.parametrize(
+    ("qk", "of_v"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_report_89_and_90_mixed_dtypes_run_and_the_output_has_that_of_v(kernel, qk, of_v):
+    q, k, v = draw(PLAIN)
+    q, k, v = q.to(qk), k.to(qk), v.to(of_v)
+    exact, _ = oracle(q, k, v)
+    out = attention(q, k, v, kernel=kernel)
+    assert out.dtype == of_v
+    assert relative_l1(out.float(), exact) < LIMITS.get(kernel, 0) + 4e-3
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", *NAMED])
+def test_out_dtype_shows_the_result_before_rounding(kernel):
+    q, k, v = draw(PLAIN, torch.bfloat16)
+    narrow = attention(q, k, v, kernel=kernel)
+    wide = attention(q, k, v, kernel=kernel, out_dtype=torch.float32)
+    assert narrow.dtype == torch.bfloat16
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.bfloat16(), narrow)
+    if kernel in NAMED:
+        assert not torch.equal(wide, narrow.float())
+
+
+@pytest.mark.parametrize("kernel", ["auto", *NAMED])
+@pytest.mark.parametrize("causal", [False, True])
+def test_report_60_the_callers_tensors_are_untouched(kernel, causal):
+    tensors = draw(PLAIN, torch.bfloat16)
+    tensors[1].add_(100)
+    before = [x.clone() for x in tensors]
+    versions = [x._version for x in tensors]
+    attention(*tensors, kernel=kernel, is_causal=causal, return_lse=True)
+    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+    assert [x._version for x in tensors] == versions
+
+
+@pytest.mark.parametrize("kernel", ["auto", *NAMED])
+@pytest.mark.parametrize("causal", [False, True])
+def test_expanded_and_transposed_inputs_give_the_same_as_contiguous_ones(kernel, causal):
+    q, k, v = draw(Shape(1, 4, 1, 40, 50, 64))
+    k, v = k.expand(2, 4, -1, -1), v.expand(2, 4, -1, -1)
+    q = torch.cat([q, q.flip(2)])
+    options = {"kernel": kernel, "is_causal": causal}
+    expected = attention(q, k.contiguous(), v.contiguous(), **options)
+    assert (k.stride(0), k.stride(1)) == (0, 0)
+    assert torch.equal(attention(q, k, v, **options), expected)
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    out = attention(turned, k, v, **options)
+    assert torch.equal(out, expected)
+    sliced = torch.randn(2, 4, 40, 128)
+    sliced[..., 64:] = q
+    assert torch.equal(attention(sliced[..., 64:], k, v, **options), expected)
+
+
+@pytest.mark.parametrize("kernel", EMULATED)
+def test_the_output_has_the_memory_order_of_q(kernel):
+    q, k, v = draw(PLAIN)
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert attention(q, k, v, kernel=kernel).stride() == q.stride()
+    assert attention(turned, k, v, kernel=kernel).stride() == turned.stride()
+
+
+@pytest.mark.parametrize("kernel", EMULATED)
+def test_report_52_repeated_calls_are_equal_bit_for_bit(kernel):
+    tensors = draw(PLAIN, torch.float16)
+    first = attention(*tensors, kernel=kernel, is_causal=True)
+    for _ in range(5):
+        assert torch.equal(attention(*tensors, kernel=kernel, is_causal=True), first)
+
+
+@pytest.mark.parametrize("kernel", NAMED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_does_not_reach_into_a_named_kernel(kernel, dtype):
+    tensors = draw(PLAIN)
+    plain = attention(*tensors, kernel=kernel)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(attention(*tensors, kernel=kernel), plain)
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("kernel", EMULATED)
+def test_inference_mode_changes_nothing(kernel):
+    tensors = draw(PLAIN)
+    plain = attention(*tensors, kernel=kernel)
+    with torch.inference_mode():
+        assert torch.equal(attention(*tensors, kernel=kernel), plain)
+
+
+def test_an_alias_is_its_kernel():
+    tensors = draw(PLAIN)
+    assert torch.equal(attention(*tensors, kernel="qk_int8"), attention(*tensors, kernel="sage"))
+
+
+# -- launch configs ---------------------------------------------------------------------------
+
+
+def test_a_launch_config_is_checked_before_it_runs():
+    tensors = draw(PLAIN)
+    with pytest.raises(UnsupportedInputError, match=r'"block_n":48.*cannot run here: block_n 48'):
+        attention(*tensors, kernel="sage", launch=launch(block_n=48))
+    with pytest.raises(UnsupportedInputError, match="block_n 16 is not a power of two"):
+        attention(*tensors, kernel="sage", launch=launch(block_n=16))
+    assert attention(*tensors, kernel="fav2", launch=launch(block_n=16)).shape == tensors[0].shape
+
+
+def test_a_launch_config_is_used():
+    tensors = draw(PLAIN)
+    smooth, rough = (
+        attention(*tensors, kernel="sage", launch=launch(smooth_k=flag)) for flag in (True, False)
+    )
+    assert not torch.equal(smooth, rough)
+    exact, _ = oracle(*tensors)
+    assert relative_l1(smooth, exact) < relative_l1(rough, exact)
+
+
+def test_a_tuned_config_of_a_folder_is_used(tmp_path):
+    q, k, v = draw(PLAIN)
+    shape = ops.shape_of(q, k, v, causal=False, scale=0.125, layout="bhsd")
+    key = dispatch.call_key(shape, Decision("sage", "emulation"))
+    rough = launch(128, 128, smooth_k=False, smooth_v=False)
+    facts = device.facts("cpu")
+    path = tmp_path / facts.slug / "attention.json"
+    merge(path, [entry(key, rough)], family="attention", facts=facts, toolchain=TOOLCHAIN)
+    default = attention(q, k, v, kernel="sage")
+    tuned = attention(q, k, v, kernel="sage", config_dir=tmp_path)
+    assert torch.equal(tuned, attention(q, k, v, kernel="sage", launch=rough))
+    assert not torch.equal(tuned, default)
+    assert torch.equal(attention(q, k, v, kernel="sage", config_dir=str(tmp_path)), tuned)
+
+
+def test_a_decision_can_be_run_as_it_is():
+    q, k, v = draw(PLAIN)
+    out = run_decided(
+        Decision("sage", "emulation"), q, k, v, is_causal=True, scale=0.125, layout="bhsd"
+    )
+    assert torch.equal(out, attention(q, k, v, is_causal=True, kernel="sage"))
+
+
+# -- the portable variant on a CPU ------------------------------------------------------------
+
+PORTABLE = """
+import torch, sage_plugin
+q = torch.zeros(1, 1, 4, 16)
+try:
+    sage_plugin.attention(q, q, q, kernel="sage", variant="portable")
+except sage_plugin.errors.UnsupportedInputError as error:
+    print(error)
+"""
+
+
+def test_a_portable_kernel_on_a_cpu_says_how_to_run_it():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sage_plugin.errors" + PORTABLE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in ("sage:portable runs on a GPU", "variant='emulation'", "TRITON_INTERPRET=1"):
+        assert words in done.stdout

@@ -1,0 +1,343 @@
+"""The decision table: which kernel runs where, and the named reason wherever none does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from sage_plugin import device
+from sage_plugin.errors import UnknownKernelError
+from sage_plugin.kernels import dispatch
+from sage_plugin.schema import KERNELS, CallShape, DeviceFacts
+
+KIB = 2**10
+SHAPE = CallShape(
+    batch=1,
+    heads_q=8,
+    heads_k=8,
+    seq_q=4096,
+    seq_k=4096,
+    head_dim=128,
+    dv=128,
+    dtype="bfloat16",
+    causal=False,
+    mask_kind="none",
+    layout="bhsd",
+    scale=0.1,
+)
+QUANTISED = ("sage", "fav3_sage", "fav3_fp8")
+
+
+def facts(arch: str) -> DeviceFacts:
+    """A device by architecture, with the FP8 type that `device` knows for it."""
+    kind = "cuda" if arch.startswith("sm_") else "hip" if arch.startswith("gfx") else "cpu"
+    return DeviceFacts(
+        slug=arch,
+        name=f"Test {arch}",
+        kind=kind,
+        arch=arch,
+        sm_count=100,
+        memory_bytes=2**34,
+        smem_bytes=0 if kind == "cpu" else 64 * KIB,
+        fp8_dtype="float8_e4m3fn" if kind == "cpu" else device.fp8_dtype(arch),
+    )
+
+
+def decide(arch: str = "sm_90", kernel: str = "auto", **changes: object) -> dispatch.Decision:
+    """The decision on `SHAPE`, with fields of the shape or arguments of `decide` changed."""
+    fields = {f.name for f in dataclasses.fields(CallShape)}
+    shape = dataclasses.replace(SHAPE, **{n: v for n, v in changes.items() if n in fields})
+    options = {name: value for name, value in changes.items() if name not in fields}
+    return dispatch.decide(shape, facts(arch), kernel=kernel, **options)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("KERNEL", "VARIANT"):
+        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
+    monkeypatch.setattr(device, "triton_version", lambda: "3.6.0")
+
+
+# Architecture -> what `auto` takes (or a word of the reason), and the kernels that run by name.
+NO_INT8 = "no INT8 tensor product"
+ALL = ("fav2", *QUANTISED)
+TABLE = {
+    "sm_70": (NO_INT8, ()),
+    "sm_75": (NO_INT8, ()),
+    "sm_80": ("sage", ("fav2", "sage")),
+    "sm_86": ("sage", ("fav2", "sage")),
+    "sm_89": ("fav3_sage", ALL),
+    "sm_90": ("fav3_sage", ALL),
+    "sm_100": ("fav3_sage", ALL),
+    "sm_120": ("fav3_sage", ALL),
+    "sm_121": ("fav3_sage", ALL),
+    "gfx942": ("fav3_sage", ALL),
+    "gfx950": ("fav3_sage", ALL),
+    "gfx1100": ("sage", ("fav2", "sage")),
+    "gfx1201": ("sage", ("fav2", "sage")),
+    "sm_61": (NO_INT8, ()),
+    "sm_999": (NO_INT8, ()),
+    "gfx803": ("not a known AMD architecture", ()),
+    "gfx1030": ("not a known AMD architecture", ()),
+}
+
+
+@pytest.mark.parametrize("arch", TABLE)
+def test_report_106_auto_on_every_architecture(arch):
+    expected, named = TABLE[arch]
+    found = decide(arch)
+    if named:
+        assert found == dispatch.Decision(expected, "portable", None)
+    else:
+        assert (found.kernel, found.variant) == ("sdpa", "host")
+        assert expected in found.reason
+        assert arch in found.reason
+
+
+@pytest.mark.parametrize("arch", TABLE)
+@pytest.mark.parametrize("kernel", ALL)
+def test_report_106_each_kernel_on_every_architecture(arch, kernel):
+    _, named = TABLE[arch]
+    found = decide(arch, kernel)
+    if kernel in named:
+        assert found == dispatch.Decision(kernel, "portable", None)
+        assert found.label == f"{kernel}:portable"
+    else:
+        assert (found.kernel, found.variant) == ("sdpa", "host")
+        assert arch in found.reason
+
+
+@pytest.mark.parametrize("arch", TABLE)
+def test_the_kernels_of_a_device_are_those_that_it_decides_for(arch):
+    assert dispatch.kernels_of(facts(arch)) == ("torch", "sdpa", *TABLE[arch][1])
+
+
+def test_a_cpu_runs_every_kernel_as_its_emulation_and_auto_on_the_host():
+    assert dispatch.kernels_of(facts("x86_64")) == KERNELS
+    for kernel in ALL:
+        assert decide("x86_64", kernel) == dispatch.Decision(kernel, "emulation")
+        assert decide("x86_64", kernel, variant="portable").label == f"{kernel}:portable"
+    found = decide("x86_64")
+    assert (found.kernel, found.variant) == ("sdpa", "host")
+    assert "CPU" in found.reason
+    assert decide("x86_64", variant="portable").label == "fav3_sage:portable"
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "gfx1100", "x86_64", "nonsense"])
+@pytest.mark.parametrize("kernel", ["torch", "sdpa"])
+def test_the_kernels_of_torch_run_everywhere(arch, kernel):
+    assert decide(arch, kernel) == dispatch.Decision(kernel, "host")
+
+
+@pytest.mark.parametrize("arch", ["sm_61", "sm_999", "gfx803"])
+def test_report_107_an_unknown_architecture_falls_back_and_never_raises(arch):
+    assert decide(arch).kernel == "sdpa"
+    assert decide(arch).reason
+
+
+@pytest.mark.parametrize("kernel", QUANTISED)
+def test_report_108_no_quantised_kernel_without_int8_tensor_cores(kernel):
+    assert NO_INT8 in decide("sm_70", kernel).reason
+
+
+def test_report_109_hip_is_told_by_its_kind_not_by_a_capability():
+    """ROCm reports gfx1151 as capability 11.5: the kind decides, so sm_115 is no HIP device."""
+    assert decide("gfx1151").label == "sage:portable"
+    assert decide("sm_115").kernel == "sdpa"
+    posing = dataclasses.replace(facts("gfx1151"), arch="sm_90")
+    assert "not a known AMD architecture" in dispatch.decide(SHAPE, posing).reason
+
+
+def test_report_110_a_missing_triton_is_named(monkeypatch):
+    monkeypatch.setattr(device, "triton_version", lambda: "")
+    for arch in ("sm_90", "gfx942"):
+        for kernel in ("auto", *ALL):
+            assert decide(arch, kernel).reason == "Triton is not installed"
+    assert dispatch.kernels_of(facts("sm_90")) == ("torch", "sdpa")
+    assert decide("x86_64", "sage").label == "sage:emulation"
+
+
+@pytest.mark.parametrize("kernel", ["fav3_sage", "fav3_fp8"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "gfx1100"])
+def test_report_111_a_missing_fp8_type_is_a_named_reason(arch, kernel):
+    assert decide(arch, kernel).reason == f"{arch} has no FP8 matrix units"
+
+
+@pytest.mark.parametrize("dim", [160, 192, 256])
+def test_report_18_large_heads_that_a_kernel_takes(dim):
+    assert decide(head_dim=dim, dv=dim).kernel == "fav3_sage"
+
+
+@pytest.mark.parametrize("dim", [257, 320, 384, 512])
+@pytest.mark.parametrize("kernel", ["auto", *ALL])
+def test_report_18_larger_heads_fall_back(dim, kernel):
+    found = decide(kernel=kernel, head_dim=dim, dv=dim)
+    assert (found.kernel, found.reason) == ("sdpa", f"head dim {dim} is over 256")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mask": True}, "attention mask"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"needs_grad": True}, "gradient"),
+        ({"dv": 64}, "V has 64 channels and Q 128"),
+        ({"dtype": "float64"}, "dtype float64"),
+        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
+        ({"dtype": "int8"}, "dtype int8"),
+        ({"seq_q": 0}, "empty"),
+        ({"seq_k": 0}, "empty"),
+        ({"batch": 0}, "empty"),
+        ({"heads_q": 0}, "empty"),
+        ({"head_dim": 0, "dv": 0}, "empty"),
+        ({"min_seq": 4097}, "min_seq 4097"),
+        ({"min_seq": 100, "seq_q": 99}, "min_seq 100"),
+        ({"min_seq": 100, "seq_k": 99}, "min_seq 100"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", ["auto", *ALL])
+def test_a_call_that_no_kernel_takes_has_its_reason(changes, words, kernel):
+    found = decide(kernel=kernel, **changes)
+    assert (found.kernel, found.variant) == ("sdpa", "host")
+    assert words in found.reason
+
+
+def test_report_33_a_mask_always_gives_way_to_the_host():
+    """Even the exact kernel does not take a mask, so it cannot be dropped without notice."""
+    for kernel in (*ALL, "torch"):
+        assert decide(kernel=kernel, mask=True).reason == "an attention mask is not supported"
+    assert decide(kernel="sdpa", mask=True) == dispatch.Decision("sdpa", "host")
+
+
+def test_report_95_a_gradient_always_gives_way_to_the_host():
+    for kernel in (*ALL, "torch"):
+        assert decide(kernel=kernel, needs_grad=True).reason == "a gradient is needed"
+    assert decide(kernel="sdpa", needs_grad=True).reason is None
+
+
+def test_report_61_every_way_to_the_host_but_sdpa_has_a_reason():
+    for arch in TABLE:
+        for kernel in ("auto", *KERNELS):
+            found = decide(arch, kernel)
+            assert (found.kernel != "sdpa") == (found.reason is None) or kernel == "sdpa"
+
+
+@pytest.mark.parametrize("seq", [4096, 1])
+def test_a_length_of_at_least_min_seq_is_taken(seq):
+    assert decide(min_seq=seq, seq_q=seq, seq_k=seq).reason is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_dtypes_that_are_taken(dtype):
+    assert decide(dtype=dtype).reason is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "variant", "expected"),
+    [
+        ("sage", None, "sage:portable"),
+        ("qk_int8", None, "sage:portable"),
+        ("sdpa", None, "sdpa:host"),
+        ("torch", "emulation", "torch:host"),
+        ("sdpa", "emulation", "sdpa:host"),
+        (None, "emulation", "fav3_sage:emulation"),
+        ("fav2", "emulation", "fav2:emulation"),
+        ("", "", "fav3_sage:portable"),
+    ],
+)
+def test_the_environment_stands_in_for_auto(monkeypatch, kernel, variant, expected):
+    for name, value in (("KERNEL", kernel), ("VARIANT", variant)):
+        if value is not None:
+            monkeypatch.setenv(f"SAGE_PLUGIN_{name}", value)
+    assert decide().label == expected
+
+
+def test_an_argument_wins_over_the_environment(monkeypatch):
+    monkeypatch.setenv("SAGE_PLUGIN_KERNEL", "fav2")
+    monkeypatch.setenv("SAGE_PLUGIN_VARIANT", "emulation")
+    assert decide(kernel="sage", variant="portable").label == "sage:portable"
+
+
+def test_the_environment_brings_kernels_to_a_cpu(monkeypatch):
+    monkeypatch.setenv("SAGE_PLUGIN_VARIANT", "emulation")
+    assert decide("x86_64").label == "fav3_sage:emulation"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [("KERNEL", "sage3", "fav3_sage"), ("VARIANT", "cuda", "portable")],
+)
+def test_a_wrong_environment_is_an_error_that_lists_names(monkeypatch, name, value, allowed):
+    monkeypatch.setenv(f"SAGE_PLUGIN_{name}", value)
+    with pytest.raises(UnknownKernelError, match=rf"'{value}'.*{allowed}"):
+        decide()
+
+
+def test_an_unknown_kernel_is_answered_with_all_names():
+    with pytest.raises(UnknownKernelError) as error:
+        dispatch.resolve_kernel("flash")
+    for name in ("'flash'", "auto", *KERNELS, "qk_int8 = sage"):
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("sage", ("sage", "auto")),
+        ("qk_int8", ("sage", "auto")),
+        ("qk_int8:emulation", ("sage", "emulation")),
+        ("fav3_fp8:portable", ("fav3_fp8", "portable")),
+        ("auto", ("auto", "auto")),
+        ("auto:emulation", ("auto", "emulation")),
+        ("sdpa", ("sdpa", "host")),
+        ("torch:host", ("torch", "host")),
+    ],
+)
+def test_a_kernel_and_its_variant_from_text(text, expected):
+    assert dispatch.parse_kernel(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sage:cuda", "'cuda' of kernel 'sage' is not known; choose one of auto, emulation"),
+        ("sage:host", "not known"),
+        ("sdpa:portable", "choose one of auto, host"),
+        ("sage3:portable", "kernel 'sage3' is not known"),
+        ("", "kernel '' is not known"),
+        ("SAGE", "kernel 'SAGE' is not known"),
+    ],
+)
+def test_wrong_text_is_answered_with_what_is_allowed(text, words):
+    with pytest.raises(UnknownKernelError, match=words):
+        dispatch.parse_kernel(text)
+
+
+def test_the_call_key_of_a_grouped_call():
+    shape = dataclasses.replace(
+        SHAPE, batch=2, heads_q=8, heads_k=2, seq_q=10, seq_k=20, causal=True, layout="bshd"
+    )
+    key = dispatch.call_key(shape, dispatch.Decision("sage", "portable"))
+    assert key.to_json() == {
+        "kernel": "sage",
+        "variant": "portable",
+        "head_dim": 128,
+        "dv": 128,
+        "dtype": "bfloat16",
+        "gqa_ratio": 4,
+        "causal": True,
+        "mask_kind": "none",
+        "layout": "bshd",
+        "seq_q": 10,
+        "seq_k": 20,
+        "batch_heads": 16,
+    }
+
+
+def test_facts_of_a_tensors_device():
+    assert dispatch.facts_of("cpu", None) == device.facts("cpu")
+    x = torch.empty(1)
+    assert dispatch.facts_of(x.device.type, x.device.index).kind == "cpu"

@@ -1,0 +1,256 @@
+"""The torch ops: what a compiler is told is what happens, and every output is written."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import sage_plugin
+from sage_plugin.kernels import launches
+from sage_plugin.kernels.attention import ops
+from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, launch, relative_l1
+
+LAUNCH = launch().text()
+HOSTED = ("torch", "sdpa")
+ATTENTION = torch.ops.sage_plugin.attention.default
+WITH_LSE = torch.ops.sage_plugin.attention_with_lse.default
+BOTH = pytest.mark.parametrize("op", [ATTENTION, WITH_LSE], ids=lambda op: op._schema.name)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
+        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    launches.forget()
+    torch._dynamo.reset()
+    yield
+    launches.forget()
+
+
+def arguments(kernel, *, layout="bhsd", causal=True, form="plain", dv=80, out_dtype=None):
+    """The arguments of an op: 2 x 4:2 heads of 80 channels, in some memory form."""
+    q, k, v = draw(Shape(2, 4, 2, 20, 33, 80), torch.bfloat16, layout=layout)
+    if form == "transposed":
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    elif form == "expanded":
+        k, v = (x[:1].expand(2, -1, -1, -1) for x in (k, v))
+        q = q[:, :, :1].expand(q.shape)
+    elif form == "sliced":
+        q = torch.stack([q, q], 3)[:, :, :, 1]
+    variant, config = ("host", "") if kernel in HOSTED else ("emulation", LAUNCH)
+    return (q, k, v[..., :dv], 0.1, causal, kernel, variant, layout, config, "", out_dtype)
+
+
+FORMS = ("plain", "transposed", "expanded", "sliced")
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+# -- what the compiler is told ----------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("kernel", ["torch", "sdpa", "fav2", "fav3_sage"])
+@pytest.mark.parametrize("form", FORMS)
+def test_report_74_opcheck_is_clean(op, kernel, form):
+    torch.library.opcheck(op, arguments(kernel, form=form))
+
+
+@BOTH
+@pytest.mark.parametrize("kernel", [*HOSTED, *EMULATED])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_report_74_the_fake_has_the_strides_of_the_real_one(op, kernel, layout):
+    for form, out_dtype, causal in itertools.product(FORMS, (None, torch.float32), (False, True)):
+        given = arguments(kernel, layout=layout, form=form, out_dtype=out_dtype, causal=causal)
+        real = outputs(op(*given))
+        fake = outputs(op(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in given)))
+        for mine, told in zip(real, fake, strict=True):
+            assert mine.shape == told.shape
+            assert mine.stride() == told.stride(), form
+            assert mine.dtype == told.dtype
+            assert mine.storage_offset() == told.storage_offset() == 0
+        assert real[0].dtype == (out_dtype or torch.bfloat16)
+
+
+@BOTH
+@pytest.mark.parametrize("kernel", HOSTED)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_host_kernels_take_a_v_of_other_width(op, kernel, layout):
+    for form in FORMS:
+        given = arguments(kernel, layout=layout, form=form, dv=48)
+        real = outputs(op(*given))
+        fake = outputs(op(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in given)))
+        assert real[0].shape[3] == 48
+        assert [x.shape for x in real] == [x.shape for x in fake]
+        assert [x.stride() for x in real] == [x.stride() for x in fake]
+
+
+def test_report_86_the_lse_owns_its_storage():
+    for kernel in (*HOSTED, *EMULATED):
+        _, lse = WITH_LSE(*arguments(kernel, layout="bshd"))
+        assert lse.is_contiguous()
+        assert lse.dtype == torch.float32
+        assert lse.untyped_storage().nbytes() == lse.numel() * 4
+
+
+# -- what is written --------------------------------------------------------------------------
+
+
+def registered() -> set[str]:
+    """The names of all ops in our namespace."""
+    names = (schema.name for schema in torch._C._jit_get_all_schemas())
+    return {name for name in names if name.startswith("sage_plugin::")}
+
+
+def test_the_registered_ops_are_those_that_are_tested_here():
+    assert registered() == {ATTENTION._schema.name, WITH_LSE._schema.name}
+
+
+@pytest.fixture
+def nan_memory(monkeypatch):
+    """Fill what torch hands out without a value with NaN."""
+
+    def poisoned(make):
+        def made(*size, **options):
+            out = make(*size, **options)
+            return out.fill_(math.nan) if out.is_floating_point() and not out.is_meta else out
+
+        return made
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    assert torch.empty(3).isnan().all()
+
+
+@BOTH
+@pytest.mark.parametrize("kernel", [*HOSTED, *EMULATED])
+@pytest.mark.usefixtures("nan_memory")
+def test_report_71_every_op_writes_all_of_its_output(op, kernel):
+    """The real implementation is what runs, not the fake one that returns empty tensors."""
+    for layout in ("bhsd", "bshd"):
+        for x in outputs(op(*arguments(kernel, layout=layout))):
+            assert not x.isnan().any()
+            assert x[x.isfinite()].float().abs().sum() > 0
+
+
+@pytest.mark.parametrize("kernel", ["torch", "fav3_sage"])
+def test_report_71_compiled_ops_write_all_of_their_output(kernel):
+    given = arguments(kernel)
+    tensors, rest = given[:3], given[3:]
+    for op in (ATTENTION, WITH_LSE):
+        compiled = torch.compile(lambda q, k, v, op=op: op(q, k, v, *rest), backend="aot_eager")
+        for mine, eager in zip(outputs(compiled(*tensors)), outputs(op(*given)), strict=True):
+            assert torch.equal(mine, eager)
+
+
+# -- compilation ------------------------------------------------------------------------------
+
+
+def block(q, k, v, kernel, **options):
+    """What a model does around attention: something before it, something after it."""
+    out = sage_plugin.attention(q * 1.5, k, v, kernel=kernel, **options)
+    return out.transpose(1, 2).flatten(2) + 1
+
+
+@pytest.mark.parametrize("kernel", ["sage", "fav2", "torch", "sdpa", "auto"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_report_73_a_function_with_attention_compiles_without_a_break(kernel, causal):
+    tensors = draw(Shape(1, 4, 2, 40, 50, 80))
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        out = compiled(*tensors, kernel, is_causal=causal)
+        assert torch.equal(out, block(*tensors, kernel, is_causal=causal))
+
+
+def test_report_73_the_lse_and_a_launch_config_compile_too():
+    tensors = draw(Shape(1, 2, 2, 40, 50, 64))
+
+    def both(q, k, v, config):
+        out, lse = sage_plugin.attention(
+            q, k, v, kernel="fav3_sage", return_lse=True, out_dtype=torch.float32, launch=config
+        )
+        return out * 2, lse + 1
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    smooth, rough = launch(), launch(smooth_k=False)
+    with torch.no_grad():
+        assert not torch.equal(both(*tensors, smooth)[0], both(*tensors, rough)[0])
+        for config in (smooth, rough, None):
+            for mine, eager in zip(compiled(*tensors, config), both(*tensors, config), strict=True):
+                assert torch.equal(mine, eager)
+
+
+@pytest.mark.parametrize("kernel", ["sage", "fav3_fp8"])
+def test_report_75_new_lengths_recompile_at_most_once(kernel):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for seq in (40, 50, 64, 33, 41, 90):
+            tensors = draw(Shape(1, 2, 2, seq, seq, 64), seed=seq)
+            assert torch.equal(compiled(*tensors, kernel), block(*tensors, kernel))
+    assert counter.frame_count <= 2
+
+
+def test_report_75_dynamic_lengths_compile_in_the_first_call_alone():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    counts = set()
+    with torch.no_grad():
+        for seq_q, seq_k in ((40, 70), (50, 33), (64, 90)):
+            tensors = draw(Shape(1, 2, 2, seq_q, seq_k, 64))
+            assert torch.equal(compiled(*tensors, "sage"), block(*tensors, "sage"))
+            counts.add(counter.frame_count)
+    assert len(counts) == 1
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
+def test_the_default_compiler_agrees_with_eager():
+    """Inductor holds every output to the strides that it was told of."""
+    tensors = draw(Shape(1, 2, 2, 20, 20, 80))
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    for kernel in ("sage", "torch"):
+        compiled = torch.compile(block, fullgraph=True)
+        with torch.no_grad():
+            out = compiled(*turned, kernel)
+            assert relative_l1(out, block(*turned, kernel)) < 1e-5
+
+
+# -- the op by itself -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", EMULATED)
+def test_the_two_ops_agree(kernel):
+    given = arguments(kernel)
+    out, lse = WITH_LSE(*given)
+    assert torch.equal(ATTENTION(*given), out)
+    exact, exact_lse = WITH_LSE(*arguments("torch"))
+    assert relative_l1(out.float(), exact.float()) < 2 * LIMITS[kernel] + 4e-3
+    assert (lse - exact_lse).abs().max() < 0.1
+
+
+def test_the_shape_record_of_a_call():
+    q, k, v = draw(Shape(2, 4, 2, 20, 33, 80), torch.bfloat16, layout="bshd")
+    shape = ops.shape_of(q, k, v[..., :16], causal=True, scale=0.5, layout="bshd")
+    assert shape.to_json() == {
+        "batch": 2,
+        "heads_q": 4,
+        "heads_k": 2,
+        "seq_q": 20,
+        "seq_k": 33,
+        "head_dim": 80,
+        "dv": 16,
+        "dtype": "bfloat16",
+        "causal": True,
+        "mask_kind": "none",
+        "layout": "bshd",
+        "scale": 0.5,
+    }

@@ -1,0 +1,314 @@
+"""The records: strict JSON both ways, every mistake named, nothing changed after it was made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+import typing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sage_plugin import schema
+from sage_plugin.errors import ConfigError
+from sage_plugin.schema import (
+    CallKey,
+    CallShape,
+    CaptureRecord,
+    DeviceFacts,
+    ErrorMetrics,
+    Evidence,
+    JsonRecord,
+    LaunchConfig,
+    RegistryEntry,
+    RegistryFile,
+    Timing,
+    Toolchain,
+    Trial,
+)
+from tests.registry.samples import CONFIG, ERRORS, FACTS, KEY, TOOLCHAIN, entry, file, timing
+
+RECORDS = (
+    LaunchConfig,
+    CallKey,
+    CallShape,
+    DeviceFacts,
+    Toolchain,
+    Timing,
+    ErrorMetrics,
+    Evidence,
+    RegistryEntry,
+    RegistryFile,
+    CaptureRecord,
+    Trial,
+)
+SCALARS = {
+    int: st.integers(-(2**60), 2**60),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    str: st.text(max_size=8),
+    bool: st.booleans(),
+}
+
+
+def values(hint: object) -> st.SearchStrategy:
+    """Any value that a type hint of a record allows."""
+    if hint in SCALARS:
+        return SCALARS[hint]
+    if isinstance(hint, type) and issubclass(hint, JsonRecord):
+        return records(hint)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        return st.one_of(*(st.none() if a is types.NoneType else values(a) for a in inner))
+    if origin is tuple:
+        return st.lists(values(inner[0]), max_size=3).map(tuple)
+    assert origin is dict, hint
+    return st.dictionaries(st.text(max_size=5), values(inner[1]), max_size=3)
+
+
+def records(of: type[JsonRecord]) -> st.SearchStrategy:
+    """Any record of a class."""
+    return st.builds(of, **{name: values(hint) for name, hint in hints(of).items()})
+
+
+def hints(of: type[JsonRecord]) -> dict[str, object]:
+    return {
+        name: typing.get_type_hints(of)[name] for name in (f.name for f in dataclasses.fields(of))
+    }
+
+
+def test_every_record_of_the_module_is_tested_here():
+    found = {x for x in vars(schema).values() if isinstance(x, type) and issubclass(x, JsonRecord)}
+    assert found == {*RECORDS, JsonRecord}
+
+
+@pytest.mark.parametrize("of", RECORDS, ids=lambda of: of.__name__)
+def test_a_round_trip_through_text_gives_the_record_back(of):
+    @settings(max_examples=25, deadline=None, derandomize=True)
+    @given(record=records(of))
+    def check(record):
+        text = json.dumps(record.to_json(), allow_nan=False)
+        back = of.from_json(json.loads(text))
+        assert back == record
+        assert type(back) is of
+        assert json.dumps(back.to_json()) == text
+        assert list(record.to_json()) == [f.name for f in dataclasses.fields(of)]
+
+    check()
+
+
+@pytest.mark.parametrize("of", RECORDS, ids=lambda of: of.__name__)
+def test_a_round_trip_gives_hashable_records_where_no_field_is_a_dict(of):
+    if any(typing.get_origin(hint) is dict for hint in hints(of).values()):
+        return
+
+    @settings(max_examples=5, deadline=None, derandomize=True)
+    @given(record=records(of))
+    def check(record):
+        back = of.from_json(json.loads(json.dumps(record.to_json())))
+        assert hash(back) == hash(record)
+
+    check()
+
+
+SAMPLE = {
+    LaunchConfig: CONFIG,
+    CallKey: KEY,
+    DeviceFacts: FACTS,
+    Toolchain: TOOLCHAIN,
+    Timing: timing(),
+    ErrorMetrics: ERRORS,
+    Evidence: entry().evidence,
+    RegistryEntry: entry(),
+    RegistryFile: file(entry()),
+    CallShape: CallShape(1, 2, 2, 64, 64, 64, 64, "bfloat16", False, "none", "bhsd", 0.125),
+    Trial: Trial("study", CONFIG, "final", "ok", time=timing(), errors=ERRORS),
+}
+SAMPLE[CaptureRecord] = CaptureRecord(
+    1, "attention", "0.safetensors", "transformer.block", 0, 999.0, 0, SAMPLE[CallShape], (0,),
+    (0, 1), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), None, "Model", "", {"torch": "2"}, "ab",
+)  # fmt: skip
+EVERY_FIELD = [(of, name) for of in RECORDS for name in hints(of)]
+
+
+def data_of(of: type[JsonRecord]) -> dict[str, typing.Any]:
+    return json.loads(json.dumps(SAMPLE[of].to_json()))
+
+
+@pytest.mark.parametrize(("of", "name"), EVERY_FIELD)
+def test_a_missing_field_is_named_or_has_its_default(of, name):
+    data = data_of(of)
+    del data[name]
+    spec = {f.name: f for f in dataclasses.fields(of)}[name]
+    if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+        with pytest.raises(ConfigError, match=rf"{of.__name__}: field '{name}' is missing"):
+            of.from_json(data)
+    elif spec.default is not dataclasses.MISSING:
+        assert getattr(of.from_json(data), name) == spec.default
+    else:
+        assert getattr(of.from_json(data), name) == spec.default_factory()
+
+
+WRONG = ("text", 1, 1.5, True, None, [], [1], {}, {"a": object()}, [None], [[]])
+
+
+def allows(hint: object, value: object) -> bool:
+    """Whether a hint allows a value, said anew: JSON's types, and no bool for a number."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        return any(value is None if a is types.NoneType else allows(a, value) for a in inner)
+    if origin is tuple:
+        return isinstance(value, list) and all(allows(inner[0], v) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(allows(inner[1], v) for v in value.values())
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint
+
+
+def is_record(hint: object) -> bool:
+    """Whether a hint is a record, or one or nothing."""
+    return any(a in RECORDS for a in (hint, *typing.get_args(hint)))
+
+
+@pytest.mark.parametrize(("of", "name"), EVERY_FIELD)
+def test_a_wrong_type_is_named_with_its_field(of, name):
+    hint, refused = hints(of)[name], 0
+    for value in WRONG:
+        data = data_of(of) | {name: value}
+        if allows(hint, value):
+            found = getattr(of.from_json(data), name)
+            assert found == (tuple(value) if isinstance(value, list) else value)
+            continue
+        refused += 1
+        with pytest.raises(ConfigError) as error:
+            of.from_json(data)
+        inside = isinstance(value, dict) and is_record(hint)
+        assert inside or f"{of.__name__}.{name}" in str(error.value)
+    assert refused >= 4
+
+
+@pytest.mark.parametrize("of", RECORDS, ids=lambda of: of.__name__)
+def test_an_unknown_field_is_answered_with_those_that_are_allowed(of):
+    with pytest.raises(ConfigError) as error:
+        of.from_json(data_of(of) | {"BLOCK_M": 1})
+    assert f"{of.__name__}: unknown field 'BLOCK_M'; allowed: " in str(error.value)
+    for name in hints(of):
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize("of", RECORDS, ids=lambda of: of.__name__)
+@pytest.mark.parametrize(
+    ("data", "kind"), [([], "list"), (None, "null"), ("x", "str"), (3, "int"), (True, "bool")]
+)
+def test_only_an_object_is_a_record(of, data, kind):
+    with pytest.raises(ConfigError, match=f"{of.__name__}: got {kind}, expected a JSON object"):
+        of.from_json(data)
+
+
+def test_report_114_a_mistake_deep_inside_is_named_where_it_is():
+    data = data_of(RegistryFile)
+    data["entries"][0]["config"]["num_warps"] = True
+    with pytest.raises(
+        ConfigError, match=r"LaunchConfig\.num_warps: got True \(bool\), expected int"
+    ):
+        RegistryFile.from_json(data)
+    data = data_of(RegistryFile)
+    data["entries"][0]["config"]["BLOCK_M"] = data["entries"][0]["config"].pop("block_m")
+    with pytest.raises(ConfigError, match="LaunchConfig: unknown field 'BLOCK_M'"):
+        RegistryFile.from_json(data)
+    data = data_of(RegistryFile)
+    data["entries"][0]["seq_q_range"] = [1, "2"]
+    with pytest.raises(ConfigError, match=r"RegistryEntry\.seq_q_range\[1\]: got '2'"):
+        RegistryFile.from_json(data)
+    data = data_of(CaptureRecord)
+    data["versions"]["torch"] = 2
+    with pytest.raises(ConfigError, match=r"CaptureRecord\.versions\.torch: got 2"):
+        CaptureRecord.from_json(data)
+
+
+def test_a_bool_is_no_number_and_a_number_is_no_bool():
+    for field, value in (("block_m", True), ("smooth_k", 1), ("maxnreg", False)):
+        with pytest.raises(ConfigError, match=rf"LaunchConfig\.{field}"):
+            LaunchConfig.from_json(data_of(LaunchConfig) | {field: value})
+    with pytest.raises(ConfigError, match=r"Timing\.median_ms: got True"):
+        Timing.from_json(data_of(Timing) | {"median_ms": True})
+
+
+def test_a_whole_number_may_stand_for_a_float_and_becomes_one():
+    found = Timing.from_json(data_of(Timing) | {"median_ms": 2})
+    assert (found.median_ms, type(found.median_ms)) == (2.0, float)
+    with pytest.raises(ConfigError, match=r"Timing\.median_ms.*too large"):
+        Timing.from_json(data_of(Timing) | {"median_ms": 10**400})
+    with pytest.raises(ConfigError, match=r"Timing\.n"):
+        Timing.from_json(data_of(Timing) | {"n": 2.0})
+
+
+@pytest.mark.parametrize("of", RECORDS, ids=lambda of: of.__name__)
+def test_a_record_is_frozen_and_slotted(of):
+    record = SAMPLE[of]
+    name = next(iter(hints(of)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(record, name, None)
+    assert not hasattr(record, "__dict__")
+
+
+def test_a_nested_record_may_be_given_as_it_is():
+    data = {"key": KEY, "config": CONFIG, "evidence": entry().evidence}
+    ranges = {"seq_q_range": (1, 2), "seq_k_range": [3, 4]}
+    found = RegistryEntry.from_json({**data, **ranges})
+    assert found.key is KEY
+    assert (found.seq_q_range, found.seq_k_range) == ((1, 2), (3, 4))
+
+
+# -- launch configs and keys ------------------------------------------------------------------
+
+
+def test_a_changed_copy_is_checked_like_any_other():
+    changed = CONFIG.replaced(num_warps=8)
+    assert (changed.num_warps, CONFIG.num_warps) == (8, 4)
+    assert dataclasses.replace(changed, num_warps=4) == CONFIG
+    with pytest.raises(ConfigError, match="unknown field 'BLOCK_M'"):
+        CONFIG.replaced(BLOCK_M=64)
+    with pytest.raises(ConfigError, match="num_warps"):
+        CONFIG.replaced(num_warps="8")
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(config=records(LaunchConfig))
+def test_the_text_of_a_config_gives_it_back_and_tells_configs_apart(config):
+    assert LaunchConfig.from_json(json.loads(config.text())) == config
+    assert config.text() == LaunchConfig.from_json(json.loads(config.text())).text()
+    assert config.replaced(pv_flush=config.pv_flush + 1).text() != config.text()
+
+
+def test_report_116_every_field_is_part_of_the_text():
+    for name, value in CONFIG.to_json().items():
+        other = {bool: not value, int: 77, str: "other"}[type(value)]
+        assert CONFIG.replaced(**{name: other}).text() != CONFIG.text()
+        assert CONFIG.replaced(**{name: other}) != CONFIG
+
+
+def test_the_discrete_fields_and_the_numbers_are_all_of_a_key():
+    names = [f.name for f in dataclasses.fields(CallKey)]
+    assert KEY.discrete() == tuple(getattr(KEY, name) for name in names[:9])
+    assert KEY.numbers() == tuple(getattr(KEY, name) for name in names[9:])
+    assert names[9:] == ["seq_q", "seq_k", "batch_heads"]
+
+
+def test_the_names_of_the_design():
+    assert schema.KERNELS == ("torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
+    assert schema.KERNEL_ALIASES == {"qk_int8": "sage"}
+    assert schema.LAYOUTS == ("bhsd", "bshd")
+    assert set(schema.KERNEL_ALIASES.values()) <= set(schema.KERNELS)
+
+
+def test_the_module_loads_without_torch():
+    code = "import sys, sage_plugin.schema; assert not {'torch', 'triton'} & set(sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
