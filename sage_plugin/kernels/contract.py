@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -97,6 +97,42 @@ class Implementation(Protocol[Prepared]):
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention on prepared operands; the output has V's dtype unless `out_dtype` is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainOperands:
+    """Q, K and V as they came, for implementations that do not quantise."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    problem: Problem
+    launch_config: LaunchConfig | None
+
+    @property
+    def config(self) -> LaunchConfig:
+        """The launch config of a kernel that has one."""
+        assert self.launch_config is not None
+        return self.launch_config
+
+
+class ReadsInPlace:
+    """The first step of implementations that do not quantise."""
+
+    tuned: ClassVar[bool] = True
+    """Whether the second step has a launch config."""
+
+    def prepare(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        problem: Problem,
+        launch: LaunchConfig | None,
+    ) -> PlainOperands:
+        """Keep the inputs; they are read through their strides."""
+        return PlainOperands(q, k, v, problem, launch if self.tuned else None)
 
 
 def bhsd(tensor: torch.Tensor, layout: str) -> torch.Tensor:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from sage_plugin.kernels.contract import Problem, bhsd
-from sage_plugin.schema import LaunchConfig
+from sage_plugin.kernels.contract import PlainOperands, ReadsInPlace, bhsd
 
 CHUNK_ELEMENTS = 1 << 26
 """Scores held at once: 256 MiB in fp32."""
@@ -97,31 +95,10 @@ def _full_precision_matmul() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-@dataclass(frozen=True, slots=True)
-class PlainOperands:
-    """Q, K and V as they came: nothing to quantise, nothing tuned."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    problem: Problem
-    launch_config: LaunchConfig | None = None
-
-
-class OracleKernel:
+class OracleKernel(ReadsInPlace):
     """The kernel `torch`: the oracle behind the two-step contract."""
 
-    def prepare(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        problem: Problem,
-        launch: LaunchConfig | None,
-    ) -> PlainOperands:
-        """Keep the inputs."""
-        return PlainOperands(q, k, v, problem)
+    tuned = False
 
     def launch(
         self,

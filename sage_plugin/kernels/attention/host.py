@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sage_plugin.kernels.contract import Problem, bhsd
-from sage_plugin.kernels.oracle import PlainOperands, oracle
-from sage_plugin.schema import LaunchConfig
+from sage_plugin.kernels.contract import PlainOperands, ReadsInPlace, bhsd
+from sage_plugin.kernels.oracle import oracle
 
 
 def host_attention(
@@ -65,20 +64,10 @@ def _both(attn_mask: torch.Tensor | None, keep: torch.Tensor) -> torch.Tensor:
     return attn_mask.masked_fill(~keep, float("-inf"))
 
 
-class HostKernel:
+class HostKernel(ReadsInPlace):
     """The kernel `sdpa`."""
 
-    def prepare(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        problem: Problem,
-        launch: LaunchConfig | None,
-    ) -> PlainOperands:
-        """Keep the inputs."""
-        return PlainOperands(q, k, v, problem)
+    tuned = False
 
     def launch(
         self,

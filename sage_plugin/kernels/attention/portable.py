@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,14 @@ from sage_plugin.kernels.attention.primitives import (
     plain_attention_kernel,
     quantised_attention_kernel,
 )
-from sage_plugin.kernels.contract import Problem, bhsd, empty_lse, empty_output
+from sage_plugin.kernels.contract import (
+    PlainOperands,
+    Problem,
+    ReadsInPlace,
+    bhsd,
+    empty_lse,
+    empty_output,
+)
 from sage_plugin.kernels.quant.portable import QuantisedOperands, quantise
 from sage_plugin.kernels.quant.recipe import LOG2E, Recipe
 from sage_plugin.schema import LaunchConfig
@@ -99,41 +105,18 @@ def compiler_options(config: LaunchConfig) -> dict[str, int]:
     return options
 
 
-@dataclass(frozen=True, slots=True)
-class StridedOperands:
-    """Q, K and V read in place, with the launch config of the kernel."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    problem: Problem
-    launch_config: LaunchConfig
-
-
-class PlainPortable:
+class PlainPortable(ReadsInPlace):
     """The portable variant of `fav2`: FlashAttention-2 without quantisation."""
-
-    def prepare(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        problem: Problem,
-        launch: LaunchConfig,
-    ) -> StridedOperands:
-        """Keep the inputs; they are read through their strides."""
-        return StridedOperands(q, k, v, problem, launch)
 
     def launch(
         self,
-        operands: StridedOperands,
+        operands: PlainOperands,
         *,
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One launch; fp32 inputs are multiplied in IEEE fp32."""
-        ops, config, layout = operands, operands.launch_config, operands.problem.layout
+        ops, config, layout = operands, operands.config, operands.problem.layout
         out = empty_output(ops.q, out_dtype or ops.v.dtype)
         q, k, v, o = (bhsd(t, layout) for t in (ops.q, ops.k, ops.v, out))
         lse = empty_lse(ops.q, layout) if return_lse else out

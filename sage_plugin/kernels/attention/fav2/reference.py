@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from sage_plugin.kernels.attention.emulation import blockwise
-from sage_plugin.kernels.contract import Problem, bhsd, empty_output
+from sage_plugin.kernels.contract import PlainOperands, ReadsInPlace, bhsd, empty_output
 from sage_plugin.kernels.quant.recipe import LOG2E
-from sage_plugin.schema import LaunchConfig
 
 
-@dataclass(frozen=True, slots=True)
-class PlainEmulatedOperands:
-    """Q, K and V as they came, with the launch config that fixes the key blocks."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    problem: Problem
-    launch_config: LaunchConfig
-
-
-class PlainEmulation:
+class PlainEmulation(ReadsInPlace):
     """The emulation of FlashAttention-2: fp32 scores, P in V's type, fp32 sums."""
-
-    def prepare(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        problem: Problem,
-        launch: LaunchConfig,
-    ) -> PlainEmulatedOperands:
-        """Keep the inputs."""
-        return PlainEmulatedOperands(q, k, v, problem, launch)
 
     def launch(
         self,
-        operands: PlainEmulatedOperands,
+        operands: PlainOperands,
         *,
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Blockwise attention."""
-        problem, block_n = operands.problem, operands.launch_config.block_n
+        problem, block_n = operands.problem, operands.config.block_n
         q, k, v = (bhsd(t, problem.layout) for t in (operands.q, operands.k, operands.v))
         batch, heads_q, seq_q, head_dim = q.shape
         heads_k, seq_k = k.shape[1], k.shape[2]
