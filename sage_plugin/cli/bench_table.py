@@ -111,8 +111,8 @@ def _reference_error(row: Row) -> str:
 
 
 def _spread_text(row: Row) -> str:
-    half = (row.time.high_ms - row.time.low_ms) / 2 / row.time.median_ms
-    return f"{100 * half:.1f}%"
+    half = 50 * (row.time.high_ms - row.time.low_ms) / row.time.median_ms
+    return f"{half:.1f}%" if half < 9.95 else f"{half:.0f}%"
 
 
 def _error(value: float | None) -> str:

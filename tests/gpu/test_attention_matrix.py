@@ -159,3 +159,13 @@ def test_report_52_repeated_calls_are_bitwise_equal(kernel):
     for _ in range(20):
         poison(q)
         assert torch.equal(sage_plugin.attention(q, k, v, kernel=kernel), first)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", [(1, 3, 1, 129, 1, 128), (1, 2, 2, 777, 300, 128)], ids=str)
+def test_short_causal_calls_never_show_what_scratch_held(kernel, shape):
+    for seed in range(150):
+        q, k, v = inputs(shape, torch.bfloat16, seed=seed)
+        poison(q)
+        out = sage_plugin.attention(q, k, v, kernel=kernel, is_causal=True, out_dtype=torch.float32)
+        assert torch.isfinite(out).all()

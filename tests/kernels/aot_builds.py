@@ -24,18 +24,30 @@ from typing import Any
 import torch
 
 from sage_plugin import device
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels import dispatch, launches
 from sage_plugin.kernels.attention import ops
 from sage_plugin.kernels.contract import Decision, Problem
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 
-SMEM_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
+SMEM_KIB = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_120": 99,
+    "gfx942": 64,
+    "gfx950": 160,
+    "gfx1100": 64,
+    "gfx1201": 64,
+}
 TRITON_TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.int8: "i8",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e4m3fnuz: "fp8e4b8",
 }
 
 
@@ -56,7 +68,7 @@ class Call:
         return DeviceFacts(
             slug=self.arch,
             name=f"Test {self.arch}",
-            kind="cuda",
+            kind="cuda" if self.arch.startswith("sm_") else "hip",
             arch=self.arch,
             sm_count=100,
             memory_bytes=2**34,
@@ -122,7 +134,8 @@ def launches_of(call: Call) -> list[Launch]:
     for module, name, value in stock:
         setattr(module, name, Recorder(value, kept))
     try:
-        built = implementation(call.kernel, "portable")
+        fp8 = getattr(torch, call.facts().fp8_dtype or "float8_e4m3fn")
+        built = implementation(call.kernel, "portable", fp8)
         problem = Problem(0.125, call.causal, "bhsd")
         operands = built.prepare(*call.tensors(), problem=problem, launch=call.config())
         built.launch(operands, return_lse=call.return_lse)
@@ -150,7 +163,10 @@ def compile_launch(launch: Launch, arch: str) -> Any:
             attributes[at] = [["tt.divisibility", 16]]
         signature[parameter.name] = kind
     source = ASTSource(launch.function, signature, constants, attributes)
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    if arch.startswith("sm_"):
+        target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    else:
+        target = GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     return triton.compile(source, target=target, options=launch.options)
 
 
@@ -175,7 +191,14 @@ def resources(ptx: str) -> dict[str, int]:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
         told = subprocess.run(
-            [get_ptxas(capability).path, "-v", f"--gpu-name={target}", str(path), "-o", "/dev/null"],
+            [
+                get_ptxas(capability).path,
+                "-v",
+                f"--gpu-name={target}",
+                str(path),
+                "-o",
+                "/dev/null",
+            ],
             capture_output=True,
             text=True,
             check=True,
@@ -187,9 +210,11 @@ def resources(ptx: str) -> dict[str, int]:
     }
 
 
-def products(ptx: str) -> list[str]:
-    """The kinds of matrix instruction in a kernel: its name and the types of its two factors."""
-    found = re.findall(r"^\s*(?:@%p\d+ )?(wgmma|mma)\.\S*?\.(s8|e4m3|f16|bf16|tf32)\.\2[.\s]", ptx, re.M)
+def products(assembly: str) -> list[str]:
+    """The matrix instructions in a kernel: the name of each with the type of its factors."""
+    found = re.findall(r"^\s*(?:@%p\d+ )?(w?gmma|mma)\S*?\.(\w+)\.\2[.\s]", assembly, re.MULTILINE)
+    found += re.findall(r"(tcgen05)\.mma\S*?kind::(\w+)", assembly)
+    found += re.findall(r"v_(mfma|wmma)_[if]32_\d+x\d+x\d+_([a-z0-9]+)", assembly)
     return sorted({f"{name} {kind}" for name, kind in found})
 
 
@@ -200,21 +225,27 @@ def builds(call: Call, *, attention_only: bool, with_resources: bool) -> Iterato
         if attention_only and not name.endswith("attention_kernel"):
             continue
         built = compile_launch(launch, call.arch)
+        assembly = built.asm["ptx" if call.arch.startswith("sm_") else "amdgcn"]
         yield {
             "name": name,
             "smem_bytes": built.metadata.shared,
-            "warps": built.metadata.num_warps,
-            "products": products(built.asm["ptx"]),
-            **(resources(built.asm["ptx"]) if with_resources else {}),
+            "products": products(assembly),
+            **(resources(assembly) if with_resources else {}),
         }
 
 
 def main(text: str) -> None:
     """Compile what a JSON list of calls asks for; one line a launch."""
     for asked in json.loads(text):
-        options = {n: asked.pop(n, False) for n in ("attention_only", "with_resources")}
-        for made in builds(Call(**asked), **options):
-            print(json.dumps(asked | made), flush=True)
+        options = {name: asked.pop(name, False) for name in ("attention_only", "with_resources")}
+        call = Call(**asked)
+        own = {
+            "limit_bytes": call.facts().smem_bytes,
+            "bound_bytes": launches.smem_lower_bound(call.config(), call.key()),
+            "maxnreg": call.config().maxnreg,
+        }
+        for made in builds(call, **options):
+            print(json.dumps({"call": asked, **own, **made}), flush=True)
 
 
 if __name__ == "__main__":

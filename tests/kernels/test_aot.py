@@ -1,0 +1,166 @@
+"""Kernels compiled ahead of time for GPUs that are not here: they fit, and use the matrix units."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
+
+ROOT = Path(__file__).resolve().parents[2]
+SPILL_LIMIT_BYTES = 128
+"""What the defaults of sm_90 may spill a thread: a few values outside of the loop."""
+
+EVERY = ("fav2", "sage", "fav3_sage", "fav3_fp8")
+WARP = {
+    "fav2": ["mma bf16"],
+    "sage": ["mma f16", "mma s8"],
+    "fav3_sage": ["mma e4m3", "mma s8"],
+    "fav3_fp8": ["mma e4m3"],
+}
+WARPGROUP = {kernel: [f"wg{name}" for name in names] for kernel, names in WARP.items()}
+# Architecture -> the matrix instructions of each kernel that `dispatch` lets run there.
+PRODUCTS = {
+    "sm_80": {kernel: WARP[kernel] for kernel in ("fav2", "sage")},
+    "sm_89": WARP,
+    "sm_90": WARPGROUP,
+    "sm_120": WARP,
+}
+OTHERS = {
+    "sm_86": {kernel: WARP[kernel] for kernel in ("fav2", "sage")},
+    "sm_100": {
+        "fav2": ["tcgen05 f16"],
+        "sage": ["mma s8", "tcgen05 f16"],
+        "fav3_sage": ["mma s8", "tcgen05 f8f6f4"],
+        "fav3_fp8": ["tcgen05 f8f6f4"],
+    },
+    "gfx942": {
+        "fav2": ["mfma bf16"],
+        "sage": ["mfma f16", "mfma i8"],
+        "fav3_sage": ["mfma fp8", "mfma i8"],
+        "fav3_fp8": ["mfma fp8"],
+    },
+    "gfx950": {
+        "fav2": ["mfma bf16"],
+        "sage": ["mfma f16", "mfma i8"],
+        "fav3_sage": ["mfma f8f6f4", "mfma i8"],
+        "fav3_fp8": ["mfma f8f6f4"],
+    },
+    "gfx1100": {"fav2": ["wmma bf16"], "sage": ["wmma f16", "wmma iu8"]},
+    "gfx1201": {"fav2": ["wmma bf16"], "sage": ["wmma f16", "wmma iu8"]},
+}
+
+
+def compiled(*calls: dict[str, object]) -> list[dict[str, object]]:
+    """What came out of each launch of some calls; a compiler that fails is this test's failure."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.aot_builds", json.dumps(calls)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert made
+    for one in made:
+        assert one["smem_bytes"] <= one["limit_bytes"], one
+        if one["name"].endswith("attention_kernel"):
+            assert one["smem_bytes"] >= one["bound_bytes"], one
+    return made
+
+
+def of(kernel: str, arch: str, dim: int, **more: object) -> dict[str, object]:
+    """A call of which the attention launch alone is compiled, unless told otherwise."""
+    return {"kernel": kernel, "arch": arch, "dim": dim, "attention_only": True, **more}
+
+
+@pytest.mark.parametrize("arch", PRODUCTS)
+def test_the_defaults_compile_fit_and_use_the_matrix_units(arch):
+    resources = arch == "sm_90"
+    calls = [
+        of(kernel, arch, dim, with_resources=resources)
+        for kernel in PRODUCTS[arch]
+        for dim in (64, 128)
+    ]
+    made = compiled(*calls)
+    assert len(made) == len(calls)
+    for one in made:
+        assert one["products"] == PRODUCTS[arch][one["call"]["kernel"]], one
+        if resources:
+            assert one["spill_bytes"] <= SPILL_LIMIT_BYTES, one
+            assert one["registers"] <= (one["maxnreg"] or 255), one
+
+
+def test_report_118_the_bound_is_below_what_deeper_pipelines_need():
+    """The bound prunes candidates before they are compiled, so it may never be above the truth."""
+    stages = [
+        of(kernel, "sm_80", 64, launch={"num_stages": depth})
+        for kernel in ("fav2", "sage")
+        for depth in (1, 2, 4)
+    ]
+    made = compiled(*stages)
+    for kernel in ("fav2", "sage"):
+        needed = [one["smem_bytes"] for one in made if one["call"]["kernel"] == kernel]
+        assert needed == sorted(needed)
+        assert needed[0] < needed[-1]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_quantisers_compile_without_spills(arch):
+    kernel = "sage" if arch == "sm_80" else "fav3_sage"
+    call = of(kernel, arch, 128, attention_only=False, with_resources=True)
+    made = compiled(call)
+    assert [one["name"] for one in made] == [
+        "_statistics_kernel",
+        "_reduce_kernel",
+        "_quantise_q_kernel",
+        "_quantise_kv_kernel",
+        "quantised_attention_kernel",
+    ]
+    for one in made[:-1]:
+        assert one["spill_bytes"] == 0, one
+        assert one["products"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", OTHERS)
+def test_the_defaults_compile_for_every_other_architecture(arch):
+    """AMD's FP8 type is its own on gfx942 (report 111); fp32 precision names differ on it too."""
+    made = compiled(*(of(kernel, arch, 64) for kernel in OTHERS[arch]))
+    found = {one["call"]["kernel"]: one["products"] for one in made}
+    assert found == OTHERS[arch]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_every_form_of_a_call_compiles(arch):
+    widest = "sage" if arch == "sm_80" else "fav3_sage"
+    made = compiled(
+        *(of(k, arch, 128, causal=True, return_lse=True) for k in PRODUCTS[arch]),
+        *(of(k, arch, dim) for k in ("fav2", widest) for dim in (40, 256)),
+        of("fav2", arch, 64, dtype="float16"),
+        of(widest, arch, 64, launch={"loads": "pointer", "pv_flush": 0, "smooth_v": False}),
+    )
+    for one in made:
+        kinds = PRODUCTS[arch][one["call"]["kernel"]]
+        if one["call"].get("dtype") == "float16":
+            kinds = [kind.replace("bf16", "f16") for kind in kinds]
+        if one["call"]["dim"] <= 128 and one["call"]["dim"] % 64 == 0:
+            assert one["products"] == kinds, one
+
+
+@pytest.mark.slow
+def test_fp32_inputs_are_multiplied_without_tf32():
+    for one in compiled(
+        of("fav2", "sm_90", 64, dtype="float32"), of("fav2", "sm_80", 64, dtype="float32")
+    ):
+        assert one["products"] == [], one
