@@ -67,6 +67,6 @@ class OutputError(SageError, OSError):
 
 
 class DemoError(SageError, RuntimeError):
-    """The demo model or its packages are missing or damaged, or its run made no kernel call."""
+    """The demo model or its packages are missing or damaged."""
 
     exit_code = 3

@@ -105,12 +105,15 @@ def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> st
 
 
 def smem_lower_bound(config: LaunchConfig, key: CallKey) -> int:
-    """Bytes of shared memory that a launch needs at least: its pipelined K and V blocks."""
+    """Bytes of shared memory that a launch needs at least: its pipelined K and V blocks.
+
+    With one stage nothing is pipelined, and blocks may pass through registers piece by piece.
+    """
     element = {"float32": 4}.get(key.dtype, 2)
     k_bytes = element if key.kernel == "fav2" else 1
     v_bytes = {"fav2": element, "sage": 2}.get(key.kernel, 1)
     width = 1 << max(4, (key.head_dim - 1).bit_length())
-    return max(1, config.num_stages - 1) * config.block_n * width * (k_bytes + v_bytes)
+    return (config.num_stages - 1) * config.block_n * width * (k_bytes + v_bytes)
 
 
 def tune_command(key: CallKey) -> str:

@@ -4,7 +4,7 @@ The launch code runs on CPU tensors with its kernels replaced by recorders; each
 then compiled ahead of time from the very arguments that it was given. Run as a program, because
 Triton decides at decoration whether it interprets:
 
-    TRITON_INTERPRET=0 python -m tests.kernels.aot_builds '[{"kernel": "sage", "arch": "sm_90", ...}]'
+    TRITON_INTERPRET=0 python -m tests.kernels.aot_builds '[{"kernel": "sage", ...}]'
 
 prints one line of JSON for each launch of each call.
 """
@@ -212,7 +212,7 @@ def resources(ptx: str) -> dict[str, int]:
 
 def products(assembly: str) -> list[str]:
     """The matrix instructions in a kernel: the name of each with the type of its factors."""
-    found = re.findall(r"^\s*(?:@%p\d+ )?(w?gmma|mma)\S*?\.(\w+)\.\2[.\s]", assembly, re.MULTILINE)
+    found = re.findall(r"^\s*(?:@%p\d+ )?(wgmma|mma)\S*?\.(\w+)\.\2[.\s]", assembly, re.MULTILINE)
     found += re.findall(r"(tcgen05)\.mma\S*?kind::(\w+)", assembly)
     found += re.findall(r"v_(mfma|wmma)_[if]32_\d+x\d+x\d+_([a-z0-9]+)", assembly)
     return sorted({f"{name} {kind}" for name, kind in found})
@@ -245,7 +245,7 @@ def main(text: str) -> None:
             "maxnreg": call.config().maxnreg,
         }
         for made in builds(call, **options):
-            print(json.dumps({"call": asked, **own, **made}), flush=True)
+            sys.stdout.write(json.dumps({"call": asked, **own, **made}) + "\n")
 
 
 if __name__ == "__main__":

@@ -132,3 +132,12 @@ def test_report_22_every_tail_is_masked(kernel, block_n):
         out = sage_plugin.attention(q, keys[:, :, :seq_k], values[:, :, :seq_k], **options)
         assert torch.isfinite(out).all()
         assert torch.equal(out, expected)
+
+
+def test_report_90_q_and_k_of_two_dtypes_are_multiplied_in_that_of_q():
+    q, k, v = draw(Shape(1, 1, 1, 20, 40, 32))
+    options = {"kernel": "fav2", "launch": launch()}
+    out = sage_plugin.attention(q, k.half(), v.half(), variant="portable", **options)
+    twin = sage_plugin.attention(q, k.half(), v.half(), variant="emulation", **options)
+    assert out.dtype == torch.float16
+    assert relative_l1(out, twin) < 1e-3

@@ -129,6 +129,6 @@ class PlainPortable(ReadsInPlace):
             D=head_dim, DP=max(16, triton.next_power_of_2(head_dim)),
             BM=config.block_m, BN=config.block_n, FLUSH=config.pv_flush,
             CAUSAL=ops.problem.causal, LSE=return_lse, STAGES=config.num_stages,
-            PRECISION="ieee", **compiler_options(config),
+            **compiler_options(config),
         )  # fmt: skip
         return out, (lse if return_lse else None)

@@ -171,7 +171,7 @@ def quantised_attention_kernel(
 def _plain_step(
     k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q, scale, m, l, acc, rows, seq_q, seq_k,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, FLUSH: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key block of unquantised attention."""
     d = tl.arange(0, DP)
@@ -186,7 +186,7 @@ def _plain_step(
     else:
         k_tile = tl.load(k_at)
         v_tile = tl.load(v_at)
-    s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * scale
+    s = tl.dot(q, tl.trans(k_tile.to(q.dtype)), input_precision="ieee") * scale
     if MASKED:
         s = tl.where(visible_keys(rows, j * BN, seq_q, seq_k, BN, CAUSAL), s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
@@ -195,9 +195,9 @@ def _plain_step(
     l = l * decay + tl.sum(p, 1)
     p = p.to(v_tile.dtype)
     if FLUSH == 1:
-        acc = two_level(acc, decay, tl.dot(p, v_tile, input_precision=PRECISION))
+        acc = two_level(acc, decay, tl.dot(p, v_tile, input_precision="ieee"))
     else:
-        acc = tl.dot(p, v_tile, acc * decay[:, None], input_precision=PRECISION)
+        acc = tl.dot(p, v_tile, acc * decay[:, None], input_precision="ieee")
     return top, l, acc
 
 
@@ -208,7 +208,7 @@ def plain_attention_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_od,
     heads_q, ratio, seq_q, seq_k, row_blocks, scale,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FLUSH: tl.constexpr,
-    CAUSAL: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """FlashAttention-2 on tensors read in place; `scale` has log2 e folded in."""
     block, bh = program_block(tl.program_id(0), row_blocks, CAUSAL)
@@ -228,12 +228,12 @@ def plain_attention_kernel(
     for j in tl.range(0, plain, num_stages=STAGES):
         m, l, acc = _plain_step(
             k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q_tile, scale, m, l, acc,
-            rows, seq_q, seq_k, D, DP, BN, FLUSH, CAUSAL, False, PRECISION,
+            rows, seq_q, seq_k, D, DP, BN, FLUSH, CAUSAL, False,
         )  # fmt: skip
     for j in tl.range(plain, total, num_stages=1):
         m, l, acc = _plain_step(
             k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q_tile, scale, m, l, acc,
-            rows, seq_q, seq_k, D, DP, BN, FLUSH, CAUSAL, True, PRECISION,
+            rows, seq_q, seq_k, D, DP, BN, FLUSH, CAUSAL, True,
         )  # fmt: skip
     alive = l > 0.0
     out = tl.where(alive[:, None], acc / tl.where(alive, l, 1.0)[:, None], 0.0)

@@ -1,0 +1,171 @@
+"""`sage` itself: what answers at once, and which exit code each kind of failure has."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import sage_plugin
+from sage_plugin import errors
+from sage_plugin.cli import app, demo_run
+
+COMMANDS = ("demo", "capture", "tune", "bench", "configs")
+CODES = {
+    errors.SageError: 1,
+    errors.TuningError: 1,
+    errors.GateError: 1,
+    errors.UsageError: 2,
+    errors.UnknownKernelError: 2,
+    errors.UnsupportedInputError: 2,
+    errors.PatchError: 2,
+    errors.CaptureError: 2,
+    errors.ConfigError: 2,
+    errors.DeviceError: 3,
+    errors.OutputError: 3,
+    errors.DemoError: 3,
+}
+
+
+@pytest.fixture(autouse=True)
+def _root_logger():
+    """The callback sets up logging for the process; put back what was there."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == f"sage_plugin {sage_plugin.__version__}\n"
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_names_every_command(option):
+    result = CliRunner().invoke(app, [option])
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in COMMANDS)
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_its_help(command):
+    result = CliRunner().invoke(app, [command, "-h"])
+    assert result.exit_code == 0
+    assert "Usage: " in result.stdout
+
+
+def test_without_a_command_the_help_is_shown():
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 2
+    assert "Usage: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate"], "No such command 'generate'"),
+        (["--nope"], "No such option"),
+        (["demo", "--nope"], "No such option"),
+        (["demo", "--digit", "x"], "should be a valid integer"),
+    ],
+)
+def test_a_mistyped_command_line_is_exit_code_2(words, said):
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stdout == ""
+
+
+def test_every_error_of_ours_has_an_exit_code_of_the_design():
+    found = {
+        x: x.exit_code
+        for x in vars(errors).values()
+        if isinstance(x, type) and issubclass(x, errors.SageError)
+    }
+    assert found == CODES
+
+
+@pytest.mark.parametrize("error", CODES, ids=lambda error: error.__name__)
+def test_an_error_is_one_sentence_and_its_exit_code(error, monkeypatch, tmp_path):
+    def fail(folder):
+        raise error("got [this], allowed is that")
+
+    monkeypatch.setattr(demo_run, "prepare_folder", fail)
+    result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--out", str(tmp_path / "out")])
+    assert result.exit_code == CODES[error]
+    assert result.stderr == "error: got [this], allowed is that\n"
+    assert result.stdout == ""
+
+
+def test_an_error_that_is_not_ours_is_not_dressed_up(monkeypatch):
+    def fail(folder):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(demo_run, "prepare_folder", fail)
+    result = CliRunner().invoke(app, ["demo", "--device", "cpu"])
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_verbose_logs_to_stderr(monkeypatch):
+    def noted(folder):
+        logging.getLogger("sage_plugin.test").info("something happened")
+        raise errors.UsageError("stop")
+
+    monkeypatch.setattr(demo_run, "prepare_folder", noted)
+    for words, expected in ((["--verbose"], True), ([], False)):
+        logging.getLogger().handlers.clear()
+        result = CliRunner().invoke(app, [*words, "demo", "--device", "cpu"])
+        assert ("something happened" in result.stderr) is expected
+        assert result.stdout == ""
+
+
+PROBE = """
+import json, sys
+from sage_plugin.cli import main
+try:
+    main()
+except SystemExit as end:
+    print(json.dumps({"code": end.code, "modules": sorted({m.split(".")[0] for m in sys.modules})}))
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["tune", "--help"], ["nope"]])
+def test_what_needs_no_kernel_loads_no_torch(words):
+    """`sage --help` answers at once; torch alone takes a second to load."""
+    done = python("-c", PROBE, *words)
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["code"] == (2 if words == ["nope"] else 0)
+    assert not {"torch", "triton", "diffusers", "transformers", "numpy"} & set(told["modules"])
+
+
+def test_help_is_fast():
+    python("-c", PROBE, "--help")
+    start = time.perf_counter()
+    python("-m", "sage_plugin", "--help")
+    assert time.perf_counter() - start < 2
+
+
+def test_it_runs_as_a_module_under_a_name_that_nothing_else_uses():
+    done = python("-m", "sage_plugin", "--version")
+    assert (done.returncode, done.stdout) == (0, f"sage_plugin {sage_plugin.__version__}\n")
+    done = python("-m", "sage_plugin", "nope")
+    assert done.returncode == 2
+    assert "No such command" in done.stderr
+    done = python("-m", "sage_plugin", "demo", "--size", "huge", "--device", "cpu")
+    assert done.returncode == 2
+    assert done.stderr == "error: --size 'huge': allowed are small, large\n"
