@@ -117,7 +117,7 @@ class LaunchConfig(JsonRecord):
         num_stages: depth of the software pipeline.
         loads: `"pointer"`, or `"descriptor"` for TMA (sm_90 and newer).
         smooth_k: subtract the mean of K over keys before quantising it.
-        smooth_v: subtract the mean of V over keys and add it back to the output (FP8 V only).
+        smooth_v: subtract the mean of V over keys and add it back to the output.
         pv_flush: key blocks that stay in the tensor core's accumulator before they are added to the
             fp32 one; 1 is two-level accumulation at every block, 0 is never.
         maxnreg: register limit of a thread (NVIDIA), 0 for none.

@@ -161,7 +161,8 @@ def decide(
     if kernel == "sdpa":
         return Decision(kernel, HOST)
     reason = _call_reason(kernel, shape, min_seq, mask, dropout, needs_grad)
-    reason = reason or _device_reason(kernel, facts)
+    if variant != "emulation":
+        reason = reason or _device_reason(kernel, facts)
     if reason is not None:
         return _host(reason)
     if kernel == "torch":

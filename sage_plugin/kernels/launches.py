@@ -22,7 +22,7 @@ LARGEST_BLOCK = 256
 MEMO_LIMIT = 65_536
 """Keys remembered before the memo starts anew: language models see a new length a token."""
 
-_memo: dict[tuple[CallKey, str, str], Found] = {}
+_memo: dict[tuple[object, ...], Found] = {}
 _warned: set[tuple[object, ...]] = set()
 _lock = threading.Lock()
 
@@ -30,13 +30,14 @@ _lock = threading.Lock()
 def find_launch(key: CallKey, facts: DeviceFacts, *, config_dir: str | None = None) -> Found:
     """The launch config of a call: environment, registry (exact or near), architecture default.
 
-    The result, a miss too, is memoised by key, device and folder; no file is read after the first
-    look. A miss on a GPU is warned about once with the command that would fill it.
+    The result, a miss too, is memoised by key, device, folder and environment; no file is read
+    after the first look. A miss on a GPU is warned about once with the command that would fill it.
 
     Raises:
         ConfigError: `SAGE_PLUGIN_LAUNCH` is not a JSON object of launch config fields.
     """
-    at = (key, facts.slug, config_dir or "")
+    now = settings.current()
+    at = (key, facts.slug, config_dir or "", now.config_dir, now.launch)
     found = _memo.get(at)
     if found is None:
         found = _look_up(key, facts, config_dir)
@@ -90,8 +91,13 @@ def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> st
          f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
         (facts.kind != "hip" or config.num_stages <= 2,
          f"num_stages {config.num_stages} on AMD is limited to 2"),
-        (config.maxnreg == 0 or 32 <= config.maxnreg <= 255,
-         f"maxnreg {config.maxnreg} is not between 32 and 255"),
+        (config.maxnreg == 0 or (32 <= config.maxnreg <= 255 and facts.kind != "hip"),
+         f"maxnreg {config.maxnreg} is not between 32 and 255, on NVIDIA"),
+        (config.waves_per_eu == 0 or (1 <= config.waves_per_eu <= 8 and facts.kind != "cuda"),
+         f"waves_per_eu {config.waves_per_eu} is not between 1 and 8, on AMD"),
+        (config.matrix_instr_nonkdim == 0
+         or (config.matrix_instr_nonkdim in (16, 32) and facts.kind != "cuda"),
+         f"matrix_instr_nonkdim {config.matrix_instr_nonkdim} is not 16 or 32, on AMD"),
     )  # fmt: skip
     for legal, reason in checks:
         if not legal:

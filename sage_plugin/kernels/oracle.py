@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from sage_plugin.kernels.contract import PlainOperands, ReadsInPlace, bhsd
+
+_lock = threading.RLock()
+"""The switches belong to the process: two oracles at once must not restore each other's."""
 
 CHUNK_ELEMENTS = 1 << 26
 """Scores held at once: 256 MiB in fp32."""
@@ -86,13 +91,26 @@ def _bias_row(key_bias: torch.Tensor, b: int, h: int, dtype: torch.dtype) -> tor
 
 @contextlib.contextmanager
 def _full_precision_matmul() -> Iterator[None]:
-    """Keep TF32 out of the oracle whatever the caller has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    """Keep TF32 out of the oracle whatever the caller has set, by torch's new switch or the old."""
+    switches: list[Any] = [
+        torch.backends.cuda.matmul,
+        getattr(torch.backends.mkldnn, "matmul", None),
+    ]
+    new = [switch for switch in switches if hasattr(switch, "fp32_precision")]
+    with _lock:
+        before = [switch.fp32_precision for switch in new]
+        old = None if new else torch.get_float32_matmul_precision()
+        try:
+            for switch in new:
+                switch.fp32_precision = "ieee"
+            if old is not None:
+                torch.set_float32_matmul_precision("highest")
+            yield
+        finally:
+            for switch, value in zip(new, before, strict=True):
+                switch.fp32_precision = value
+            if old is not None:
+                torch.set_float32_matmul_precision(old)
 
 
 class OracleKernel(ReadsInPlace):

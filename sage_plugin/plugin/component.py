@@ -63,6 +63,7 @@ class Component:
         self.state.options = options
         self.state.disabled = settings.current().disabled
         self.state.warned.clear()
+        self.state.unbuilt.clear()
         for path in set(self.layers) - set(chosen):
             put_back(self.layers.pop(path))
         self.skipped = {self._full(path): EXCLUDED for path in found if path not in chosen}

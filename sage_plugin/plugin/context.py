@@ -85,6 +85,7 @@ class PatchState:
         listeners: the handle's list, called in eager mode.
         disabled: `SAGE_PLUGIN_DISABLE` was set when it was last read.
         warned: reasons that were logged since the last `patch`.
+        unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
     """
 
     component: str
@@ -92,6 +93,7 @@ class PatchState:
     listeners: list[Listener]
     disabled: bool = False
     warned: set[str] = field(default_factory=set)
+    unbuilt: dict[tuple[object, ...], str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)  # no slots: traced code reads `state`

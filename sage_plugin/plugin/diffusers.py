@@ -60,6 +60,8 @@ def choose(obj: object, wanted: Iterable[str] | None) -> dict[str, nn.Module]:
             raise PatchError(_nothing_to_patch(obj))
         return found
     names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    if not names:
+        raise PatchError("components is empty; name one or more, or leave it out for the denoisers")
     known = {_name_of(obj): unwrapped(obj)} if isinstance(obj, nn.Module) else components(obj)
     for name in names:
         if name not in known or not has_attention(known[name]):

@@ -155,7 +155,7 @@ def patch(
             part.apply(options)
         if not any(part.layers for part in parts):
             raise PatchError(_nothing_chosen(parts, options))
-    except PatchError:
+    except BaseException:
         handle._release([part for part in handle._parts if component_of(part.module) not in known])
         for part, former in known.items():
             part.apply(former)
@@ -205,6 +205,8 @@ def patched(
         >>> handle.report().total_calls()
         1
     """
+    if components is not None and not isinstance(components, str):
+        components = tuple(components)
     chosen = choose(obj, components)
     before = {name: part.state.options for name, m in chosen.items() if (part := component_of(m))}
     handle = patch(
@@ -248,8 +250,10 @@ def _checked(
 ) -> PatchOptions:
     text = kernel if ":" in kernel or variant == "auto" else f"{kernel}:{variant}"
     kernel, variant = dispatch.parse_kernel(text)
-    if config_dir is not None and not os.path.isdir(config_dir):
-        raise ConfigError(f"config_dir {os.fspath(config_dir)!r} is not a folder")
+    if config_dir is not None:
+        config_dir = os.path.expanduser(config_dir)
+        if not os.path.isdir(config_dir):
+            raise ConfigError(f"config_dir {os.fspath(config_dir)!r} is not a folder")
     if min_seq < 0:
         raise UsageError(f"min_seq is {min_seq}; it is a number of tokens, 0 or more")
     if on_unsupported not in ON_UNSUPPORTED:

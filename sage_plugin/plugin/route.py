@@ -18,6 +18,7 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention.api import run_decided
 from sage_plugin.kernels.attention.ops import shape_of
+from sage_plugin.kernels.build_failure import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.schema import CallShape, DeviceFacts
@@ -51,7 +52,7 @@ class Call:
 
     def factor(self) -> float:
         """The factor of the scores before softmax."""
-        return float(self.q.shape[3] ** -0.5) if self.scale is None else self.scale
+        return float(max(1, self.q.shape[3]) ** -0.5) if self.scale is None else self.scale
 
     def shape(self) -> CallShape:
         """The shape record of the call."""
@@ -140,20 +141,41 @@ def _attend(host: Callable[[], torch.Tensor], call: Call, blocked: str | None) -
         return host()
     kind = call.q.device.type
     if not torch.is_autocast_enabled(kind):
-        return _run(layer, call, decision)
+        return _run(host, layer, call, decision)
     with torch.autocast(kind, enabled=False):  # our op is not on autocast's list, as SDPA is
-        return _run(layer, call.cast(torch.get_autocast_dtype(kind)), decision)
+        return _run(host, layer, call.cast(torch.get_autocast_dtype(kind)), decision)
 
 
-def _run(layer: LayerContext, call: Call, decision: Decision) -> torch.Tensor:
-    config_dir = layer.state.options.config_dir
-    if not torch.compiler.is_compiling() and decision.variant != HOST:
-        key = dispatch.call_key(call.shape(), decision)
+def _run(
+    host: Callable[[], torch.Tensor], layer: LayerContext, call: Call, decision: Decision
+) -> torch.Tensor:
+    """Run the kernel; where it cannot be built, the host takes this call and its like."""
+    if torch.compiler.is_compiling() or decision.variant == HOST:
+        return _launch(layer, call, decision)
+    key = dispatch.call_key(call.shape(), decision)
+    reason = layer.state.unbuilt.get(key.discrete())
+    if reason is None:
+        config_dir = layer.state.options.config_dir
         found = dispatch.find_launch(key, _facts(call.q), config_dir=config_dir)
-        layer.config_sources[found.source] += 1
+        try:
+            result = _launch(layer, call, decision)
+        except Exception as error:
+            reason = build_failure(error)
+            if reason is None or layer.state.options.strict:
+                raise
+            layer.state.unbuilt[key.discrete()] = reason
+        else:
+            layer.config_sources[found.source] += 1
+            return result
+    layer.calls[decision.label] -= 1
+    _give_way(layer, reason)
+    return host()
+
+
+def _launch(layer: LayerContext, call: Call, decision: Decision) -> torch.Tensor:
     result = run_decided(
         decision, call.q, call.k, call.v, is_causal=call.is_causal, scale=call.factor(),
-        layout=call.layout, config_dir=config_dir,
+        layout=call.layout, config_dir=layer.state.options.config_dir,
     )  # fmt: skip
     assert isinstance(result, torch.Tensor)
     return result
@@ -244,10 +266,15 @@ def _note(frame: Frame, layer: LayerContext, call: Call, decision: Decision) -> 
     if decision.reason is None:
         layer.calls[decision.label] += 1
         return
-    layer.fallbacks[decision.reason] += 1
-    if decision.reason not in layer.state.warned:
-        layer.state.warned.add(decision.reason)
-        logger.warning("%s (said once)", _complaint(layer, decision.reason))
+    _give_way(layer, decision.reason)
+
+
+def _give_way(layer: LayerContext, reason: str) -> None:
+    """Count a call that goes to the host's attention, and say why once."""
+    layer.fallbacks[reason] += 1
+    if reason not in layer.state.warned:
+        layer.state.warned.add(reason)
+        logger.warning("%s (said once)", _complaint(layer, reason))
 
 
 def _complaint(layer: LayerContext, reason: str) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sage_plugin.kernels.build_failure import by_compiler
 from sage_plugin.schema import LaunchConfig, Trial
 from sage_plugin.tune.runner import Contest
 from sage_plugin.tune.study import Study
 from sage_plugin.tune.trial import RaceJob, ScreenJob
 from sage_plugin.tune.worker import Job, Lane, Reply
-
-COMPILER_MODULES = ("triton.",)
-COMPILER_SIGNS = ("PassManager::run failed", "ptxas", "out of resource")
 
 
 class ChildRunner:
@@ -71,7 +69,4 @@ def classify(reply: Reply) -> str:
     """
     if reply.error == "sage_plugin.errors.ConfigError":
         return "illegal"
-    by_compiler = reply.error.startswith(COMPILER_MODULES)
-    if by_compiler or any(sign in reply.message for sign in COMPILER_SIGNS):
-        return "compile_error"
-    return "run_error"
+    return "compile_error" if by_compiler(reply.error, reply.message) else "run_error"

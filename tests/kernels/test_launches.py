@@ -399,3 +399,21 @@ def test_a_wrong_override_is_an_error_that_names_the_variable(monkeypatch, text,
 def test_a_key_is_hashable_and_equal_by_value():
     assert CallKey.from_json(KEY.to_json()) == KEY
     assert hash(CallKey.from_json(KEY.to_json())) == hash(KEY)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "field", "value"),
+    [
+        ("sm_90", "cuda", "waves_per_eu", 2),
+        ("sm_90", "cuda", "matrix_instr_nonkdim", 16),
+        ("gfx942", "hip", "maxnreg", 128),
+        ("gfx942", "hip", "waves_per_eu", -3),
+        ("gfx942", "hip", "matrix_instr_nonkdim", 7),
+    ],
+)
+def test_options_of_another_vendors_compiler_are_illegal(arch, kind, field, value):
+    facts = DeviceFacts("x", "x", kind, arch, 1, 0, 0, "float8_e4m3fn")
+    key = CallKey("sage", "portable", 64, 64, "float16", 1, False, "none", "bhsd", 64, 64, 1)
+    fine = launch(128, 64, num_stages=1)
+    assert launches.illegal_reason(fine, key, facts) is None
+    assert field in launches.illegal_reason(fine.replaced(**{field: value}), key, facts)

@@ -73,3 +73,16 @@ def test_matmul_precision_of_the_caller_is_kept():
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_torchs_newer_precision_switch_is_kept():
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch has the older switch only")
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        oracle(*draw(Shape(1, 1, 1, 4, 4, 8)))
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before

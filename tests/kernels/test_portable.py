@@ -141,3 +141,54 @@ def test_report_90_q_and_k_of_two_dtypes_are_multiplied_in_that_of_q():
     twin = sage_plugin.attention(q, k.half(), v.half(), variant="emulation", **options)
     assert out.dtype == torch.float16
     assert relative_l1(out, twin) < 1e-3
+
+
+def both_variants(kernel, q, k, v, **options):
+    options = {"kernel": kernel, "return_lse": True, "out_dtype": torch.float32} | options
+    return tuple(
+        sage_plugin.attention(q, k, v, variant=variant, **options)
+        for variant in ("portable", "emulation")
+    )
+
+
+def far_apart(kind):
+    """Calls in which a hidden block's scale says nothing about the scores that are visible."""
+    sign = torch.where(torch.rand(64, generator=torch.Generator().manual_seed(1)) > 0.5, 1.0, -1.0)
+    q, k, v = draw(Shape(1, 1, 1, 128, 128, 64))
+    k = k - k.mean(2, keepdim=True)
+    if kind == "a negative row before small keys":
+        k = 0.01 * k
+        k[:, :, :32] = -4.0 * sign
+        q = q.abs() * sign
+    elif kind == "scores beyond fp8 products":
+        q = 5.0 * sign * (1 + 0.05 * q)
+        k = torch.where(torch.arange(128)[:, None] < 64, -5.0, 5.0) * sign + 0 * k
+    return q, k, v
+
+
+@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kind", ["a negative row before small keys", "scores beyond fp8 products"])
+def test_hidden_keys_never_outweigh_visible_ones(kernel, kind):
+    q, k, v = far_apart(kind)
+    config = launch(128, 32, smooth_k=False)
+    (out, lse), (twin, twin_lse) = both_variants(kernel, q, k, v, is_causal=True, launch=config)
+    assert torch.isfinite(twin_lse).all()
+    assert torch.allclose(lse, twin_lse, atol=0.05, rtol=1e-4)
+    assert relative_l1(out, twin) < 2e-3
+    tail = slice(0, 97)
+    (out, _), (twin, _) = both_variants(kernel, q, k[:, :, tail], v[:, :, tail], launch=config)
+    assert relative_l1(out, twin) < 2e-3
+
+
+@pytest.mark.parametrize("kernel", EMULATED)
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+@pytest.mark.parametrize("variant", ["portable", "emulation"])
+def test_what_is_not_finite_is_seen(kernel, value, which, variant):
+    tensors = list(draw(Shape(1, 1, 1, 20, 40, 32), torch.float16))
+    tensors[which][0, 0, 3, 5] = value
+    out, lse = sage_plugin.attention(
+        *tensors, kernel=kernel, variant=variant, return_lse=True, launch=launch()
+    )
+    assert not torch.isfinite(out).all()
+    assert which == 2 or not torch.isfinite(lse).all()

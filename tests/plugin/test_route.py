@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.attention.api import attention
 from sage_plugin.plugin import route
-from sage_plugin.plugin.patch import patch, unpatch
+from sage_plugin.plugin.patch import patch, patched, unpatch
 from tests.plugin import toys
 from tests.plugin.toys import Direct, Dispatching, ThreeCalls, ToyAttention, qkv
 
@@ -373,3 +373,56 @@ def test_an_exception_in_a_processor_leaves_no_layer_behind():
         layer(*qkv(heads=4, kv_heads=3))
     assert route.STACK.frames == []
     unpatch(layer)
+
+
+class OutOfResources(Exception):
+    """Stands in for Triton's error of that name."""
+
+
+OutOfResources.__module__ = "triton.runtime.errors"
+
+
+def breaking(error, calls):
+    def run(*_, **__):
+        calls.append(1)
+        raise error
+
+    return run
+
+
+def test_report_118_a_kernel_that_cannot_be_built_gives_way_and_is_not_tried_again(
+    monkeypatch, caplog
+):
+    layer, handle = patched_toy()
+    tried = []
+    monkeypatch.setattr(route, "run_decided", breaking(OutOfResources("shared memory"), tried))
+    q, k, v = qkv()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert torch.equal(layer(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert len(tried) == 1
+    calls, fallbacks = counts(handle)
+    assert sum(calls.values()) == 0
+    ((reason, count),) = fallbacks.items()
+    assert count == 3
+    assert reason == "the kernel cannot be built here (OutOfResources: shared memory)"
+    assert sum(reason in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "strict"),
+    [(RuntimeError("CUDA error: an illegal memory access"), False), (OutOfResources("x"), True)],
+)
+def test_what_fails_while_it_runs_or_in_strict_mode_is_raised(monkeypatch, error, strict):
+    layer, _ = patched_toy(on_unsupported="error" if strict else "fallback")
+    monkeypatch.setattr(route, "run_decided", breaking(error, []))
+    with pytest.raises(type(error)):
+        layer(*qkv())
+
+
+def test_components_may_be_any_iterable_but_not_empty():
+    layer = ToyAttention(Direct())
+    with pytest.raises(PatchError, match="components is empty"):
+        patch(layer, components=[])
+    with patched(layer, kernel="sage", components=(name for name in ("model",))) as handle:
+        assert list(handle.components) == ["model"]

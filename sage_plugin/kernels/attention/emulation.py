@@ -103,7 +103,7 @@ class QuantisedEmulation:
             p_offset=self.recipe.p_offset,
         )
         out = acc / norm[..., None] * values.scale[:, :, None] + values.mean[:, :, None]
-        out = torch.where(norm[..., None] > 0, out, 0.0)
+        out = torch.where(norm[..., None] != 0, out, 0.0)
         result = _in_layout(
             out.view(batch, heads_q, seq_q, -1), ops.q, ops.v_dtype, out_dtype, problem
         )

@@ -39,7 +39,12 @@ def host_attention(
         keep = torch.arange(k.shape[2], device=q.device)[None, :] <= rows
         dead = max(0, q.shape[2] - k.shape[2])
         attn_mask, is_causal = _both(attn_mask, keep), False
-    options = {"enable_gqa": True} if enable_gqa or q.shape[1] != k.shape[1] else {}
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and attn_mask is not None and k.shape[1] > 0:
+        # With a mask, grouped heads would end in the backend that holds all scores (report 42).
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        enable_gqa = grouped = False
+    options = {"enable_gqa": True} if enable_gqa or grouped else {}
     out = F.scaled_dot_product_attention(
         q,
         k,

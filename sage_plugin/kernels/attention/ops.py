@@ -38,7 +38,9 @@ def shape_of(
     layout: str,
     mask_kind: str = "none",
 ) -> CallShape:
-    """The shape record of a call."""
+    """The shape record of a call; its dtype is Q's, or a wider one of K or V."""
+    widest = k if k.dtype.itemsize > q.dtype.itemsize else q
+    widest = v if v.dtype.itemsize > widest.dtype.itemsize else widest
     heads, seq = (1, 2) if layout == "bhsd" else (2, 1)
     return CallShape(
         batch=q.shape[0],
@@ -48,7 +50,7 @@ def shape_of(
         seq_k=k.shape[seq],
         head_dim=q.shape[3],
         dv=v.shape[3],
-        dtype=str(q.dtype).removeprefix("torch."),
+        dtype=str(widest.dtype).removeprefix("torch."),
         causal=causal,
         mask_kind=mask_kind,
         layout=layout,

@@ -11,9 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-HIDDEN = tl.constexpr(-8388608)
-"""Score of a hidden key before scaling: below any that a product of 8-bit operands can reach."""
-
 
 @triton.jit
 def block_range(first_row, seq_q, seq_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
@@ -51,7 +48,7 @@ def store_rows(
 ):
     """Store a `(BM, DP)` tile to one head of a strided output."""
     at = o + (bh // heads) * stride_b + (bh % heads) * stride_h
-    at = at + rows.to(tl.int64)[:, None] * stride_s + d[None, :] * stride_d
+    at = at + rows.to(tl.int64)[:, None] * stride_s + d.to(tl.int64)[None, :] * stride_d
     tl.store(at, tile.to(o.dtype.element_ty), mask=(rows < seq_q)[:, None] & (d < D)[None, :])
 
 
@@ -85,11 +82,12 @@ def _quantised_step(
     scale = q_scale * tl.load(k_scale + j)
     if MASKED:
         seen = visible_keys(rows, j * BN, seq_q, seq_k, BN, CAUSAL)
-        s = tl.where(seen, s, HIDDEN)
-    top = tl.maximum(m, tl.max(s, 1).to(tl.float32) * scale)
-    p = tl.math.exp2(s.to(tl.float32) * scale[:, None] - (top - OFFSET)[:, None])
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
+        x = tl.where(seen, s.to(tl.float32) * scale[:, None], float("-inf"))
+        top = tl.maximum(m, tl.max(x, 1))
+        p = tl.math.exp2(x - (top - OFFSET)[:, None])
+    else:
+        top = tl.maximum(m, tl.max(s, 1).to(tl.float32) * scale)
+        p = tl.math.exp2(s.to(tl.float32) * scale[:, None] - (top - OFFSET)[:, None])
     decay = tl.math.exp2(m - top)
     l = l * decay + tl.sum(p, 1)
     pv = p.to(P_TYPE)
@@ -155,7 +153,7 @@ def quantised_attention_kernel(
             kv_row, kv_head, k_rows,
             DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA, CAUSAL, True,
         )  # fmt: skip
-    alive = l > 0.0
+    alive = l != 0.0  # NaN is alive: it has to be seen
     out = acc / tl.where(alive, l, 1.0)[:, None] * tl.load(v_scale + kv_head * DP + d)[None, :]
     out = tl.where(alive[:, None], out + tl.load(v_mean + kv_head * DP + d)[None, :], 0.0)
     store_rows(o, out, rows, d, bh, heads_q, seq_q, stride_ob, stride_oh, stride_os, stride_od, D)
@@ -177,8 +175,9 @@ def _plain_step(
     d = tl.arange(0, DP)
     n = j * BN + tl.arange(0, BN)
     n64 = n.to(tl.int64)
-    k_at = k + n64[:, None] * stride_ks + d[None, :] * stride_kd
-    v_at = v + n64[:, None] * stride_vs + d[None, :] * stride_vd
+    d64 = d.to(tl.int64)
+    k_at = k + n64[:, None] * stride_ks + d64[None, :] * stride_kd
+    v_at = v + n64[:, None] * stride_vs + d64[None, :] * stride_vd
     if MASKED or D != DP:
         live = (n < seq_k)[:, None] & (d < D)[None, :]
         k_tile = tl.load(k_at, mask=live, other=0.0)
@@ -186,7 +185,11 @@ def _plain_step(
     else:
         k_tile = tl.load(k_at)
         v_tile = tl.load(v_at)
-    s = tl.dot(q, tl.trans(k_tile.to(q.dtype)), input_precision="ieee") * scale
+    if q.dtype == k_tile.dtype:
+        s = tl.dot(q, tl.trans(k_tile), input_precision="ieee") * scale
+    else:
+        wide = tl.trans(k_tile.to(tl.float32))
+        s = tl.dot(q.to(tl.float32), wide, input_precision="ieee") * scale
     if MASKED:
         s = tl.where(visible_keys(rows, j * BN, seq_q, seq_k, BN, CAUSAL), s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
@@ -217,7 +220,7 @@ def plain_attention_kernel(
     rows = first_row + tl.arange(0, BM)
     d = tl.arange(0, DP)
     at = q + b * stride_qb + h * stride_qh
-    at = at + rows.to(tl.int64)[:, None] * stride_qs + d[None, :] * stride_qd
+    at = at + rows.to(tl.int64)[:, None] * stride_qs + d.to(tl.int64)[None, :] * stride_qd
     q_tile = tl.load(at, mask=(rows < seq_q)[:, None] & (d < D)[None, :], other=0.0)
     k += b * stride_kb + (h // ratio) * stride_kh
     v += b * stride_vb + (h // ratio) * stride_vh
@@ -235,7 +238,7 @@ def plain_attention_kernel(
             k, v, stride_ks, stride_kd, stride_vs, stride_vd, j, q_tile, scale, m, l, acc,
             rows, seq_q, seq_k, D, DP, BN, FLUSH, CAUSAL, True,
         )  # fmt: skip
-    alive = l > 0.0
+    alive = l != 0.0  # NaN is alive: it has to be seen
     out = tl.where(alive[:, None], acc / tl.where(alive, l, 1.0)[:, None], 0.0)
     store_rows(o, out, rows, d, bh, heads_q, seq_q, stride_ob, stride_oh, stride_os, stride_od, D)
     if LSE:

@@ -33,6 +33,22 @@ def _round_even(x):
     return (x + 12582912.0) - 12582912.0
 
 
+@triton.jit
+def _magnitude(x):
+    """|x|, infinite for NaN: the scale of its granule then carries it to every score."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def _to_granule(x, amax, QMAX: tl.constexpr, QK8: tl.constexpr):
+    """Values on the grid of INT8 or in the range of FP8; 0 where the granule is not finite."""
+    y = x * (QMAX / amax)
+    y = tl.where(y == y, y, 0.0)
+    if QK8:
+        return _round_even(y)
+    return tl.minimum(tl.maximum(y, -QMAX), QMAX)
+
+
 @triton.jit(do_not_specialize=["heads", "seq", "per_split", "splits"])
 def _statistics_kernel(
     k, v, k_sum, v_sum, v_min, v_max,
@@ -46,8 +62,8 @@ def _statistics_kernel(
     b, h = bh // heads, bh % heads
     d = tl.arange(0, DP)
     row = tl.arange(0, ROWS)
-    k_head = k + b * stride_kb + h * stride_kh + d[None, :] * stride_kd
-    v_head = v + b * stride_vb + h * stride_vh + d[None, :] * stride_vd
+    k_head = k + b * stride_kb + h * stride_kh + d.to(tl.int64)[None, :] * stride_kd
+    v_head = v + b * stride_vb + h * stride_vh + d.to(tl.int64)[None, :] * stride_vd
     sums_k = tl.zeros([ROWS, DP], tl.float32)
     sums_v = tl.zeros([ROWS, DP], tl.float32)
     low = tl.full([ROWS, DP], float("inf"), tl.float32)
@@ -113,14 +129,16 @@ def _quantise_q_kernel(
     d = tl.arange(0, DP)
     n = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     live = (n < seq)[:, None] & (d < D)[None, :]
-    at = q + b * stride_qb + h * stride_qh + n[:, None] * stride_qs + d[None, :] * stride_qd
+    at = (
+        q
+        + b * stride_qb
+        + h * stride_qh
+        + n[:, None] * stride_qs
+        + d.to(tl.int64)[None, :] * stride_qd
+    )
     x = tl.load(at, mask=live, other=0.0).to(tl.float32) * multiplier
-    amax = tl.maximum(tl.max(tl.abs(x), 1), TINY)
-    y = x * (QMAX / amax)[:, None]
-    if QK8:
-        y = _round_even(y)
-    else:
-        y = tl.minimum(tl.maximum(y, -QMAX), QMAX)
+    amax = tl.maximum(tl.max(_magnitude(x), 1), TINY)
+    y = _to_granule(x, amax[:, None], QMAX, QK8)
     rows = bh * q_rows + n
     tl.store(
         q8 + rows[:, None] * DP + d[None, :], y.to(q8.dtype.element_ty), mask=(n < q_rows)[:, None]
@@ -146,25 +164,33 @@ def _quantise_kv_kernel(
     d = tl.arange(0, DP)
     n = (block * BN + tl.arange(0, BN)).to(tl.int64)
     live = (n < seq)[:, None] & (d < D)[None, :]
-    at = k + b * stride_kb + h * stride_kh + n[:, None] * stride_ks + d[None, :] * stride_kd
+    at = (
+        k
+        + b * stride_kb
+        + h * stride_kh
+        + n[:, None] * stride_ks
+        + d.to(tl.int64)[None, :] * stride_kd
+    )
     x = tl.load(at, mask=live, other=0.0).to(tl.float32)
     if K_MEAN:
         x = tl.where(live, x - tl.load(k_mean + bh * DP + d)[None, :], 0.0)
-    amax = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), TINY)
-    y = x * (QMAX / amax)
-    if QK8:
-        y = _round_even(y)
-    else:
-        y = tl.minimum(tl.maximum(y, -QMAX), QMAX)
+    amax = tl.maximum(tl.max(tl.max(_magnitude(x), 1), 0), TINY)
+    y = _to_granule(x, amax, QMAX, QK8)
     rows = bh * k_rows + n
     tl.store(k8 + rows[:, None] * DP + d[None, :], y.to(k8.dtype.element_ty))
     tl.store(k_scale + bh * blocks + block, amax / QMAX)
 
-    at = v + b * stride_vb + h * stride_vh + n[:, None] * stride_vs + d[None, :] * stride_vd
+    at = (
+        v
+        + b * stride_vb
+        + h * stride_vh
+        + n[:, None] * stride_vs
+        + d.to(tl.int64)[None, :] * stride_vd
+    )
     x = tl.load(at, mask=live, other=0.0).to(tl.float32)
     mean = tl.load(v_mean + bh * DP + d)[None, :]
     x = tl.where(live, (x - mean) / tl.load(v_scale + bh * DP + d)[None, :], 0.0)
-    x = tl.minimum(tl.maximum(x, -VMAX), VMAX)
+    x = tl.where(x == x, tl.minimum(tl.maximum(x, -VMAX), VMAX), x)  # a clamp alone loses NaN
     w = x.to(v8.dtype.element_ty)
     if PV8:
         w = w.reshape([BN // 16, 2, 4, 2, DP]).permute(0, 2, 1, 3, 4).reshape([BN, DP])

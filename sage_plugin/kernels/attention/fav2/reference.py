@@ -40,7 +40,7 @@ class PlainEmulation(ReadsInPlace):
             p_dtype=v.dtype,
         )
         result = empty_output(operands.q, out_dtype or v.dtype)
-        out = torch.where(norm[..., None] > 0, acc / norm[..., None], 0.0)
+        out = torch.where(norm[..., None] != 0, acc / norm[..., None], 0.0)
         bhsd(result, problem.layout).copy_(out.view(batch, heads_q, seq_q, -1))
         lse = ((torch.log2(norm) + top) / LOG2E).view(batch, heads_q, seq_q)
         return result, (lse.contiguous() if return_lse else None)
