@@ -104,7 +104,9 @@ def kernels_of(facts: DeviceFacts) -> tuple[str, ...]:
 
 
 def facts_of(kind: str, index: int | None) -> DeviceFacts:
-    """Facts of a device by type and index, a constant to a compiler."""
+    """Facts of a device by type and index, a constant to a compiler; any type has some."""
+    if kind not in ("cpu", "cuda"):
+        return DeviceFacts(kind, kind, "other", kind, 0, 0, 0, None)
     return device.facts(torch.device(kind, index) if index is not None else kind)
 
 
@@ -234,6 +236,8 @@ def _device_reason(kernel: str, facts: DeviceFacts) -> str | None:
     """Why a device cannot run a kernel, or `None`."""
     if kernel in ("torch", "sdpa") or facts.kind == "cpu":
         return None
+    if facts.kind == "other":
+        return f"no kernel runs on device type {facts.arch}"
     if not device.triton_version():
         return "Triton is not installed"
     if facts.kind == "cuda" and facts.arch not in INT8_ARCHS:

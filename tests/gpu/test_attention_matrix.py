@@ -42,9 +42,11 @@ def inputs(shape, dtype, layout="bhsd", seed=0):
 
 
 def poison(like):
-    """Leave NaN where the allocator will look next."""
-    for _ in range(4):
-        torch.full(like.shape, float("nan"), device="cuda", dtype=torch.float32)
+    """Leave NaN where the allocator will look next, in blocks of every size up to that of a call."""
+    held = []
+    for size in (256, 4096, 65536, like.numel(), 2 * like.numel()):
+        held += [torch.full((size,), float("nan"), device="cuda") for _ in range(4)]
+    del held
 
 
 def relative(out, reference):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import sage_plugin
 from sage_plugin import device
-from sage_plugin.errors import DeviceError, UnknownKernelError, UnsupportedInputError
+from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels import dispatch, launches
 from sage_plugin.kernels.attention import ops
 from sage_plugin.kernels.attention.api import attention, run_decided
@@ -126,9 +126,11 @@ def test_tensors_on_two_devices_are_named():
         attention(q, k.to("meta"), v)
 
 
-def test_an_unknown_device_is_an_error_of_ours():
-    with pytest.raises(DeviceError, match="'meta'"):
-        attention(*(x.to("meta") for x in draw(PLAIN)))
+def test_report_84_a_device_without_kernels_is_left_to_the_host():
+    away = [x.to("meta") for x in draw(PLAIN)]
+    assert attention(*away).device.type == "meta"
+    with pytest.raises(UnsupportedInputError, match="no kernel runs on device type meta"):
+        attention(*away, kernel="sage")
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
