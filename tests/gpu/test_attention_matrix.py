@@ -42,7 +42,7 @@ def inputs(shape, dtype, layout="bhsd", seed=0):
 
 
 def poison(like):
-    """Leave NaN where the allocator will look next, in blocks of every size up to that of a call."""
+    """Leave NaN where the allocator will look next, in blocks of every size up to a call's."""
     held = []
     for size in (256, 4096, 65536, like.numel(), 2 * like.numel()):
         held += [torch.full((size,), float("nan"), device="cuda") for _ in range(4)]
