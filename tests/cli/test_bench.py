@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from sage_plugin.bench import candidate, compare
-from sage_plugin.cli import app
+from sage_plugin.cli import app, console
 from sage_plugin.kernels.dispatch import kernels_of
 from sage_plugin.measure.timing import Limits
 from sage_plugin.schema import KERNELS
@@ -120,7 +120,8 @@ def test_metric_chooses_the_columns(metric):
 @pytest.mark.parametrize("columns", [80, 100])
 @pytest.mark.parametrize("reference", [(), ("--compare-to-ref", "fav2")])
 def test_the_widest_table_fits_the_terminal(monkeypatch, columns, reference):
-    monkeypatch.setenv("COLUMNS", str(columns))
+    # Not by COLUMNS: a console that was made while that was set keeps its width.
+    monkeypatch.setattr(console.stdout, "_width", columns)
     shown = bench(*TINY, *reference).stdout
     assert max(map(len, shown.splitlines())) <= columns
     assert "…" not in shown
