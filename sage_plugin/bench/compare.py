@@ -5,6 +5,7 @@ The first kernel is timed twice, as two candidates: how far it differs from itse
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ def run_case(case: Case, plan: Plan, *, device: torch.device) -> Table:
     Raises:
         UnsupportedInputError: no kernel of the plan runs this input on this device.
     """
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return _table(case, plan, device)
+
+
+def _table(case: Case, plan: Plan, device: torch.device) -> Table:
+    """`run_case` while the device is the current one, as launches outside of our op need it."""
     facts = devices.facts(device)
     inputs = load(case, device)
     q, k, v = inputs.judged

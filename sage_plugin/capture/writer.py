@@ -94,8 +94,6 @@ class CaptureWriter:
         Raises:
             OutputError: the disk is full or the folder is gone; no part of the capture remains.
         """
-        if self._stale is not None:
-            self._clear(self._stale)
         path = self._free_path()
         temporary = path.with_name(path.name + TEMPORARY)
         header = {HEADER_KEY: json.dumps({**record.to_json(), "file": path.name})}
@@ -107,6 +105,8 @@ class CaptureWriter:
                     record, file=path.name, sha256=_sync_and_hash(temporary)
                 )
                 size = temporary.stat().st_size
+                if self._stale is not None:  # only now, when there is a new capture, whole
+                    self._clear(self._stale)
                 os.replace(temporary, path)
                 append_record(self.folder, complete)
             except BaseException:

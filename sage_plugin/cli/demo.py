@@ -148,7 +148,7 @@ def _finish(
     shown = report.text()
     sentences = [
         f"6. Generate again: {report.kernel_calls()} of {report.total_calls()} attention calls "
-        f"ran on {ask.kernel} with the tuned config.",
+        f"ran on {ask.kernel} with the config of step 4.",
         _speed(ask, host, patched, tables),
         f"The clips differ by {difference.psnr_db:.1f} dB PSNR "
         f"({difference.worst_frame_psnr_db:.1f} dB in the worst frame), "
@@ -160,7 +160,8 @@ def _finish(
     summary = "\n".join([*sentences, "", shown, ""])
     (ask.folder / "summary.txt").write_text(summary, encoding="utf-8")
     _say(f"Look at {ask.folder / 'side_by_side.gif'}: host, patched, and their difference.")
-    _say(f"Next: sage bench {ask.folder / 'captured_inputs'} --compare-to-ref fav2")
+    few = " --max-inputs 1" if ask.device == "cpu" else ""
+    _say(f"Next: sage bench {ask.folder / 'captured_inputs'} --compare-to-ref fav2{few}")
 
 
 def _step(clip: Clip) -> str:

@@ -141,10 +141,12 @@ class _Session:
         self.observer.study_started(study, done=done, total=total)
         screens: dict[LaunchConfig, Trial] = {}
         for config in queue:
-            if search.exhausted(screens.values(), limits):
+            # What the registry holds has to be measured before it can lose its place.
+            owed = config in (study.default, incumbent)
+            if not owed and search.exhausted(screens.values(), limits):
                 break
             if config not in known:
-                if screens and time.monotonic() > deadline:
+                if screens and not owed and time.monotonic() > deadline:
                     continue
                 known[config] = self._try(study, config, screens.get(study.default))
             screens[config] = known[config]

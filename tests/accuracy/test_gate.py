@@ -6,8 +6,10 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from sage_plugin.accuracy.gate import Gate, failures, gate_for, worst
+from sage_plugin.accuracy.metrics import compare
 from sage_plugin.errors import UnknownKernelError, UsageError
 from sage_plugin.schema import KERNELS, ErrorMetrics
 
@@ -37,9 +39,18 @@ def test_every_kernel_has_a_gate_that_a_good_run_passes(kernel):
 
 
 def test_start_limits():
-    assert gate_for("fav2") == Gate(0.9999)
+    assert gate_for("fav2") == gate_for("sdpa") == gate_for("torch") == Gate(0.9999, None, 0.02)
     assert gate_for("sage") == Gate(0.999, 0.99, 0.05)
-    assert gate_for("fav3_sage") == gate_for("fav3_fp8") == Gate(0.998, 0.98)
+    assert gate_for("fav3_sage") == gate_for("fav3_fp8") == Gate(0.998, 0.98, 0.15)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8"])
+@pytest.mark.parametrize("factor", [0.1, 0.8, 1.25])
+def test_an_output_of_the_wrong_size_fails_every_gate(kernel, factor):
+    exact = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0))
+    assert failures(gate_for(kernel), compare(exact, exact)) == []
+    (sentence,) = failures(gate_for(kernel), compare(factor * exact, exact))
+    assert sentence.startswith("relative L1 of the worst head")
 
 
 def test_unknown_kernel():
