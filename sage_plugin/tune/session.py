@@ -29,6 +29,9 @@ from sage_plugin.tune.study import Study
 
 logger = logging.getLogger(__name__)
 
+TRIED_AGAIN = ("run_error", "timeout")
+"""Failures that may have had another cause than the config: a later session tries it again."""
+
 RACE_SHARE = 0.3
 """Part of a study's time that is left for its race."""
 
@@ -134,7 +137,9 @@ class _Session:
     ) -> dict[LaunchConfig, Trial]:
         """Judge and briefly time configs until the space, a limit or the time is used up."""
         deadline = time.monotonic() + share_s * (1 - RACE_SHARE)
-        limits, known = self.plan.request.limits, self.ledger.trials(study.id, "screen")
+        limits = self.plan.request.limits
+        former = self.ledger.trials(study.id, "screen")
+        known = {c: trial for c, trial in former.items() if trial.status not in TRIED_AGAIN}
         queue = search.order(study.space, incumbent, self.plan.request.seed)
         total = min(len(queue), limits.max_trials or len(queue))
         done = sum(config in known for config in queue[:total])
