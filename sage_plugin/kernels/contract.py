@@ -39,7 +39,7 @@ class Found:
 
     Attributes:
         config: the launch config.
-        source: `"override"`, `"env"`, `"exact"`, `"near"` or `"default"`.
+        source: `"env"`, `"exact"`, `"near"` or `"default"`.
         detail: one sentence that names the file or the table.
     """
 

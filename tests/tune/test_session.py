@@ -285,6 +285,32 @@ def test_what_the_registry_holds_is_raced_and_stays_where_nothing_is_surely_fast
     assert outcome.entry.config == incumbent
 
 
+@pytest.mark.parametrize("limits", [Limits(max_trials=1), Limits(budget_s=1e-9)], ids=str)
+def test_what_the_registry_holds_is_measured_however_short_the_search(tmp_path, limits):
+    study = scripted.study(12)
+    incumbent = study.space[9]
+    held(tmp_path, study, incumbent)
+    plan = scripted.plan(tmp_path, study, limits=limits)
+    runner = ScriptedRunner(faster(incumbent), noise=0.005)
+    (outcome,) = tune(plan, runner).outcomes
+    assert runner.screened == [study.default, incumbent]
+    assert outcome.entry.config == incumbent
+    assert entries(plan)[0].config == incumbent
+
+
+@pytest.mark.parametrize(
+    ("status", "again"), [("timeout", 1), ("run_error", 1), ("compile_error", 0)]
+)
+def test_a_failure_that_may_have_had_another_cause_is_tried_again(tmp_path, status, again):
+    study = scripted.study(4)
+    failed = study.space[2]
+    plan = scripted.plan(tmp_path, study)
+    tune(plan, ScriptedRunner(fails={failed: status}))
+    later = ScriptedRunner()
+    tune(plan, later)
+    assert later.screened == [failed] * again
+
+
 def test_a_held_config_that_lost_its_advantage_is_demoted(tmp_path):
     study = scripted.study()
     plan = held(tmp_path, study, study.space[3])
