@@ -121,3 +121,11 @@ def test_unwritable_places_are_refused_before_the_run(tmp_path):
         report.check_writable(tmp_path / "no" / "out.csv")
     report.check_writable(tmp_path / "out.csv")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_json_does_not_have_are_null(value):
+    row = row_of(speedup=value)
+    body = json.loads(report.json_text([table_of(row)], devices.facts("cpu"), devices.toolchain()))
+    assert body["tables"][0]["rows"][0]["speedup"] is None
+    assert body["tables"][0]["rows"][0]["flops"] == row.flops
