@@ -1,9 +1,11 @@
 """Our kernels beside their peers on one GPU: everything interleaved in one run, error beside speed.
 
-Peers that are not installed are left out: SageAttention 1.0.6 (`pip install sageattention==1.0.6`),
-torch's flash and cuDNN backends. Times are milliseconds with quantisation; `kernel_ms` is the
-attention launch alone. Errors are against fp32 attention on rows sampled from every head, beside
-the same error of the kernel's own emulation on those rows.
+Peers that are not installed are left out: torch's flash and cuDNN backends, FlashAttention-3
+(`pip install fa3-fwd`, bf16 and FP8), SageAttention (`pip install sageattention==1.0.6`, or 2),
+comfy-kitchen's int8_attention and flash-attn-4. Times are milliseconds with quantisation; "kernel
+alone" is the attention launch on operands prepared once. Errors are against fp32 attention on rows
+sampled from every head: of our fp32 output, beside that of the kernel's own emulation, and of the
+peers' outputs in their own dtype.
 
     python benchmarks/peers.py --output peers.json [--presets cogvideox-2b,...] [--budget 8]
 """
@@ -11,132 +13,173 @@ the same error of the kernel's own emulation on those rows.
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import peer_kernels
 import torch
-import torch.nn.functional as F
+from accuracy import (
+    FP32,
+    SMALLEST,
+    Tensors,
+    built,
+    emulated,
+    errors_of,
+    identity,
+    kernels,
+    launch_of,
+    twin_rows,
+    write,
+)
 
 import sage_plugin
 from sage_plugin import device as devices
+from sage_plugin.accuracy.reference import clear, reference
 from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention.implementations import implementation
 from sage_plugin.kernels.contract import Problem
-from sage_plugin.kernels.oracle import oracle
+from sage_plugin.measure.clocks import ClockSnapshot, snapshot, stamp
 from sage_plugin.measure.inputs import presets, synthetic
 from sage_plugin.measure.timing import Samples, measure
 from sage_plugin.schema import CallShape, LaunchConfig
 
-if TYPE_CHECKING:
-    from torch.nn.attention import SDPBackend
-
 OURS = ("fav2", "sage", "fav3_sage", "fav3_fp8")
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+AGAIN = " again"
+
 Call = Callable[[], object]
+Facts = dict[str, Any]
 
 
-def backend(which: SDPBackend, tensors: Tensors) -> Call:
-    """SDPA on one of torch's backends."""
-    from torch.nn.attention import sdpa_kernel
-
-    def call() -> torch.Tensor:
-        with sdpa_kernel(which):
-            return F.scaled_dot_product_attention(*tensors)
-
-    return call
-
-
-def peers(tensors: Tensors) -> dict[str, Call]:
-    """Calls of the peers that run here."""
-    from torch.nn.attention import SDPBackend
-
-    found = {
-        "sdpa flash": backend(SDPBackend.FLASH_ATTENTION, tensors),
-        "sdpa cudnn": backend(SDPBackend.CUDNN_ATTENTION, tensors),
-    }
-    try:
-        from sageattention.core import sageattn
-
-        # SageAttention 1 subtracts the mean of K in place: it gets its own copy.
-        q, k, v = tensors[0], tensors[1].clone(), tensors[2]
-        found["sageattention 1.0.6"] = lambda: sageattn(q, k, v)
-    except ImportError:
-        pass
-    return {name: call for name, call in found.items() if runs(name, call)}
-
-
-def runs(name: str, call: Call) -> bool:
-    """Whether a peer takes the call here."""
-    try:
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:
-        print(f"{name} left out: {str(error)[:100]}")
-        return False
-    return True
-
-
-def relative_l1(
-    out: torch.Tensor, reference: torch.Tensor, mean: torch.Tensor
-) -> tuple[float, float]:
-    """Relative L1, plain and centred by the mean of V."""
-    error = (out.double() - reference.double()).abs().sum()
-    plain = reference.double().abs().sum()
-    centred = (reference.double() - mean.double()).abs().sum()
-    return (error / plain).item(), (error / centred).item()
-
-
-def judge(
-    kernel: str, config: LaunchConfig, tensors: Tensors, rows: torch.Tensor
-) -> dict[str, float]:
-    """Error of the portable kernel and of its emulation on sampled rows of every head."""
+def judge_ours(
+    kernel: str,
+    decision: dispatch.Decision,
+    config: LaunchConfig,
+    tensors: Tensors,
+    args: argparse.Namespace,
+) -> Facts:
+    """Error of a kernel and of its emulation on sampled rows of every head."""
     q, k, v = tensors
-    exact, _ = oracle(q, k, v, rows=rows)
-    mean = v.float().mean(2, keepdim=True)
-    full = sage_plugin.attention(q, k, v, kernel=kernel, out_dtype=torch.float32, launch=config)
-    again = sage_plugin.attention(q, k, v, kernel=kernel, out_dtype=torch.float32, launch=config)
-    twin = implementation(kernel, "emulation")
-    problem = Problem(1.0 / math.sqrt(q.shape[3]), False, "bhsd")
-    prepared = twin.prepare(q[:, :, rows], k, v, problem=problem, launch=config)
-    emulated, _ = twin.launch(prepared, out_dtype=torch.float32)
-    ours, ours_centred = relative_l1(full[:, :, rows], exact, mean)
-    theirs, theirs_centred = relative_l1(emulated, exact, mean)
+    scale = 1.0 / math.sqrt(q.shape[3])
+    rows = twin_rows(q.shape[2], count=args.rows, granule=config.q_granule, causal=False)
+    exact = reference(q, k, v, rows=rows)
+
+    def run() -> torch.Tensor:
+        out = sage_plugin.attention(
+            q, k, v, kernel=decision.kernel, variant=decision.variant, launch=config,
+            out_dtype=FP32,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    full, again = run(), run()
+    own = errors_of(full[:, :, exact.rows], exact.out, exact.v_mean, v.dtype)
+    twin = emulated(decision.kernel, config, tensors, exact.rows, causal=False, scale=scale)
+    theirs = errors_of(twin, exact.out, exact.v_mean, v.dtype)
     return {
-        "rel_l1": ours,
-        "centred_rel_l1": ours_centred,
-        "emulation_rel_l1": theirs,
-        "emulation_centred_rel_l1": theirs_centred,
-        "ratio_to_emulation": ours_centred / max(theirs_centred, 1e-12),
+        "kernel": kernel,
+        "ran": decision.label,
+        "launch": config.to_json(),
+        "rel_l1": own["rel_l1"],
+        "centred_rel_l1": own["centred_rel_l1"],
+        "emulation_rel_l1": theirs["rel_l1"],
+        "emulation_centred_rel_l1": theirs["centred_rel_l1"],
+        "ratio_to_emulation": own["centred_rel_l1"] / max(theirs["centred_rel_l1"], SMALLEST),
+        "gain": own["gain"],
         "finite": bool(torch.isfinite(full).all()),
         "deterministic": bool(torch.equal(full, again)),
     }
 
 
-def configs_of(kernel: str, shape: CallShape, search: bool) -> list[LaunchConfig]:
+def judge_peer(call: peer_kernels.Run, tensors: Tensors, args: argparse.Namespace) -> Facts:
+    """Error of a peer's output in its own dtype; it raises where the peer cannot take the call."""
+    q, k, v = tensors
+    rows = twin_rows(q.shape[2], count=args.rows, granule=1, causal=False)
+    exact = reference(q, k, v, rows=rows)
+    out = call()
+    errors = errors_of(out[:, :, exact.rows].float(), exact.out, exact.v_mean, out.dtype)
+    wanted = ("rel_l1", "centred_rel_l1", "gain", "rounding_floor")
+    return {
+        "out_dtype": str(out.dtype).removeprefix("torch."),
+        **{name: errors[name] for name in wanted},
+        "finite": bool(torch.isfinite(out).all()),
+    }
+
+
+def peers_ready(
+    found: peer_kernels.Found, tensors: Tensors, args: argparse.Namespace
+) -> tuple[dict[str, Call], dict[str, Facts]]:
+    """Calls of the peers that take these tensors, and their errors."""
+    calls: dict[str, Call] = {}
+    facts: dict[str, Facts] = {}
+    scale = 1.0 / math.sqrt(tensors[0].shape[3])
+    for peer in found.peers:
+        try:
+            call = peer.prepare(*tensors, causal=False, scale=scale)
+            facts[peer.name] = judge_peer(call, tensors, args)
+        except Exception as error:  # any peer may refuse any call in its own way
+            print(f"{peer.name} left out: {peer_kernels.first_line(error)}")
+            continue
+        calls[peer.name] = call
+    return calls, facts
+
+
+def ours_ready(
+    shape: CallShape, tensors: Tensors, args: argparse.Namespace
+) -> tuple[dict[str, Call], dict[str, Facts]]:
+    """Calls of our kernels, with quantisation and alone, and their errors."""
+    calls: dict[str, Call] = {}
+    facts: dict[str, Facts] = {}
+    for kernel in args.kernels:
+        for decision, config in configs_of(kernel, shape, args):
+            label = f"{kernel} {config.text()}" if args.search else kernel
+            try:
+                facts[label] = judge_ours(kernel, decision, config, tensors, args)
+            except Exception as error:  # one config's failure must not end the table
+                print(f"{label} failed: {str(error)[-200:]}")
+                continue
+            calls[label] = whole_call(decision, config, tensors)
+            if not args.search:
+                alone = f"{kernel} kernel alone"
+                calls[alone] = kernel_call(decision, config, tensors)
+                facts[alone] = {name: facts[label][name] for name in ("kernel", "ran", "launch")}
+    return calls, facts
+
+
+def configs_of(
+    kernel: str, shape: CallShape, args: argparse.Namespace
+) -> list[tuple[dispatch.Decision, LaunchConfig]]:
     """The config that a call would get, or the whole search space with it in front."""
-    facts = devices.facts("cuda")
-    key = dispatch.call_key(shape, dispatch.Decision(kernel, "portable"))
-    found = dispatch.find_launch(key, facts).config
-    if not search:
-        return [found]
-    return [found, *(c for c in dispatch.candidates(key, facts) if c != found)]
+    facts = devices.facts(args.device)
+    decision, found = launch_of(kernel, shape, facts)
+    every = dispatch.candidates(dispatch.call_key(shape, decision), facts) if args.search else ()
+    return [(decision, config) for config in (found, *(c for c in every if c != found))]
 
 
-def kernel_call(kernel: str, config: LaunchConfig, tensors: Tensors) -> Call:
+def whole_call(decision: dispatch.Decision, config: LaunchConfig, tensors: Tensors) -> Call:
+    """One of our kernels with its quantisation, as users call it."""
+    q, k, v = tensors
+    return lambda: sage_plugin.attention(
+        q, k, v, kernel=decision.kernel, variant=decision.variant, launch=config
+    )
+
+
+def kernel_call(decision: dispatch.Decision, config: LaunchConfig, tensors: Tensors) -> Call:
     """The attention launch alone, on operands prepared once."""
     q, k, v = tensors
-    built = implementation(kernel, "portable")
+    one = built(decision.kernel, decision.variant, q.device)
     problem = Problem(1.0 / math.sqrt(q.shape[3]), False, "bhsd")
-    operands = built.prepare(q, k, v, problem=problem, launch=config)
-    return lambda: built.launch(operands)
+    operands = one.prepare(q, k, v, problem=problem, launch=config)
+    return lambda: one.launch(operands)
 
 
-def row(name: str, shape: CallShape, flops: float, samples: Samples) -> dict[str, Any]:
-    """One line of the table."""
+def row(name: str, shape: CallShape, samples: Samples) -> Facts:
+    """The timing of one line of the table."""
     timing = samples.timing()
+    flops = 4.0 * shape.batch * shape.heads_q * shape.seq_q * shape.seq_k * shape.head_dim
     return {
         "preset": name,
         "variant": samples.name,
@@ -148,60 +191,111 @@ def row(name: str, shape: CallShape, flops: float, samples: Samples) -> dict[str
     }
 
 
-def run_preset(name: str, shape: CallShape, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Judge, then time everything of one preset interleaved."""
-    tensors = synthetic(shape, device="cuda", distribution="biased")
-    rows = torch.randperm(
-        shape.seq_q, device="cuda", generator=torch.Generator("cuda").manual_seed(1)
-    )
-    rows = rows[: args.rows].sort().values
-    calls: dict[str, Call] = peers(tensors)
-    errors: dict[str, dict[str, float]] = {}
-    for kernel in args.kernels.split(","):
-        for config in configs_of(kernel, shape, args.search):
-            label = f"{kernel} {config.text()}" if args.search else kernel
-            try:
-                errors[label] = judge(kernel, config, tensors, rows)
-            except Exception as error:
-                print(f"{label} failed: {str(error)[-200:]}")
-                continue
-            calls[label] = lambda k=kernel, c=config: sage_plugin.attention(
-                *tensors, kernel=k, launch=c
-            )
-            if not args.search:
-                calls[f"{kernel} kernel alone"] = kernel_call(kernel, config, tensors)
-    samples = measure(calls, device="cuda", budget_s=args.budget, min_samples=5, warmup=1)
-    flops = 4.0 * shape.batch * shape.heads_q * shape.seq_q * shape.seq_k * shape.head_dim
-    table = [row(name, shape, flops, s) | errors.get(s.name, {}) for s in samples.values()]
+def trust(
+    samples: Mapping[str, Samples],
+    first: str,
+    before: ClockSnapshot | None,
+    after: ClockSnapshot | None,
+) -> Facts:
+    """The A/A test of a table, the clocks around it, and the stamp that they give it."""
+    aa_ratio = statistics.median(samples[first + AGAIN].ms) / statistics.median(samples[first].ms)
+    return {
+        "stamp": stamp(aa_ratio, before, after),
+        "aa": first,
+        "aa_ratio": aa_ratio,
+        "before": None if before is None else dataclasses.asdict(before),
+        "after": None if after is None else dataclasses.asdict(after),
+    }
+
+
+def run_preset(
+    name: str, shape: CallShape, found: peer_kernels.Found, args: argparse.Namespace
+) -> tuple[Facts, list[Facts]]:
+    """Judge, then time everything of one preset interleaved; how it went, and its rows."""
+    tensors = synthetic(shape, device=args.device, distribution="biased")
+    calls, facts = ours_ready(shape, tensors, args)
+    their_calls, their_facts = peers_ready(found, tensors, args)
+    first = next(itertools.chain(calls, their_calls))
+    calls |= their_calls
+    facts |= their_facts
+    before = snapshot(args.device)
+    samples = measure(
+        {**calls, first + AGAIN: calls[first]},
+        device=args.device, budget_s=args.budget, min_samples=5, warmup=1,
+    )  # fmt: skip
+    after = snapshot(args.device)
+    how = {"preset": name, "shape": shape.to_json(), **trust(samples, first, before, after)}
+    table = [row(name, shape, samples[label]) | facts[label] for label in calls]
     for line in sorted(table, key=lambda r: r["ms"]):
-        print(
-            f"{name:14s} {line['tflops']:7.1f} TFLOPS {line['ms']:8.3f} ms  "
-            f"centred {line.get('centred_rel_l1', float('nan')):.4f} "
-            f"x{line.get('ratio_to_emulation', float('nan')):.3f} {line['variant'][:150]}",
-            flush=True,
-        )
-    return table
+        print(line_of(line))
+    print(f"{name:14s} {how['stamp']}, A/A {how['aa_ratio']:.3f}, {clocks(after)}", flush=True)
+    clear()
+    return how, table
 
 
-def main() -> None:
+def line_of(line: Facts) -> str:
+    """One row as a line of the table."""
+    nothing = float("nan")
+    return (
+        f"{line['preset']:14s} {line['tflops']:7.1f} TFLOPS {line['ms']:8.3f} ms  "
+        f"L1 {line.get('rel_l1', nothing):.5f} centred {line.get('centred_rel_l1', nothing):.4f} "
+        f"x{line.get('ratio_to_emulation', nothing):.3f} {line['variant'][:150]}"
+    )
+
+
+def clocks(state: ClockSnapshot | None) -> str:
+    """Clock and power in words."""
+    if state is None:
+        return "no clock readings"
+    reasons = ", ".join(state.reasons) or "no limit"
+    return f"{state.sm_mhz} MHz, {state.power_w} W, {state.temperature_c} C ({reasons})"
+
+
+def preset_names(text: str) -> list[str]:
+    """Names of presets, separated by commas."""
+    unknown = [name for name in text.split(",") if name not in presets()]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: allowed are {', '.join(presets())}")
+    return text.split(",")
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="JSON file to write")
+    add("--presets", type=preset_names, default=list(presets()))
+    add("--kernels", type=kernels, default=list(OURS))
+    add("--budget", type=float, default=8.0, help="seconds of timing a preset")
+    add("--rows", type=int, default=64, help="rows judged in every head")
+    add("--search", action="store_true", help="every config of the space")
+    add("--commit", help="in place of what git says, where the checkout has no history")
+    args = parser.parse_args(argv)
+    if args.rows < 1 or not args.budget > 0:
+        parser.error("arguments --rows and --budget: need numbers above zero")
+    if not args.output.parent.is_dir():
+        parser.error(f"argument --output: {args.output.parent} is not a folder")
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU that torch can use, and a CPU's times say nothing")
+    args.device = "cuda"
+    return args
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> int:
     """Run all presets and write one JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--presets", default=",".join(presets()))
-    parser.add_argument("--kernels", default=",".join(OURS))
-    parser.add_argument("--budget", type=float, default=8.0, help="seconds of timing a preset")
-    parser.add_argument("--rows", type=int, default=64, help="rows judged in every head")
-    parser.add_argument("--search", action="store_true", help="every config of the space")
-    args = parser.parse_args()
-    table = []
-    for name in args.presets.split(","):
-        table += run_preset(name, presets()[name], args)
+    args = parsed(argv)
+    found = peer_kernels.timed_peers()
+    print(*found.left_out, sep="\n")
+    tables, rows = [], []
+    for name in args.presets:
+        how, table = run_preset(name, presets()[name], found, args)
+        tables.append(how)
+        rows += table
         torch.cuda.empty_cache()
-    facts, chain = devices.facts("cuda"), devices.toolchain()
-    identity = {"device": facts.to_json(), "toolchain": chain.to_json(), "rows": table}
-    args.output.write_text(json.dumps(identity, indent=1) + "\n")
-    print(f"written to {args.output}")
+    write(args.output, identity(args.device, found, args.commit) | {"tables": tables, "rows": rows})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

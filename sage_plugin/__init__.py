@@ -13,18 +13,34 @@ __version__ = "0.1.0"
 
 _HOME = {
     "attention": "sage_plugin.kernels.attention.api",
+    "attention_varlen": "sage_plugin.kernels.attention.varlen",
+    "launch": "sage_plugin.kernels.attention.two_step",
     "patch": "sage_plugin.plugin.patch",
     "patched": "sage_plugin.plugin.patch",
+    "prepare": "sage_plugin.kernels.attention.two_step",
     "record": "sage_plugin.capture.recorder",
     "report": "sage_plugin.plugin.report",
     "unpatch": "sage_plugin.plugin.patch",
 }
 
-__all__ = ["__version__", "attention", "patch", "patched", "record", "report", "unpatch"]
+__all__ = [
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "launch",
+    "patch",
+    "patched",
+    "prepare",
+    "record",
+    "report",
+    "unpatch",
+]
 
 if TYPE_CHECKING:
     from sage_plugin.capture.recorder import record
     from sage_plugin.kernels.attention.api import attention
+    from sage_plugin.kernels.attention.two_step import launch, prepare
+    from sage_plugin.kernels.attention.varlen import attention_varlen
     from sage_plugin.plugin.patch import patch, patched, unpatch
     from sage_plugin.plugin.report import report
 

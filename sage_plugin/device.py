@@ -15,8 +15,11 @@ import torch
 from sage_plugin.errors import DeviceError
 from sage_plugin.schema import DeviceFacts, Toolchain
 
-E4M3FN_ARCHS = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121", "gfx950")
-E4M3FNUZ_ARCHS = ("gfx940", "gfx941", "gfx942")
+E4M3FN_ARCHS = (
+    *("sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
+    *("gfx950", "gfx1200", "gfx1201"),
+)
+E4M3FNUZ_ARCHS = ("gfx942",)
 
 
 def slug(name: str) -> str:

@@ -123,6 +123,9 @@ class LaunchConfig(JsonRecord):
         maxnreg: register limit of a thread (NVIDIA), 0 for none.
         waves_per_eu: occupancy hint (AMD), 0 for none.
         matrix_instr_nonkdim: MFMA shape (AMD), 0 for the compiler's choice.
+        hadamard: channels of a block of Q and K that are rotated together before they are
+            quantised, a power of two that divides the head dim; 0 for no rotation.
+        q_granule: query rows that share a scale, a power of two up to 128; 1 is a scale a row.
     """
 
     block_m: int
@@ -136,6 +139,8 @@ class LaunchConfig(JsonRecord):
     maxnreg: int = 0
     waves_per_eu: int = 0
     matrix_instr_nonkdim: int = 0
+    hadamard: int = 0
+    q_granule: int = 1
 
     def replaced(self, **changes: Any) -> Self:  # noqa: ANN401
         """A copy with some fields changed; an unknown field is a `ConfigError`."""

@@ -105,6 +105,8 @@ def test_a_slug_is_safe_as_a_folder_name_whatever_the_driver_says(name, slug):
         ("gfx942", "float8_e4m3fnuz"),
         ("gfx950", "float8_e4m3fn"),
         ("gfx1100", None),
+        ("gfx1200", "float8_e4m3fn"),
+        ("gfx1201", "float8_e4m3fn"),
         ("x86_64", None),
         ("", None),
     ],

@@ -7,6 +7,9 @@ import itertools
 import torch
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK_ELEMENTS = 1 << 24
+"""Values looked at together: a dense mask is one large matrix."""
+
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -31,6 +34,10 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def _weighted(matrix: torch.Tensor) -> torch.Tensor:
     """Sum of bits times odd, position-dependent weights, modulo 2**64."""
-    bits = matrix.contiguous().view(_BITS[matrix.element_size()]).flatten().to(torch.int64)
-    weights = (2 * torch.arange(bits.numel(), device=bits.device) + 1) * _ODD
-    return (bits * weights).sum()
+    bits = matrix.contiguous().view(_BITS[matrix.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), CHUNK_ELEMENTS):
+        part = bits[start : start + CHUNK_ELEMENTS].to(torch.int64)
+        places = torch.arange(start, start + part.numel(), device=bits.device)
+        total += (part * ((2 * places + 1) * _ODD)).sum()
+    return total

@@ -25,12 +25,15 @@ class Gate(JsonRecord):
         min_cosine: least cosine of a head.
         min_row_cosine_p10: least 10th percentile of the cosine of a head's rows.
         max_worst_head_rel_l1: largest relative L1 of a head.
+        max_centred_rel_l1: largest relative L1 of the centred output, which no common mean of V can
+            make small.
         max_bad_values: NaN and infinite values allowed.
     """
 
     min_cosine: float
     min_row_cosine_p10: float | None = None
     max_worst_head_rel_l1: float | None = None
+    max_centred_rel_l1: float | None = None
     max_bad_values: int = 0
 
 
@@ -92,6 +95,12 @@ def failures(gate: Gate, metrics: ErrorMetrics) -> list[str]:
     limit = gate.max_worst_head_rel_l1
     if limit is not None and not rel_l1 <= limit:
         found.append(f"relative L1 of the worst head is {rel_l1:.4f}, at most {limit} allowed")
+    limit = gate.max_centred_rel_l1
+    if limit is not None and not metrics.centred_rel_l1 <= limit:
+        found.append(
+            f"relative L1 of the centred output is {metrics.centred_rel_l1:.4f}, "
+            f"at most {limit} allowed"
+        )
     return found
 
 

@@ -138,6 +138,7 @@ def attention_errors(
     *,
     causal: bool,
     scale: float | None,
+    mask: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
 ) -> ErrorMetrics:
     """Run a kernel and judge it against the oracle, on sampled rows of every head.
@@ -154,6 +155,7 @@ def attention_errors(
         v: values.
         causal: bottom-right aligned causal mask.
         scale: factor of the scores, `1/sqrt(D)` if `None`.
+        mask: (B or 1, Hq or 1, Sq or 1, Sk) or `None`.
         rows: query rows to judge, the same for each head; at most 256 sampled ones where `None`.
 
     Example:
@@ -161,9 +163,9 @@ def attention_errors(
         >>> attention_errors("torch", "host", None, x, x, x, causal=False, scale=None).bad_values
         0
     """
-    exact = reference(q, k, v, causal=causal, scale=scale, rows=rows)
+    exact = reference(q, k, v, causal=causal, scale=scale, mask=mask, rows=rows)
     result = checked_output(
-        kernel, variant, launch, q, k, v, causal=causal, scale=scale, exact=exact
+        kernel, variant, launch, q, k, v, causal=causal, scale=scale, exact=exact, mask=mask
     )
     return compare(
         result.out,

@@ -43,6 +43,7 @@ def checked_output(
     causal: bool,
     scale: float | None,
     exact: Reference,
+    mask: torch.Tensor | None = None,
 ) -> CheckedOutput:
     """Run a kernel twice, in fp32 and in V's dtype, and keep the rows that `exact` has.
 
@@ -56,8 +57,9 @@ def checked_output(
         causal: bottom-right aligned causal mask.
         scale: factor of the scores or `None`.
         exact: the oracle's rows for the same inputs.
+        mask: (B or 1, Hq or 1, Sq or 1, Sk) or `None`.
     """
-    inputs = {"q": q, "k": k, "v": v}
+    inputs = {"q": q, "k": k, "v": v} | ({} if mask is None else {"mask": mask})
     before = {name: fingerprint(tensor) for name, tensor in inputs.items()}
     rows: dict[torch.dtype, torch.Tensor] = {}
     bad_values = 0
@@ -67,6 +69,7 @@ def checked_output(
             q,
             k,
             v,
+            attn_mask=mask,
             is_causal=causal,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -103,7 +106,7 @@ def _odd_values(
     if _constant(out) and not _constant(rounded):
         yield "its output is constant"
     for name, tensor in inputs.items():
-        if tensor.shape == inputs["q"].shape and out.shape[3] == tensor.shape[3]:
+        if name != "mask" and tensor.shape == inputs["q"].shape and out.shape[3] == tensor.shape[3]:
             rows = tensor[:, :, exact.rows].to(out.dtype)
             if torch.equal(out, rows) and not torch.equal(rounded, rows):
                 yield f"its output is its input {name}"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.accuracy.fingerprint import fingerprint
+from sage_plugin.kernels.attention.visibility import hidden_by_mask, hidden_by_position
+from sage_plugin.kernels.contract import NO_WINDOW, Problem
 from sage_plugin.kernels.oracle import oracle
 
 MAX_ROWS = 256
@@ -24,8 +26,8 @@ class Reference:
     Attributes:
         rows: the query rows, the same for each head.
         out: (B, Hq, R, Dv), fp32.
-        v_mean: mean of V over the keys that each row sees, fp32; (B, Hq, R, Dv) where causal, else
-            (B, Hq, 1, Dv).
+        v_mean: mean of V over the keys that each row sees, fp32; (B, Hq, R, Dv), or (B, Hq, 1, Dv)
+            where all rows see all keys.
     """
 
     rows: torch.Tensor
@@ -57,6 +59,10 @@ def reference(
     *,
     causal: bool = False,
     scale: float | None = None,
+    mask: torch.Tensor | None = None,
+    window: tuple[int, int] = NO_WINDOW,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
 ) -> Reference:
     """The oracle's rows for these inputs; kept for the last few distinct contents.
@@ -67,6 +73,10 @@ def reference(
         v: values.
         causal: bottom-right aligned causal mask.
         scale: factor of the scores, `1/sqrt(D)` if `None`.
+        mask: (B or 1, Hq or 1, Sq or 1, Sk), as the oracle takes it.
+        window: keys that a row sees to its left and right, -1 for all.
+        softcap: cap of the scores, 0 for none.
+        sinks: (Hq,), one more logit a head, or `None`.
         rows: query rows; `sample_rows` where `None`.
 
     Example:
@@ -76,18 +86,25 @@ def reference(
     """
     chosen = sample_rows(q.shape[2]) if rows is None else rows
     key = (
-        *(fingerprint(tensor) for tensor in (q, k, v)),
+        *(None if tensor is None else fingerprint(tensor) for tensor in (q, k, v, mask, sinks)),
         tuple(chosen.tolist()),
         causal,
         scale,
+        window,
+        softcap,
         str(q.device),
     )
     if key in _CACHE:
         _CACHE.move_to_end(key)
         return _CACHE[key]
     chosen = chosen.to(q.device)
-    out, _ = oracle(q, k, v, is_causal=causal, scale=scale, rows=chosen)
-    mean = visible_mean(v, chosen, seq_q=q.shape[2], heads_q=q.shape[1], causal=causal)
+    out, _ = oracle(
+        q, k, v, is_causal=causal, scale=scale, mask=mask, window=window, softcap=softcap,
+        sinks=sinks, rows=chosen,
+    )  # fmt: skip
+    mean = visible_mean(
+        v, chosen, seq_q=q.shape[2], heads_q=q.shape[1], causal=causal, mask=mask, window=window
+    )
     _CACHE[key] = Reference(rows=chosen, out=out, v_mean=mean)
     if len(_CACHE) > CACHED:
         _CACHE.popitem(last=False)
@@ -100,7 +117,14 @@ def clear() -> None:
 
 
 def visible_mean(
-    v: torch.Tensor, rows: torch.Tensor, *, seq_q: int, heads_q: int, causal: bool
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    seq_q: int,
+    heads_q: int,
+    causal: bool,
+    mask: torch.Tensor | None = None,
+    window: tuple[int, int] = NO_WINDOW,
 ) -> torch.Tensor:
     """Mean of V over the keys that each row sees, zero where it sees none.
 
@@ -110,10 +134,15 @@ def visible_mean(
         seq_q: query length, for the bottom-right alignment.
         heads_q: query heads.
         causal: whether later keys are hidden.
+        mask: (B or 1, Hq or 1, Sq or 1, Sk); a key is seen whatever its finite bias.
+        window: keys that a row sees to its left and right, -1 for all.
 
     Returns:
-        (B, Hq, R, Dv) where causal, else (B, Hq, 1, Dv), fp32.
+        (B, Hq, R, Dv), or (B, Hq, 1, Dv) where all rows see all keys, fp32.
     """
+    if mask is not None or window != NO_WINDOW:
+        sight = _Sight(rows, seq_q, v.shape[2], Problem(0.0, causal, "bhsd", mask, window))
+        return _mean_in_sight(v, sight, heads_q)
     batch, heads_k, seq_k, _ = v.shape
     means = [
         _head_mean(v[b, h], rows + (seq_k - seq_q) if causal else None)
@@ -131,3 +160,38 @@ def _head_mean(v: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     counts = (last + 1).clamp(0, v.shape[0])
     seen = running[(counts - 1).clamp_min(0)] / counts.clamp_min(1)[:, None]
     return (seen * (counts > 0)[:, None]).float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """What some rows see; asked for head by head, so that no mask is ever expanded."""
+
+    rows: torch.Tensor
+    seq_q: int
+    seq_k: int
+    problem: Problem
+
+    def of(self, b: int, h: int) -> torch.Tensor:
+        """`(rows, Sk)` bool of one head."""
+        rows, problem = self.rows, self.problem
+        hidden = hidden_by_position(
+            rows, 0, self.seq_k, seq_q=self.seq_q, seq_k=self.seq_k, left=problem.left,
+            right=problem.right,
+        )  # fmt: skip
+        if hidden is None:
+            hidden = torch.zeros(len(rows), self.seq_k, dtype=torch.bool, device=rows.device)
+        if (mask := problem.mask) is not None:
+            of_head = mask[b % mask.shape[0], h % mask.shape[1]]
+            hidden = hidden | hidden_by_mask(of_head if len(of_head) == 1 else of_head[rows])
+        return ~hidden
+
+
+def _mean_in_sight(v: torch.Tensor, sight: _Sight, heads_q: int) -> torch.Tensor:
+    batch, heads_k = v.shape[:2]
+    out = v.new_empty((batch, heads_q, len(sight.rows), v.shape[3]), dtype=torch.float32)
+    for b in range(batch):
+        for h in range(heads_q):
+            seen = sight.of(b, h).double()
+            values = torch.nan_to_num(v[b, h * heads_k // heads_q].double(), posinf=0.0, neginf=0.0)
+            out[b, h] = (seen @ values / seen.sum(-1).clamp_min(1)[:, None]).float()
+    return out

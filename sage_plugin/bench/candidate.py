@@ -85,10 +85,11 @@ def candidate(
         causal=shape.causal,
         scale=shape.scale,
         exact=exact,
+        mask=inputs.judged_mask,
     )
     fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
     built = implementation(decision.kernel, decision.variant, fp8)
-    problem = Problem(scale=shape.scale, causal=shape.causal, layout=shape.layout)
+    problem = Problem(shape.scale, shape.causal, shape.layout, inputs.timed_mask)
     tensors = (bhsd(tensor, shape.layout) for tensor in inputs.timed)  # its own inverse
     prepare = functools.partial(built.prepare, *tensors, problem=problem, launch=config)
     operands = prepare()

@@ -73,10 +73,16 @@ def run_case(case: Case, plan: Plan, *, device: torch.device) -> Table:
         device: where to run.
 
     Raises:
-        UnsupportedInputError: no kernel of the plan runs this input on this device.
+        UnsupportedInputError: no kernel of the plan runs this input on this device, or its memory
+            does not hold it.
     """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return _table(case, plan, device)
+        try:
+            return _table(case, plan, device)
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedInputError(
+                f"{case.name}: {device} has not enough memory for this input"
+            ) from error
 
 
 def _table(case: Case, plan: Plan, device: torch.device) -> Table:
@@ -84,7 +90,9 @@ def _table(case: Case, plan: Plan, device: torch.device) -> Table:
     facts = devices.facts(device)
     inputs = load(case, device)
     q, k, v = inputs.judged
-    exact = reference(q, k, v, causal=case.shape.causal, scale=case.shape.scale)
+    exact = reference(
+        q, k, v, causal=case.shape.causal, scale=case.shape.scale, mask=inputs.judged_mask
+    )
     ready, failed = _candidates(plan, inputs, exact, facts)
     if not ready:
         raise UnsupportedInputError(f"{case.name}: no kernel could run it: {'; '.join(failed)}")
@@ -93,8 +101,12 @@ def _table(case: Case, plan: Plan, device: torch.device) -> Table:
     after = snapshot(device)
     aa_ratio = _ratio(samples[ready[0].label], samples[f"{ready[0].label} {AGAIN}"])
     trust = stamp(aa_ratio, before, after)
-    base = _base(plan, ready)
-    rows = tuple(_row(case, inputs.shape, one, base, samples, exact, trust, plan) for one in ready)
+    base = _base(plan, inputs.shape, facts, ready)
+    operations = flops(inputs.shape, inputs.timed_mask)
+    rows = tuple(
+        _row(case, inputs.shape, operations, one, base, samples, exact, trust, plan)
+        for one in ready
+    )
     return Table(
         input=case.name,
         shape=inputs.shape,
@@ -154,17 +166,23 @@ def _ratio(one: Samples, other: Samples) -> float:
     return median(one.ms) / median(other.ms)
 
 
-def _base(plan: Plan, ready: Iterable[Candidate]) -> Candidate | None:
-    """The candidate that is the reference; it stands first where it ran."""
+def _base(
+    plan: Plan, shape: CallShape, facts: DeviceFacts, ready: Iterable[Candidate]
+) -> Candidate | None:
+    """The candidate that is the reference, kernel and variant; it stands first where it ran."""
     if plan.reference is None:
         return None
-    kernel = plan.reference[0]
-    return next((c for c in ready if c.decision.kernel == kernel), None)
+    kernel, variant = plan.reference
+    wanted = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
+    if wanted.reason is not None:
+        return None
+    return next((one for one in ready if one.label == wanted.label), None)
 
 
 def _row(
     case: Case,
     shape: CallShape,
+    operations: int,
     one: Candidate,
     base: Candidate | None,
     samples: dict[str, Samples],
@@ -191,7 +209,7 @@ def _row(
         config_source="" if found is None else found.source,
         time=samples[one.label].timing(),
         kernel_time=None if alone is None else alone.timing(),
-        flops=flops(shape),
+        flops=operations,
         moved_bytes=one.moved_bytes,
         errors=one.errors,
         reference="" if base is None else base.label,

@@ -7,13 +7,21 @@ from collections.abc import Iterator
 
 import torch
 
-from sage_plugin.kernels.contract import Operands
+from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.attention.visibility import hidden_by_mask, hidden_by_position
+from sage_plugin.kernels.contract import Operands, Problem
 from sage_plugin.measure.inputs import torch_dtype
 from sage_plugin.schema import CallShape
 
-NOT_READ = ("q", "k", "v", "shift")
+NOT_READ = ("q", "k", "v", "shift", "poison")
 """Fields of quantised operands that the timed kernel does not read: the caller's tensors, and what
-only a log-sum-exp needs."""
+only a log-sum-exp or an emulation needs."""
+
+KEY_TERM = "key_term"
+"""What a key adds to every score; read where rows differ in the keys that they see."""
+
+CHUNK_ELEMENTS = 1 << 26
+"""Mask values looked at together."""
 
 
 def visible_pairs(seq_q: int, seq_k: int, *, causal: bool) -> int:
@@ -32,26 +40,86 @@ def visible_pairs(seq_q: int, seq_k: int, *, causal: bool) -> int:
     return rows * seq_k - rows * (rows - 1) // 2
 
 
-def flops(shape: CallShape) -> int:
-    """Multiplications and additions of both products: `2 B Hq (Dqk + Dv) pairs`.
+def weighed_pairs(shape: CallShape, mask: torch.Tensor | None = None) -> int:
+    """Visible query-key pairs of all batch items and query heads, counted in the mask itself.
+
+    Args:
+        shape: the call.
+        mask: (B or 1, Hq or 1, Sq or 1, Sk), as kernels take it; `None` counts as no mask.
+
+    Example:
+        >>> from sage_plugin.measure.inputs import self_attention
+        >>> keep = torch.tensor([True, True, False]).view(1, 1, 1, 3)
+        >>> weighed_pairs(self_attention(1, 2, 3, 8), keep)
+        12
+    """
+    if mask is None:
+        pairs = visible_pairs(shape.seq_q, shape.seq_k, causal=shape.causal)
+        return shape.batch * shape.heads_q * pairs
+    served = (shape.batch // mask.shape[0]) * (shape.heads_q // mask.shape[1])
+    counted = _pairs_of_keys if mask_kind(mask) == "key_bias" else _pairs_of_tiles
+    return served * counted(shape, mask)
+
+
+def _pairs_of_keys(shape: CallShape, mask: torch.Tensor) -> int:
+    """Pairs in a mask with one row for all: each visible key times the rows that may see it."""
+    first = torch.zeros(shape.seq_k, dtype=torch.int64, device=mask.device)
+    if shape.causal:
+        keys = torch.arange(shape.seq_k, device=mask.device)
+        first = (keys - (shape.seq_k - shape.seq_q)).clamp(0, shape.seq_q)
+    return int((~hidden_by_mask(mask[:, :, 0]) * (shape.seq_q - first)).sum().item())
+
+
+def _pairs_of_tiles(shape: CallShape, mask: torch.Tensor) -> int:
+    """Pairs in a dense mask, a chunk of rows at a time."""
+    total = 0
+    step = max(1, CHUNK_ELEMENTS // (mask.shape[0] * mask.shape[1] * shape.seq_k))
+    for start in range(0, shape.seq_q, step):
+        seen = ~hidden_by_mask(mask[:, :, start : start + step])
+        out_of_reach = hidden_by_position(
+            torch.arange(start, start + seen.shape[2], device=mask.device), 0, shape.seq_k,
+            seq_q=shape.seq_q, seq_k=shape.seq_k, left=-1, right=0 if shape.causal else -1,
+        )  # fmt: skip
+        seen = seen if out_of_reach is None else seen & ~out_of_reach
+        total += int(seen.sum().item())
+    return total
+
+
+def flops(shape: CallShape, mask: torch.Tensor | None = None) -> int:
+    """Multiplications and additions of both products: `2 (Dqk + Dv)` for each visible pair.
+
+    Args:
+        shape: the call.
+        mask: its mask; without one a masked call is counted as if it saw all keys.
 
     Example:
         >>> from sage_plugin.measure.inputs import presets
         >>> round(flops(presets()["cogvideox-2b"]) / 1e12, 2)
         4.85
     """
-    pairs = visible_pairs(shape.seq_q, shape.seq_k, causal=shape.causal)
-    return 2 * shape.batch * shape.heads_q * (shape.head_dim + shape.dv) * pairs
+    return 2 * (shape.head_dim + shape.dv) * weighed_pairs(shape, mask)
 
 
 def moved_bytes(operands: Operands, shape: CallShape) -> int:
-    """Each operand and scale read once, and the output written once, by their true sizes.
+    """Each operand, scale and mask read once, the output written once, by their true sizes.
+
+    A mask counts as it lies in memory: one entry for all heads is read once. Where quantising has
+    turned it into a term a key, that is read instead.
 
     Args:
         operands: what `prepare` made.
         shape: the call; its output has the dtype of its inputs.
     """
-    tensors = _quantised(operands) or dict(_tensors(operands))
+    own = {n: t for n, t in _tensors(operands) if not n.startswith("problem.")}
+    tensors = _quantised(operands) or own
+    problem = getattr(operands, "problem", None)
+    mask = problem.mask if isinstance(problem, Problem) else None
+    tensors.pop("k_scale_finite", None)  # a kernel reads these K scales or the others
+    if mask is not None:
+        by_key = KEY_TERM in tensors and mask_kind(mask) == "key_bias" and mask.shape[1] == 1
+        tensors |= {} if by_key else {"mask": mask}
+    elif not shape.causal:
+        tensors.pop(KEY_TERM, None)
     read = {(t.data_ptr(), t.dtype): t for t in tensors.values()}
     output = shape.batch * shape.heads_q * shape.seq_q * shape.dv
     element_size = torch_dtype(shape.dtype).itemsize
@@ -64,16 +132,22 @@ def is_quantised(operands: Operands) -> bool:
 
 
 def _quantised(operands: Operands) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in _tensors(operands) if name not in NOT_READ}
+    return {
+        name: tensor
+        for name, tensor in _tensors(operands)
+        if not name.startswith("problem.") and name.rpartition(".")[2] not in NOT_READ
+    }
 
 
 def _tensors(record: object, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a dataclass and of the dataclasses in it, by dotted field name."""
-    if not dataclasses.is_dataclass(record):
-        return
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        name = f"{prefix}{field.name}"
+    """Tensors of a dataclass, and of the dataclasses and tuples in it, by dotted field name."""
+    parts: list[tuple[str, object]] = []
+    if isinstance(record, tuple):
+        parts = [(str(i), value) for i, value in enumerate(record)]
+    elif dataclasses.is_dataclass(record):
+        parts = [(field.name, getattr(record, field.name)) for field in dataclasses.fields(record)]
+    for own_name, value in parts:
+        name = f"{prefix}{own_name}"
         if isinstance(value, torch.Tensor):
             yield name, value
         else:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 
+from sage_plugin.capture.paths import printable
 from sage_plugin.capture.reader import open_captures
 from sage_plugin.capture.reduce import pick
-from sage_plugin.errors import CaptureError, UsageError
+from sage_plugin.errors import UsageError
 from sage_plugin.measure.inputs import Tensors, full_size, presets, synthetic
+from sage_plugin.measure.masks import full_mask, synthetic_mask
 from sage_plugin.schema import CallShape, CaptureRecord
 
 
@@ -48,7 +50,7 @@ class Suite:
 
     Attributes:
         cases: the inputs.
-        skipped: a sentence for each capture that no kernel can run or that could not be read.
+        skipped: a sentence for each capture that could not be read.
     """
 
     cases: tuple[Case, ...]
@@ -63,39 +65,42 @@ class Inputs:
         judged: Q, K and V on which the error is taken.
         timed: Q, K and V that are timed.
         shape: shape of the timed call.
+        judged_mask: mask of the judged call, (B or 1, Hq or 1, Sq or 1, Sk), or `None`.
+        timed_mask: likewise, of the timed one.
     """
 
     judged: Tensors
     timed: Tensors
     shape: CallShape
+    judged_mask: torch.Tensor | None = None
+    timed_mask: torch.Tensor | None = None
 
 
 def captured(folder: Path, max_inputs: int | None = None) -> Suite:
     """Cases of a capture folder, spread over shapes, layers and steps where they are too many.
 
     Raises:
-        CaptureError: the folder is missing, empty, foreign, or holds masked calls only.
+        CaptureError: the folder is missing, empty or foreign.
     """
     captures = open_captures(folder)
-    plain = [r for r in captures.records if r.shape.mask_kind == "none"]
-    skipped = list(captures.problems) + [
-        f"{r.file}: a call with a {r.shape.mask_kind} mask goes to the host's attention, not timed"
-        for r in captures.records
-        if r.shape.mask_kind != "none"
-    ]
-    if not plain:
-        raise CaptureError(f"{folder}: no capture that a kernel can run: {'; '.join(skipped)}")
-    chosen = plain if max_inputs is None else pick(plain, max_inputs)
+    chosen = captures.records if max_inputs is None else pick(captures.records, max_inputs)
     cases = (Case(name=_capture_name(r), shape=r.shape, folder=folder, record=r) for r in chosen)
-    return Suite(tuple(cases), tuple(skipped))
+    return Suite(tuple(cases), captures.problems)
 
 
 def _capture_name(record: CaptureRecord) -> str:
-    return f"{Path(record.file).stem} {record.layer} step {record.step}"
+    return f"{Path(record.file).stem} {printable(record.layer)} step {record.step}"
 
 
-def preset(names: Sequence[str], *, distribution: str, seed: int, dtype: str | None) -> Suite:
-    """Cases of preset shapes, `"all"` for each of them.
+def preset(
+    names: Sequence[str],
+    *,
+    distribution: str,
+    seed: int,
+    dtype: str | None,
+    mask_kind: str = "none",
+) -> Suite:
+    """Cases of preset shapes, `"all"` for each of them, with a drawn mask of the kind.
 
     Raises:
         UsageError: a name is no preset.
@@ -112,7 +117,8 @@ def preset(names: Sequence[str], *, distribution: str, seed: int, dtype: str | N
     wanted = list(known) if "all" in names else list(dict.fromkeys(names))
     cases = []
     for name in wanted:
-        shape = known[name] if dtype is None else dataclasses.replace(known[name], dtype=dtype)
+        shape = dataclasses.replace(known[name], mask_kind=mask_kind)
+        shape = shape if dtype is None else dataclasses.replace(shape, dtype=dtype)
         cases.append(Case(name=name, shape=shape, distribution=distribution, seed=seed))
     return Suite(tuple(cases))
 
@@ -144,8 +150,9 @@ def describe(shape: CallShape) -> str:
         return f"{query}" if query == key else f"{query}:{key}"
 
     heads, seq = pair(shape.heads_q, shape.heads_k), pair(shape.seq_q, shape.seq_k)
-    causal = " causal" if shape.causal else ""
-    return f"{shape.batch}x{heads}x{seq}x{shape.head_dim} {shape.dtype} {shape.layout}{causal}"
+    more = " causal" if shape.causal else ""
+    more += "" if shape.mask_kind == "none" else f" {shape.mask_kind}"
+    return f"{shape.batch}x{heads}x{seq}x{shape.head_dim} {shape.dtype} {shape.layout}{more}"
 
 
 def load(case: Case, device: torch.device) -> Inputs:
@@ -161,12 +168,13 @@ def load(case: Case, device: torch.device) -> Inputs:
         tensors = synthetic(
             case.shape, device=device, seed=case.seed, distribution=case.distribution
         )
-        return Inputs(judged=tensors, timed=tensors, shape=case.shape)
+        mask = synthetic_mask(case.shape, device=device, seed=case.seed)
+        return Inputs(tensors, tensors, case.shape, mask, mask)
     call = open_captures(case.folder).load(case.record, device=str(device))
-    saved = (call.q, call.k, call.v)
+    saved, mask = (call.q, call.k, call.v), call.mask
     if device.type != "cpu":
-        return Inputs(judged=saved, timed=full_size(call), shape=case.shape)
-    return Inputs(judged=saved, timed=saved, shape=saved_shape(case))
+        return Inputs(saved, full_size(call), case.shape, mask, full_mask(call))
+    return Inputs(saved, saved, saved_shape(case), mask, mask)
 
 
 def saved_shape(case: Case) -> CallShape:

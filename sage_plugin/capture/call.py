@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.contract import bhsd
 from sage_plugin.plugin.context import CallEvent
 from sage_plugin.schema import CallShape
@@ -19,7 +20,8 @@ class CanonicalCall:
         q: (B, Hq, Sq, D).
         k: (B, Hk, Sk, D).
         v: (B, Hk, Sk, Dv).
-        mask: the mask as (B or 1, Hq or 1, Sq or 1, Sk), or `None`.
+        mask: the mask as (B or 1, Hq or 1, Sq or 1, Sk), one entry where one was expanded (stride
+            0) as kernels see it, or `None`.
         shape: the full call.
     """
 
@@ -80,7 +82,12 @@ def _four_dim_mask(
     while mask.dim() < 4:
         mask = mask[None]
     fits = all(have in (1, want) for have, want in zip(mask.shape, full, strict=True))
-    return mask.detach().expand(*mask.shape[:3], full[3]) if fits else None
+    if not fits:
+        return None
+    for dim in range(3):
+        if mask.shape[dim] > 1 and mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask.detach().expand(*mask.shape[:3], full[3])
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
@@ -94,7 +101,6 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 def _shape(
     event: CallEvent, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> CallShape:
-    kind = "none" if mask is None else "key_bias" if mask.shape[2] == 1 else "dense"
     return CallShape(
         batch=q.shape[0],
         heads_q=q.shape[1],
@@ -105,7 +111,7 @@ def _shape(
         dv=v.shape[3],
         dtype=str(autocast_dtype(event.q) or q.dtype).removeprefix("torch."),
         causal=bool(event.is_causal),
-        mask_kind=kind,
+        mask_kind=mask_kind(mask),
         layout=event.layout,
         scale=float(q.shape[3] ** -0.5 if event.scale is None else event.scale),
     )

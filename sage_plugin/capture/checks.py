@@ -26,6 +26,8 @@ _DTYPES = {
 }
 """Types of Q, K and V by the names of the file format."""
 
+_MASK_DTYPES = {"key_bias": ("F32",), "attn_mask": ("BOOL", "F16", "BF16", "F32", "F64")}
+
 
 def capture_problem(folder: Path, record: CaptureRecord) -> str | None:
     """What is wrong with a capture, from its line and the head of its file; `None` if nothing."""
@@ -47,6 +49,9 @@ def capture_problem(folder: Path, record: CaptureRecord) -> str | None:
     unknown = sorted({dtypes[name] for name in "qkv"} - _DTYPES.keys())
     if unknown or _DTYPES[dtypes["q"]] != record.shape.dtype:
         return f"{record.file} holds {unknown[0] if unknown else dtypes['q']} tensors"
+    mask = _MASKS[record.shape.mask_kind]
+    if mask is not None and dtypes[mask] not in _MASK_DTYPES[mask]:
+        return f"{record.file} holds a mask of {dtypes[mask]}"
     return None
 
 

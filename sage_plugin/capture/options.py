@@ -16,6 +16,7 @@ MIN_SEQ = 2
 """A single query is a decode step of a language model: quantising its whole cache never pays."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
+MAX_SIZE_DIGITS = 20
 _INDEX_BYTES = 16 * 2**10  # of each capture's share: file header, manifest line, counts
 
 
@@ -96,7 +97,7 @@ def parse_bytes(text: str) -> int:
         1536
     """
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    if match is None or len(match[1]) > MAX_SIZE_DIGITS:
         raise UsageError(f'bytes: got {text!r}, expected a size such as "4GiB" or "500MB"')
     number, prefix, binary = match.groups()
     power = " KMGT".index((prefix or " ").upper())

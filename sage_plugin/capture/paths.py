@@ -1,4 +1,4 @@
-"""Names of capture files, and the check that a name from a manifest leads nowhere else."""
+"""Names of capture files, and the checks that those of a manifest do no harm."""
 
 from __future__ import annotations
 
@@ -32,3 +32,15 @@ def file_problem(folder: Path, name: str) -> str | None:
     except (OSError, RuntimeError) as error:
         return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error}"
     return None if stat.S_ISREG(mode) else f"{name} is no regular file"
+
+
+def printable(text: str) -> str:
+    r"""Text of a foreign file without what a terminal obeys; such characters become escapes.
+
+    Example:
+        >>> printable("blocks.0\x1b[2J")
+        'blocks.0\\x1b[2J'
+    """
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from sage_plugin.capture.checks import capture_problem
 from sage_plugin.capture.manifest import COUNTS, MANIFEST, CallCounts, read_counts, read_manifest
-from sage_plugin.capture.paths import SUFFIX
+from sage_plugin.capture.paths import SUFFIX, printable
 from sage_plugin.errors import CaptureError
 from sage_plugin.schema import CaptureRecord
 
@@ -38,6 +38,20 @@ class CapturedCall:
     attn_mask: torch.Tensor | None
     record: CaptureRecord
 
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """The mask as kernels take it, (b or 1, hq or 1, Sq or 1, Sk); `None` without one.
+
+        A key bias of 0 and -inf alone comes back as the bool mask that it was recorded from.
+        """
+        if self.attn_mask is not None:
+            return self.attn_mask.float() if self.attn_mask.itemsize == 8 else self.attn_mask
+        if self.key_bias is None:
+            return None
+        bias = self.key_bias[:, :, None]
+        hidden = torch.isneginf(bias)
+        return ~hidden if bool((hidden | (bias == 0)).all().item()) else bias
+
 
 @dataclass(frozen=True, slots=True)
 class CaptureFolder:
@@ -60,6 +74,17 @@ class CaptureFolder:
         """Attention calls by layer."""
         return self.call_counts.layers
 
+    def damage(self, record: CaptureRecord) -> str | None:
+        """How the contents of a file differ from those recorded, `None` if not; reads all of it."""
+        try:
+            with open(self.path / record.file, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            return f"{record.file} cannot be read: {error}"
+        if digest != record.sha256:
+            return f"{record.file} does not match its checksum: damaged"
+        return None
+
     def load(self, record: CaptureRecord, device: torch.device | str = "cpu") -> CapturedCall:
         """Load one capture after checking it against its checksum.
 
@@ -68,13 +93,12 @@ class CaptureFolder:
         """
         problem = capture_problem(self.path, record)
         if problem is not None:
-            raise CaptureError(f"{self.path}: {problem}; record again")
+            raise CaptureError(f"{self.path}: {printable(problem)}; record again")
         path = self.path / record.file
+        damage = self.damage(record)
+        if damage is not None:
+            raise CaptureError(f"{self.path}: {damage}; record again")
         try:
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != record.sha256:
-                raise CaptureError(f"{path} does not match its checksum: damaged; record again")
             tensors = load_file(path, device=str(device))
         except (OSError, SafetensorError) as error:
             raise CaptureError(f"{path} cannot be read: {error}") from error
@@ -119,7 +143,7 @@ def open_captures(folder: Path | str) -> CaptureFolder:
         else:
             records[record.file] = record
     if not records:
-        found = problems[0] if problems else "its manifest is empty"
+        found = printable(problems[0]) if problems else "its manifest is empty"
         raise CaptureError(f"{path} holds no usable capture ({found}): record with `sage capture`")
     problems += _unlisted(path, {record.file for record in manifest.records})
     try:
@@ -127,7 +151,7 @@ def open_captures(folder: Path | str) -> CaptureFolder:
     except CaptureError as error:
         counts = CallCounts()
         problems.append(f"{error}; call counts are unknown")
-    return CaptureFolder(path, tuple(records.values()), counts, tuple(problems))
+    return CaptureFolder(path, tuple(records.values()), counts, tuple(map(printable, problems)))
 
 
 def _check_is_capture_folder(path: Path) -> None:
@@ -141,7 +165,7 @@ def _check_is_capture_folder(path: Path) -> None:
     names = sorted(p.name for p in path.iterdir())
     if not names:
         raise CaptureError(f"{path} is empty: {advice}")
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    shown = printable(", ".join(names[:3])) + (", ..." if len(names) > 3 else "")
     raise CaptureError(
         f"{path} holds {shown} but no {MANIFEST}, so it is no capture folder: {advice}"
     )

@@ -10,6 +10,8 @@ from sage_plugin.capture.call import CanonicalCall, autocast_dtype
 from sage_plugin.errors import UsageError
 
 KEY_BIAS_BYTES = 4
+MAX_DIGITS = 6
+MAX_INDEX = 10**MAX_DIGITS - 1
 _LIST = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*,?")
 
 
@@ -92,7 +94,7 @@ def checked_heads(heads: int | str | Iterable[int] | None) -> int | tuple[int, .
     Raises:
         UsageError: anything else, fewer than one head, or a negative index.
     """
-    if isinstance(heads, str) and heads.strip().isdigit():
+    if isinstance(heads, str) and heads.strip().isdecimal() and len(heads.strip()) <= MAX_DIGITS:
         heads = int(heads)
     if isinstance(heads, int):
         if heads < 1:
@@ -122,6 +124,8 @@ def _indices(indices: str | Iterable[int], what: str) -> tuple[int, ...]:
     text = indices.replace(" ", "")
     if not _LIST.fullmatch(text):
         raise UsageError(f'{what}: got {indices!r}, expected indices and ranges such as "0,5,8-11"')
+    if any(len(number) > MAX_DIGITS for number in re.findall(r"\d+", text)):
+        raise UsageError(f"{what}: indices go up to {MAX_INDEX}")
     found: set[int] = set()
     for item in text.rstrip(",").split(","):
         low, _, high = item.partition("-")

@@ -9,7 +9,7 @@ from typing import Self
 
 from sage_plugin.errors import UsageError
 
-_RANGE = re.compile(r"(\d+)(?:(-)(\d*))?")
+_RANGE = re.compile(r"(\d{1,18})(?:(-)(\d{0,18}))?")
 
 
 @dataclass(frozen=True, slots=True)

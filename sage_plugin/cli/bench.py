@@ -63,6 +63,10 @@ Distribution = Annotated[
     str | None,
     typer.Option("--inputs-distribution", help="normal (default), biased, drift or outlier."),
 ]
+Mask = Annotated[
+    str | None,
+    typer.Option(help="Of synthetic inputs: none (default), key_bias (padding) or dense (blocks)."),
+]
 Seed = Annotated[int, typer.Option(help="Of synthetic inputs and of the order of timing.")]
 Method = Annotated[str | None, typer.Option(help="events, graph, profiler; wall on a CPU.")]
 ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs to search first.")]
@@ -92,6 +96,7 @@ def command(
     json: Json = None,
     max_inputs: MaxInputs = None,
     inputs_distribution: Distribution = None,
+    mask: Mask = None,
     seed: Seed = 0,
     method: Method = None,
     config_dir: ConfigDir = None,
@@ -106,7 +111,7 @@ def command(
     metrics = _metrics(metric)
     asked = Asked(
         folder, tuple(preset or ()), batch, heads_q, heads_k, seq_q, seq_k, head_dim, dim_v, dtype,
-        causal, layout, max_inputs, inputs_distribution, seed,
+        causal, layout, max_inputs, inputs_distribution, seed, mask,
     )  # fmt: skip
     suite = suite_of(asked)
     where, facts = _device(device, method)

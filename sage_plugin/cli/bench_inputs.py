@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sage_plugin.cli.call_shape import call_shape, dtype_name
+from sage_plugin.cli.call_shape import call_shape, checked_seed, dtype_name, mask_name
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import CallShape
 
@@ -35,6 +35,7 @@ class Asked:
     max_inputs: int | None = None
     distribution: str | None = None
     seed: int = 0
+    mask: str | None = None
 
     @property
     def has_shape(self) -> bool:
@@ -53,6 +54,7 @@ def suite_of(asked: Asked) -> Suite:
     from sage_plugin.bench import suite
     from sage_plugin.measure.inputs import DISTRIBUTIONS
 
+    checked_seed(asked.seed)
     if sum((asked.folder is not None, bool(asked.presets), asked.has_shape)) > 1:
         raise UsageError("give one of a capture folder, --preset and a shape (-b -hq -sq -d)")
     if not asked.presets and not asked.has_shape:
@@ -71,7 +73,13 @@ def suite_of(asked: Asked) -> Suite:
         return suite.explicit(shape, distribution=distribution, seed=asked.seed)
     if asked.causal or asked.layout is not None:
         raise UsageError("--causal and --layout go with an explicit shape (-b -hq -sq -d)")
-    return suite.preset(asked.presets, distribution=distribution, seed=asked.seed, dtype=dtype)
+    return suite.preset(
+        asked.presets,
+        distribution=distribution,
+        seed=asked.seed,
+        dtype=dtype,
+        mask_kind=mask_name(asked.mask or "none"),
+    )
 
 
 def _refuse_synthetic_options(asked: Asked) -> None:
@@ -81,6 +89,7 @@ def _refuse_synthetic_options(asked: Asked) -> None:
         "--causal": asked.causal,
         "--layout": asked.layout is not None,
         "--inputs-distribution": asked.distribution is not None,
+        "--mask": asked.mask is not None,
     }
     names = [name for name, is_given in given.items() if is_given]
     if names:
@@ -104,4 +113,5 @@ def _shape(asked: Asked, dtype: str) -> CallShape:
         dtype=dtype,
         causal=asked.causal,
         layout=asked.layout or "bhsd",
+        mask=asked.mask or "none",
     )

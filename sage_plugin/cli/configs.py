@@ -37,6 +37,7 @@ DimV = Annotated[int | None, typer.Option("-dv", help="Channels of V (default: t
 Dtype = Annotated[str, typer.Option(help="bf16, fp16 or fp32.")]
 Causal = Annotated[bool, typer.Option("--causal", "-causal", help="Causal mask.")]
 Layout = Annotated[str, typer.Option(help="bhsd or bshd.")]
+Mask = Annotated[str, typer.Option(help="none, key_bias or dense.")]
 
 
 @app.command("list")
@@ -73,6 +74,7 @@ def explain(
     dtype: Dtype = "bf16",
     causal: Causal = False,
     layout: Layout = "bhsd",
+    mask: Mask = "none",
     kernel: Kernel = "auto",
     config_dir: ConfigDir = None,
     device: Device = None,
@@ -83,7 +85,7 @@ def explain(
 
     shape = call_shape(
         batch=batch, heads_q=heads_q, heads_k=heads_k, seq_q=seq_q, seq_k=seq_k,
-        head_dim=head_dim, dv=dim_v, dtype=dtype, causal=causal, layout=layout,
+        head_dim=head_dim, dv=dim_v, dtype=dtype, causal=causal, layout=layout, mask=mask,
     )  # fmt: skip
     facts = devices.facts(device)
     name, variant = dispatch.parse_kernel(kernel)
@@ -174,6 +176,7 @@ def _tune_command(key: CallKey, shape: CallShape, config_dir: Path | None) -> st
     words += [word for option, number in numbers.items() for word in (option, str(number))]
     words += ["--dtype", shape.dtype, "--layout", shape.layout]
     words += ["--causal"] if shape.causal else []
+    words += ["--mask", shape.mask_kind] if shape.mask_kind != "none" else []
     words += ["--config-dir", str(config_dir)] if config_dir is not None else []
     return shlex.join(words)
 
@@ -192,17 +195,24 @@ def _show_file(label: str, path: Path) -> None:
 
 
 def _table(file: RegistryFile) -> Table:
-    from sage_plugin.cli.tune_view import SHORT_DTYPES, config_lines, gain_text, grid, milliseconds
+    from sage_plugin.cli.tune_view import (
+        SHORT_DTYPES,
+        config_lines,
+        gain_text,
+        grid,
+        masks_text,
+        milliseconds,
+    )
 
     table = grid("call", "config", "time", "gain", "tuned on")
     for entry in file.entries:
         key, evidence = entry.key, entry.evidence
-        causal = " causal" if key.causal else ""
+        masks = masks_text(causal=key.causal, mask_kind=key.mask_kind)
         seq = f"{key.seq_q}" if key.seq_q == key.seq_k else f"{key.seq_q}:{key.seq_k}"
         dtype = SHORT_DTYPES.get(key.dtype, key.dtype)
         table.add_row(
             f"{key.kernel}:{key.variant}\n{key.batch_heads}x{seq}x{key.head_dim}\n"
-            f"{dtype} {key.layout}{causal}",
+            f"{dtype} {key.layout}{masks}",
             config_lines(entry.config),
             milliseconds(evidence.time.median_ms),
             "confirmed" if evidence.confirmed else gain_text(entry),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sage_plugin.cli.call_shape import checked_seed
 from sage_plugin.cli.console import stderr, stdout
 from sage_plugin.errors import UsageError
 
@@ -78,7 +79,9 @@ def _ask(
     from sage_plugin.cli.demo_run import Ask
     from sage_plugin.demo.sizes import SIZES
     from sage_plugin.kernels import dispatch
+    from sage_plugin.tune.plan import refuse_gpu_variant
 
+    checked_seed(seed)
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cuda", "cpu"):
         raise UsageError(f"--device {device!r}: allowed are cuda and cpu")
@@ -93,6 +96,8 @@ def _ask(
         raise UsageError(
             f"--kernel {kernel!r} has nothing to tune; choose fav2, sage, fav3_sage or fav3_fp8"
         )
+    asked = dispatch.environment_choice()[1] if variant == "auto" else variant
+    refuse_gpu_variant(resolved, asked, facts)
     text = resolved if variant == "auto" else f"{resolved}:{variant}"
     return Ask(out, name, text, digit, steps or SIZES[name].default_steps, seed, chosen)
 

@@ -42,6 +42,10 @@ Dtype = Annotated[str | None, typer.Option(help="bf16 (default), fp16 or fp32; n
 Causal = Annotated[bool, typer.Option("--causal", "-causal", help="Causal mask.")]
 Layout = Annotated[str | None, typer.Option(help="bhsd (default) or bshd.")]
 Distribution = Annotated[str, typer.Option("--inputs-distribution", help="Of synthetic inputs.")]
+Mask = Annotated[
+    str | None,
+    typer.Option(help="Of synthetic inputs: none (default), key_bias (padding) or dense (blocks)."),
+]
 Kernels = Annotated[list[str] | None, typer.Option("--kernel", help=KERNEL_HELP)]
 Space = Annotated[
     Path | None, typer.Option("--space", "--config-file", help="JSON object of lists to search.")
@@ -84,6 +88,7 @@ def command(
     causal: Causal = False,
     layout: Layout = None,
     inputs_distribution: Distribution = "normal",
+    mask: Mask = None,
     kernel: Kernels = None,
     space: Space = None,
     config_dir: ConfigDir = None,
@@ -107,7 +112,7 @@ def command(
     asked = Asked(
         from_captures, folder, tuple(preset or ()), tuple(seq_len or ()), seq_k, batch_size,
         num_heads, heads_k, head_dim, dim_v, causal, layout, dtype, inputs_distribution, seed,
-        max_captures_per_key,
+        max_captures_per_key, mask,
     )  # fmt: skip
     request = Request(
         inputs=inputs_of(asked),
@@ -147,7 +152,10 @@ def seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None:
         raise UsageError(f"--budget {text!r}: a number of seconds, or such as 10m or 2h")
-    return float(match[1]) * SECONDS[match[2]]
+    value = float(match[1]) * SECONDS[match[2]]
+    if value == float("inf"):
+        raise UsageError("--budget: more seconds than a number holds")
+    return value
 
 
 def _tune(plan: Plan) -> TuneReport:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sage_plugin.cli.call_shape import call_shape, dtype_name, lengths
+from sage_plugin.cli.call_shape import call_shape, checked_seed, dtype_name, lengths, mask_name
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import CallShape
 
@@ -38,6 +38,7 @@ class Asked:
     distribution: str = "normal"
     seed: int = 0
     max_per_key: int = 3
+    mask: str | None = None
 
     @property
     def sizes(self) -> tuple[object, ...]:
@@ -55,15 +56,16 @@ def inputs_of(asked: Asked) -> Inputs:
     """
     from sage_plugin.tune.inputs import from_captures
 
+    checked_seed(asked.seed)
     spelt = any(size is not None for size in asked.sizes)
     if not asked.from_captures:
         if asked.folder is not None:
             raise UsageError(f"to tune on captures, say --from-captures {asked.folder}")
         return _synthetic(asked, spelt)
-    if spelt or asked.presets or asked.dtype is not None:
+    if spelt or asked.presets or asked.dtype is not None or asked.mask is not None:
         raise UsageError(
-            "--from-captures takes its shapes from the captures: leave --preset, --dtype and the "
-            "sizes out"
+            "--from-captures takes its shapes from the captures: leave --preset, --dtype, --mask "
+            "and the sizes out"
         )
     return from_captures(asked.folder or DEFAULT_FOLDER, max_per_key=asked.max_per_key)
 
@@ -85,7 +87,8 @@ def _synthetic(asked: Asked, spelt: bool) -> Inputs:
     if unknown:
         raise UsageError(f"--preset {unknown[0]!r}: use all or one of {', '.join(known)}")
     names = known if "all" in asked.presets else asked.presets
-    shapes = [known[name] for name in names]
+    mask = mask_name(asked.mask or "none")
+    shapes = [dataclasses.replace(known[name], mask_kind=mask) for name in names]
     if asked.dtype is not None:
         name = dtype_name(asked.dtype)
         shapes = [dataclasses.replace(shape, dtype=name) for shape in shapes]
@@ -109,6 +112,7 @@ def _shapes(asked: Asked) -> list[CallShape]:
             dtype=asked.dtype or "bf16",
             causal=asked.causal,
             layout=asked.layout or "bhsd",
+            mask=asked.mask or "none",
         )
         for length in lengths(asked.seq_len)
     ]

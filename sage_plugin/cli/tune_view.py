@@ -157,9 +157,16 @@ def shape_lines(shape: CallShape) -> str:
     heads = str(shape.heads_q)
     heads += "" if shape.heads_k == shape.heads_q else f":{shape.heads_k}"
     seq = str(shape.seq_q) + ("" if shape.seq_k == shape.seq_q else f":{shape.seq_k}")
-    causal = " causal" if shape.causal else ""
     dtype = SHORT_DTYPES.get(shape.dtype, shape.dtype)
-    return f"{shape.batch}x{heads}x{seq}x{shape.head_dim}\n{dtype} {shape.layout}{causal}"
+    return (
+        f"{shape.batch}x{heads}x{seq}x{shape.head_dim}\n"
+        f"{dtype} {shape.layout}{masks_text(causal=shape.causal, mask_kind=shape.mask_kind)}"
+    )
+
+
+def masks_text(*, causal: bool, mask_kind: str) -> str:
+    """What follows a call's layout: ` causal` and its mask kind, where it has them."""
+    return (" causal" if causal else "") + ("" if mask_kind == "none" else f" {mask_kind}")
 
 
 def config_text(config: LaunchConfig) -> str:

@@ -48,19 +48,104 @@ class Found:
     detail: str
 
 
+UNBOUNDED = -1
+"""A side of a window that has no limit."""
+
+NO_WINDOW = (UNBOUNDED, UNBOUNDED)
+
+HIDES = -1e38
+"""Float mask values under it hide their key as -inf does; their log2 form would overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences of different lengths, one after another in one tensor.
+
+    Attributes:
+        cu_seqlens_q: int32 `(N + 1,)` on the tensors' device, the first row of each sequence and
+            the end of the last.
+        cu_seqlens_k: likewise, of K and V.
+        max_seqlen_q: no sequence of Q is longer.
+        max_seqlen_k: no sequence of K is longer.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The part of an attention call that is not a tensor.
+    """An attention call but for Q, K and V.
 
     Attributes:
         scale: factor of the scores before softmax, from the true head dim unless given.
         causal: bottom-right aligned causal mask.
-        layout: `"bhsd"` or `"bshd"`, of the inputs and of the output.
+        layout: `"bhsd"` or `"bshd"`, of the inputs and of the output; packed calls are `"bshd"`
+            with one batch item.
+        mask: `(B or 1, Hq or 1, Sq or 1, Sk)`, bool (True is visible) or float (natural-log units,
+            added to the scores); never expanded, see `attention.mask`.
+        window: keys that a row sees to the left and to the right of its own position (bottom-right
+            aligned), `UNBOUNDED` for no limit.
+        softcap: scores become `softcap * tanh(score / softcap)` before any mask; 0 for none.
+        sinks: `(Hq,)` float, one more logit a head (natural-log units) that takes weight and has no
+            value; it is part of the LSE.
+        packed: sequences in Q, K and V, where there are several in one.
     """
 
     scale: float
     causal: bool
     layout: str
+    mask: torch.Tensor | None = None
+    window: tuple[int, int] = NO_WINDOW
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    packed: Packed | None = None
+
+    @property
+    def left(self) -> int:
+        """Keys before its own position that a row sees, `UNBOUNDED` for all."""
+        return self.window[0]
+
+    @property
+    def right(self) -> int:
+        """Keys after its own position that a row sees, `UNBOUNDED` for all; 0 if causal."""
+        return 0 if self.causal else self.window[1]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """What the output has of Q, kept without Q so that a caller may free it after `prepare`.
+
+    Attributes:
+        shape: shape of Q in its own layout.
+        strides: strides of the output, Q's memory order without its gaps.
+        device: device of Q.
+        layout: layout of Q.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: torch.device
+    layout: str
+
+    @classmethod
+    def of(cls, q: torch.Tensor, layout: str) -> OutputForm:
+        """The form of the output of a call with these queries."""
+        like = torch.empty_like(q, device="meta")
+        return cls(tuple(q.shape), like.stride(), q.device, layout)
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised output."""
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=self.device)
+
+    def empty_lse(self) -> torch.Tensor:
+        """An uninitialised contiguous fp32 `(B, H, Sq)` log-sum-exp."""
+        batch, heads, seq = self.shape[:3]
+        if self.layout == "bshd":
+            heads, seq = seq, heads
+        return torch.empty((batch, heads, seq), dtype=torch.float32, device=self.device)
 
 
 class Operands(Protocol):

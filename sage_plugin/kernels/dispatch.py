@@ -20,6 +20,7 @@ from sage_plugin.kernels.launches import (
     illegal_reason,
     tune_command,
 )
+from sage_plugin.kernels.support import device_reason, kernels_of
 from sage_plugin.schema import (
     KERNEL_ALIASES,
     KERNELS,
@@ -48,20 +49,6 @@ __all__ = [
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
-FP8_KERNELS = ("fav3_sage", "fav3_fp8")
-INT8_ARCHS = (
-    "sm_80",
-    "sm_86",
-    "sm_87",
-    "sm_89",
-    "sm_90",
-    "sm_100",
-    "sm_103",
-    "sm_110",
-    "sm_120",
-    "sm_121",
-)
-AMD_PREFIXES = ("gfx9", "gfx11", "gfx12")
 
 
 def resolve_kernel(name: str) -> str:
@@ -98,11 +85,6 @@ def parse_kernel(text: str) -> tuple[str, str]:
     return kernel, _checked_variant(kernel, variant or "auto")
 
 
-def kernels_of(facts: DeviceFacts) -> tuple[str, ...]:
-    """The kernels that a device can run, plainest first."""
-    return tuple(k for k in KERNELS if _device_reason(k, facts) is None)
-
-
 def facts_of(kind: str, index: int | None) -> DeviceFacts:
     """Facts of a device by type and index, a constant to a compiler; any type has some."""
     if kind not in ("cpu", "cuda"):
@@ -128,7 +110,6 @@ def decide(
     kernel: str = "auto",
     variant: str = "auto",
     min_seq: int = 0,
-    mask: bool = False,
     dropout: float = 0.0,
     needs_grad: bool = False,
 ) -> Decision:
@@ -140,7 +121,6 @@ def decide(
         kernel: kernel name, alias or `"auto"`.
         variant: variant name or `"auto"`.
         min_seq: calls whose shorter side is under it go to the host's attention.
-        mask: whether the call has an attention mask.
         dropout: its dropout probability.
         needs_grad: whether a gradient has to flow through it.
 
@@ -162,9 +142,9 @@ def decide(
     variant = _checked_variant(kernel, variant)
     if kernel == "sdpa":
         return Decision(kernel, HOST)
-    reason = _call_reason(kernel, shape, min_seq, mask, dropout, needs_grad)
+    reason = _call_reason(kernel, shape, min_seq, dropout, needs_grad)
     if variant != "emulation":
-        reason = reason or _device_reason(kernel, facts)
+        reason = reason or device_reason(kernel, facts)
     if reason is not None:
         return _host(reason)
     if kernel == "torch":
@@ -210,15 +190,13 @@ def _checked_variant(kernel: str, variant: str) -> str:
 
 
 def _call_reason(
-    kernel: str, shape: CallShape, min_seq: int, mask: bool, dropout: float, needs_grad: bool
+    kernel: str, shape: CallShape, min_seq: int, dropout: float, needs_grad: bool
 ) -> str | None:
     """Why a kernel does not take this call on any hardware, or `None`."""
     if needs_grad:
         return "a gradient is needed"
     if dropout > 0.0:
         return "dropout is not supported"
-    if mask:
-        return "an attention mask is not supported"
     if kernel != "torch" and shape.dtype not in DTYPES:
         return f"dtype {shape.dtype} is not supported"
     if kernel != "torch" and shape.head_dim > MAX_HEAD_DIM:
@@ -229,21 +207,4 @@ def _call_reason(
         return "the call is empty"
     if shape.seq_q < min_seq or shape.seq_k < min_seq:
         return f"shorter than min_seq {min_seq}"
-    return None
-
-
-def _device_reason(kernel: str, facts: DeviceFacts) -> str | None:
-    """Why a device cannot run a kernel, or `None`."""
-    if kernel in ("torch", "sdpa") or facts.kind == "cpu":
-        return None
-    if facts.kind == "other":
-        return f"no kernel runs on device type {facts.arch}"
-    if not device.triton_version():
-        return "Triton is not installed"
-    if facts.kind == "cuda" and facts.arch not in INT8_ARCHS:
-        return f"{facts.arch} has no INT8 tensor product in Triton"
-    if facts.kind == "hip" and not facts.arch.startswith(AMD_PREFIXES):
-        return f"{facts.arch} is not a known AMD architecture"
-    if kernel in FP8_KERNELS and facts.fp8_dtype is None:
-        return f"{facts.arch} has no FP8 matrix units"
     return None

@@ -19,6 +19,8 @@ TMA_ARCHS = ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 SMALLEST_BLOCK = 16
 SMALLEST_8BIT_BLOCK = 32
 LARGEST_BLOCK = 256
+HADAMARD_BLOCKS = (16, 32, 64, 128)
+Q_GRANULES = (1, 2, 4, 8, 16, 32, 64, 128)
 MEMO_LIMIT = 65_536
 """Keys remembered before the memo starts anew: language models see a new length a token."""
 
@@ -87,6 +89,7 @@ def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> st
         (config.loads in ("pointer", "descriptor"),
          f"loads {config.loads!r} is neither 'pointer' nor 'descriptor'"),
         (config.pv_flush in (0, 1), f"pv_flush {config.pv_flush} is neither 0 nor 1"),
+        *_quantisation_checks(config, key),
         (config.loads != "descriptor" or facts.arch in TMA_ARCHS or facts.kind == "cpu",
          f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
         (facts.kind != "hip" or config.num_stages <= 2,
@@ -110,6 +113,19 @@ def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> st
     return None
 
 
+def _quantisation_checks(config: LaunchConfig, key: CallKey) -> tuple[tuple[bool, str], ...]:
+    """Legality of the fields that choose how Q and K are quantised."""
+    turned, granule = config.hadamard, config.q_granule
+    return (
+        (key.kernel != "fav2" or (turned == 0 and granule == 1),
+         "hadamard and q_granule belong to quantised kernels, which fav2 is not"),
+        (turned == 0 or (turned in HADAMARD_BLOCKS and key.head_dim % turned == 0),
+         f"hadamard {turned} is neither 0 nor one of {', '.join(map(str, HADAMARD_BLOCKS))} that "
+         f"divides head dim {key.head_dim}"),
+        (granule in Q_GRANULES, f"q_granule {granule} is not a power of two up to {Q_GRANULES[-1]}"),
+    )  # fmt: skip
+
+
 def smem_lower_bound(config: LaunchConfig, key: CallKey) -> int:
     """Bytes of shared memory that a launch needs at least: its pipelined K and V blocks.
 
@@ -131,6 +147,8 @@ def tune_command(key: CallKey) -> str:
     if key.gqa_ratio > 1:
         parts.append(f"-hk {key.batch_heads // key.gqa_ratio}")
     parts.append(f"--dtype {key.dtype} --layout {key.layout}" + (" --causal" if key.causal else ""))
+    if key.mask_kind != "none":
+        parts.append(f"--mask {key.mask_kind}")
     return " ".join(parts)
 
 

@@ -6,11 +6,18 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sage_plugin.kernels.contract import PlainOperands, ReadsInPlace, bhsd
+from sage_plugin.kernels.attention.sequences import sequences
+from sage_plugin.kernels.attention.visibility import (
+    added_by_mask,
+    hidden_by_mask,
+    hidden_by_position,
+)
+from sage_plugin.kernels.contract import NO_WINDOW, PlainOperands, Problem, ReadsInPlace, bhsd
 
 _lock = threading.RLock()
 """The switches belong to the process: two oracles at once must not restore each other's."""
@@ -27,7 +34,10 @@ def oracle(
     is_causal: bool = False,
     scale: float | None = None,
     layout: str = "bhsd",
-    key_bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    window: tuple[int, int] = NO_WINDOW,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,13 +50,18 @@ def oracle(
         is_causal: key j is visible to query i if j <= i + Sk - Sq (bottom-right aligned).
         scale: factor of the scores, `1/sqrt(D)` if `None`.
         layout: layout of the inputs and of the output.
-        key_bias: `(B or 1, Hq or 1, Sk)` added to the scores, in natural-log units.
+        mask: `(B or 1, Hq or 1, Sq or 1, Sk)`, bool (True is visible) or float (added to the
+            scores, in natural-log units).
+        window: keys that a row sees to the left and right of its own position, -1 for all.
+        softcap: scores become `softcap * tanh(score / softcap)` before the mask; 0 for none.
+        sinks: `(Hq,)`, one more logit a head that takes weight and has no value.
         rows: query rows to compute, `None` for all; the output then has `len(rows)` rows.
         dtype: `torch.float32` or `torch.float64`.
 
     Returns:
-        The output in `dtype`, and the natural-log LSE `(B, Hq, rows)`. Rows without a visible key
-        are 0 with LSE `-inf`.
+        The output in `dtype`, and the natural-log LSE `(B, Hq, rows)`, sinks included. Rows without
+        a visible key are 0 with LSE `-inf`, or the sink. NaN and infinite values of K and V reach
+        the rows that see their key, as NaN, and no other.
 
     Example:
         >>> import torch
@@ -57,36 +72,97 @@ def oracle(
     """
     q, k, v = bhsd(q, layout), bhsd(k, layout), bhsd(v, layout)
     batch, heads_q, seq_q, head_dim = q.shape
-    seq_k, ratio = k.shape[2], heads_q // k.shape[1]
+    ratio = heads_q // k.shape[1]
     rows = torch.arange(seq_q, device=q.device) if rows is None else rows.to(q.device)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    problem = Problem(scale, is_causal, "bhsd", mask, window, softcap, sinks)
     out = torch.empty((batch, heads_q, len(rows), v.shape[3]), dtype=dtype, device=q.device)
     lse = torch.empty((batch, heads_q, len(rows)), dtype=dtype, device=q.device)
-    step = max(1, CHUNK_ELEMENTS // max(1, seq_k))
+    step = max(1, CHUNK_ELEMENTS // max(1, k.shape[2]))
+    finite = bool((torch.isfinite(k).all() & torch.isfinite(v).all()).item())
     with _full_precision_matmul():
         for b in range(batch):
             for h in range(heads_q):
-                keys, values = k[b, h // ratio].to(dtype), v[b, h // ratio].to(dtype)
-                bias = None if key_bias is None else _bias_row(key_bias, b, h, dtype)
+                keys = _keys(k[b, h // ratio].to(dtype), v[b, h // ratio].to(dtype), finite)
+                sees = None if mask is None else mask[b % mask.shape[0], h % mask.shape[1]]
                 for start in range(0, len(rows), step):
                     part = rows[start : start + step]
-                    scores = (q[b, h, part].to(dtype) * scale) @ keys.T
-                    if bias is not None:
-                        scores += bias
-                    if is_causal:
-                        visible = torch.arange(seq_k, device=q.device)
-                        scores.masked_fill_(
-                            visible > part[:, None] + (seq_k - seq_q), float("-inf")
-                        )
-                    norm = torch.logsumexp(scores, -1)
-                    weights = torch.exp(scores - norm.clamp_min(torch.finfo(dtype).min)[:, None])
-                    out[b, h, start : start + step] = weights @ values
-                    lse[b, h, start : start + step] = norm
+                    scores = _scores(q[b, h, part].to(dtype), part, keys, problem, seq_q, sees)
+                    chunk = slice(start, start + step)
+                    out[b, h, chunk], lse[b, h, chunk] = _softmax(
+                        scores, keys, None if sinks is None else sinks[h].to(dtype)
+                    )
     return (out if layout == "bhsd" else out.transpose(1, 2)), lse
 
 
-def _bias_row(key_bias: torch.Tensor, b: int, h: int, dtype: torch.dtype) -> torch.Tensor:
-    return key_bias[min(b, key_bias.shape[0] - 1), min(h, key_bias.shape[1] - 1)].to(dtype)
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """K and V of a head; where one holds NaN or infinite values, those are 0 and marked.
+
+    Attributes:
+        k: `(Sk, D)`.
+        v: `(Sk, Dv)`.
+        bad_k: `(Sk,)` bool, `None` where all values are finite.
+        bad_v: `(Sk, Dv)` 0 or 1, `None` likewise.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    bad_k: torch.Tensor | None = None
+    bad_v: torch.Tensor | None = None
+
+
+def _keys(k: torch.Tensor, v: torch.Tensor, finite: bool) -> _Keys:
+    if finite:
+        return _Keys(k, v)
+    good_k, good_v = torch.isfinite(k), torch.isfinite(v)
+    clean_k, clean_v = (x.where(good, 0.0) for x, good in ((k, good_k), (v, good_v)))
+    return _Keys(clean_k, clean_v, ~good_k.all(-1), (~good_v).to(v.dtype))
+
+
+def _scores(
+    queries: torch.Tensor,
+    rows: torch.Tensor,
+    keys: _Keys,
+    problem: Problem,
+    seq_q: int,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """`(rows, Sk)` scores of one head, `-inf` where hidden; `mask` is `(Sq or 1, Sk)`."""
+    seq_k = len(keys.k)
+    scores = (queries * problem.scale) @ keys.k.T
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if keys.bad_k is not None:
+        scores = scores.masked_fill(keys.bad_k, float("nan"))
+    if mask is not None:
+        mask = mask if len(mask) == 1 else mask[rows]
+        bias = added_by_mask(mask, scores.dtype)
+        if bias is not None:
+            scores += bias
+        scores.masked_fill_(hidden_by_mask(mask), float("-inf"))
+    hidden = hidden_by_position(
+        rows, 0, seq_k, seq_q=seq_q, seq_k=seq_k, left=problem.left, right=problem.right
+    )
+    return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
+
+
+def _softmax(
+    scores: torch.Tensor, keys: _Keys, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sums of V and the LSE of some rows."""
+    top = scores.new_full(scores.shape[:1], torch.finfo(scores.dtype).min)
+    if scores.shape[1]:
+        top = torch.maximum(top, scores.amax(-1))
+    top = top if sink is None else torch.maximum(top, sink)
+    weights = torch.exp(scores - top[:, None])
+    norm = weights.sum(-1)
+    norm = norm if sink is None else norm + torch.exp(sink - top)
+    out = weights @ keys.v / norm.masked_fill(norm == 0, 1.0)[:, None]
+    if keys.bad_v is not None:
+        visible = (scores != float("-inf")).to(scores.dtype)
+        out = out.masked_fill(visible @ keys.bad_v > 0, float("nan"))
+    return out, torch.log(norm) + top
 
 
 @contextlib.contextmanager
@@ -125,15 +201,22 @@ class OracleKernel(ReadsInPlace):
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Exact attention; cast once at the end."""
+        """Exact attention, a sequence at a time; cast once at the end."""
         problem = operands.problem
-        out, lse = oracle(
-            operands.q,
-            operands.k,
-            operands.v,
-            is_causal=problem.causal,
-            scale=problem.scale,
-            layout=problem.layout,
-        )
-        out = out.to(out_dtype or operands.v.dtype)
-        return out, (lse.contiguous() if return_lse else None)
+        dtype = out_dtype or operands.v.dtype
+        out, lse = exact(operands, problem)
+        return out.to(dtype), (lse.contiguous() if return_lse else None)
+
+
+def exact(operands: PlainOperands, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle on a whole problem, in fp32; rows of no sequence are 0 with LSE `-inf`."""
+    q, v = operands.q, operands.v
+    heads, seq_q = bhsd(q, problem.layout).shape[1:3]
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float32)
+    lse = q.new_full((q.shape[0], heads, seq_q), float("-inf"), dtype=torch.float32)
+    for rows, *qkv in sequences(problem, q, operands.k, v):
+        bhsd(out, problem.layout)[:, :, rows], lse[:, :, rows] = oracle(
+            *qkv, is_causal=problem.causal, scale=problem.scale, mask=problem.mask,
+            window=problem.window, softcap=problem.softcap, sinks=problem.sinks,
+        )  # fmt: skip
+    return out, lse

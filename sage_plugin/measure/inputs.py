@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -188,25 +189,44 @@ def full_size(captured: SavedCall, shape: CallShape | None = None) -> Tensors:
         torch.Size([2, 6, 16, 8])
     """
     full = captured.record.shape if shape is None else shape
-    group = full.heads_q // full.heads_k
-    batches = _cycle(full.batch, captured.k.shape[0], captured.k.device)
-    heads_k = _cycle(full.heads_k, captured.k.shape[1], captured.k.device)
-    # A key head brings its own group of query heads along.
-    inside = torch.arange(group, device=captured.k.device)
-    heads_q = (heads_k[:, None] * group + inside).flatten()
+    places = Places.of(captured.k, full)
 
     def repeated(saved: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return in_layout(saved[batches][:, heads], full.layout)
+        return in_layout(saved[places.batch][:, heads], full.layout)
 
     return (
-        repeated(captured.q, heads_q),
-        repeated(captured.k, heads_k),
-        repeated(captured.v, heads_k),
+        repeated(captured.q, places.heads_q),
+        repeated(captured.k, places.heads_k),
+        repeated(captured.v, places.heads_k),
     )
 
 
-def _cycle(length: int, saved: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(length, device=device) % saved
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which saved batch item and head stands at each place of the full call.
+
+    Attributes:
+        batch: `(B,)` indices of saved batch items.
+        heads_q: `(Hq,)` of saved query heads.
+        heads_k: `(Hk,)` of saved key heads.
+    """
+
+    batch: torch.Tensor
+    heads_q: torch.Tensor
+    heads_k: torch.Tensor
+
+    @classmethod
+    def of(cls, saved_k: torch.Tensor, full: CallShape) -> Places:
+        """The saved ones over and over; a key head brings its own group of query heads along."""
+        batch, heads = saved_k.shape[:2]
+        group = full.heads_q // full.heads_k
+        heads_k = torch.arange(full.heads_k, device=saved_k.device) % heads
+        inside = torch.arange(group, device=saved_k.device)
+        return cls(
+            batch=torch.arange(full.batch, device=saved_k.device) % batch,
+            heads_q=(heads_k[:, None] * group + inside).flatten(),
+            heads_k=heads_k,
+        )
 
 
 def in_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:

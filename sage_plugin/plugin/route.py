@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.utils._device import DeviceContext
@@ -17,56 +16,23 @@ from torch.utils._device import DeviceContext
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention.api import run_decided
-from sage_plugin.kernels.attention.ops import shape_of
+from sage_plugin.kernels.attention.checks import wants_gradient
 from sage_plugin.kernels.build_failure import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
+from sage_plugin.plugin.call import SUBCLASS, Call, plain
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
-from sage_plugin.schema import CallShape, DeviceFacts
+from sage_plugin.schema import DeviceFacts
 
 logger = logging.getLogger(__name__)
 
 DISABLED = "SAGE_PLUGIN_DISABLE is set"
 SHORT = "shorter than min_seq"
 FUNCTION_MODE = "another TorchFunctionMode watches the attention calls"
-SUBCLASS = "a tensor subclass brings its own attention"
 SHAPE = "not one batch of (B, H, S, D) tensors"
 CAUSAL = "a causal call with Sq != Sk is aligned to the first key by the host"
 PARALLEL = "context parallel attention is the host's"
 ARGUMENTS = "arguments that only the host's attention knows"
 DEVICES = ("cpu", "cuda")
-
-
-@dataclass(frozen=True)  # no slots: traced code makes one
-class Call:
-    """The arguments of one attention call, in the words of SDPA."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    attn_mask: torch.Tensor | None
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    layout: str
-
-    def factor(self) -> float:
-        """The factor of the scores before softmax."""
-        return float(max(1, self.q.shape[3]) ** -0.5) if self.scale is None else self.scale
-
-    def shape(self) -> CallShape:
-        """The shape record of the call."""
-        return shape_of(
-            self.q, self.k, self.v, causal=self.is_causal, scale=self.factor(), layout=self.layout
-        )
-
-    def cast(self, dtype: torch.dtype) -> Call:
-        """The call with its inputs in another dtype; fp64 stays, as it does under autocast."""
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (self.q, self.k, self.v))
-        return Call(
-            q, k, v, self.attn_mask, self.dropout_p, self.is_causal, self.scale, self.enable_gqa,
-            self.layout,
-        )  # fmt: skip
 
 
 def sdpa(
@@ -132,7 +98,7 @@ def _attend(host: Callable[[], torch.Tensor], call: Call, blocked: str | None) -
     if frame is None or frame.layer is None:
         return host()
     layer, eager = frame.layer, not torch.compiler.is_compiling()
-    decision = _decide(layer.state, call, blocked)
+    decision, mask = _decide(layer.state, call, blocked)
     if eager:
         _note(frame, layer, call, decision)
     if decision.reason is not None and layer.state.options.strict and not _wanted(decision.reason):
@@ -141,24 +107,28 @@ def _attend(host: Callable[[], torch.Tensor], call: Call, blocked: str | None) -
         return host()
     kind = call.q.device.type
     if not torch.is_autocast_enabled(kind):
-        return _run(host, layer, call, decision)
+        return _run(host, layer, call, mask, decision)
     with torch.autocast(kind, enabled=False):  # our op is not on autocast's list, as SDPA is
-        return _run(host, layer, call.cast(torch.get_autocast_dtype(kind)), decision)
+        return _run(host, layer, call.cast(torch.get_autocast_dtype(kind)), mask, decision)
 
 
 def _run(
-    host: Callable[[], torch.Tensor], layer: LayerContext, call: Call, decision: Decision
+    host: Callable[[], torch.Tensor],
+    layer: LayerContext,
+    call: Call,
+    mask: torch.Tensor | None,
+    decision: Decision,
 ) -> torch.Tensor:
     """Run the kernel; where it cannot be built, the host takes this call and its like."""
     if torch.compiler.is_compiling() or decision.variant == HOST:
-        return _launch(layer, call, decision)
-    key = dispatch.call_key(call.shape(), decision)
+        return _launch(layer, call, mask, decision)
+    key = dispatch.call_key(call.shape(mask), decision)
     reason = layer.state.unbuilt.get(key.discrete())
     if reason is None:
         config_dir = layer.state.options.config_dir
         found = dispatch.find_launch(key, _facts(call.q), config_dir=config_dir)
         try:
-            result = _launch(layer, call, decision)
+            result = _launch(layer, call, mask, decision)
         except Exception as error:
             reason = build_failure(error)
             if reason is None or layer.state.options.strict:
@@ -172,34 +142,39 @@ def _run(
     return host()
 
 
-def _launch(layer: LayerContext, call: Call, decision: Decision) -> torch.Tensor:
+def _launch(
+    layer: LayerContext, call: Call, mask: torch.Tensor | None, decision: Decision
+) -> torch.Tensor:
     result = run_decided(
         decision, call.q, call.k, call.v, is_causal=call.is_causal, scale=call.factor(),
-        layout=call.layout, config_dir=layer.state.options.config_dir,
+        layout=call.layout, config_dir=layer.state.options.config_dir, mask=mask,
     )  # fmt: skip
     assert isinstance(result, torch.Tensor)
     return result
 
 
-def _decide(state: PatchState, call: Call, blocked: str | None) -> Decision:
+def _decide(
+    state: PatchState, call: Call, blocked: str | None
+) -> tuple[Decision, torch.Tensor | None]:
+    """Where a call runs, and its mask as kernels take it."""
     options = state.options
     if options.kernel == "sdpa":
-        return Decision("sdpa", HOST)
+        return Decision("sdpa", HOST), None
     reason = blocked or _obstacle(state, call)
     if reason is not None:
-        return Decision("sdpa", HOST, reason)
-    q, k, v = call.q, call.k, call.v
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        return Decision("sdpa", HOST, reason), None
+    mask = call.mask()
+    if isinstance(mask, str):
+        return Decision("sdpa", HOST, mask), None
     decision = dispatch.decide(
-        call.shape(),
-        _facts(q),
+        call.shape(mask),
+        _facts(call.q),
         kernel=options.kernel,
         variant=options.variant,
-        mask=call.attn_mask is not None,
         dropout=call.dropout_p,
-        needs_grad=needs_grad,
+        needs_grad=wants_gradient(call.q, call.k, call.v, call.attn_mask),
     )
-    return decision
+    return decision, mask
 
 
 def _obstacle(state: PatchState, call: Call) -> str | None:
@@ -209,7 +184,7 @@ def _obstacle(state: PatchState, call: Call) -> str | None:
         return DISABLED
     if not torch.compiler.is_compiling() and _watched():
         return FUNCTION_MODE
-    if not (_plain(q) and _plain(k) and _plain(v)):
+    if not (plain(q) and plain(k) and plain(v)):
         return SUBCLASS
     if q.device.type not in DEVICES:
         return f"no kernel runs on device type {q.device.type}"
@@ -218,9 +193,7 @@ def _obstacle(state: PatchState, call: Call) -> str | None:
     seq = 2 if call.layout == "bhsd" else 1
     if q.shape[seq] < options.min_seq or k.shape[seq] < options.min_seq:
         return f"{SHORT}={options.min_seq}"
-    if call.is_causal and q.shape[seq] != k.shape[seq]:
-        return CAUSAL
-    return None
+    return CAUSAL if call.is_causal and q.shape[seq] != k.shape[seq] else None
 
 
 def _wanted(reason: str) -> bool:
@@ -231,10 +204,6 @@ def _wanted(reason: str) -> bool:
 def _watched() -> bool:
     modes = torch.overrides._get_current_function_mode_stack()
     return any(not isinstance(mode, DeviceContext) for mode in modes)
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _fits(call: Call) -> bool:

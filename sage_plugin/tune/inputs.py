@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sage_plugin.capture.reader import open_captures
+from sage_plugin.capture.reader import CaptureFolder, open_captures
 from sage_plugin.capture.reduce import pick
+from sage_plugin.errors import CaptureError
 from sage_plugin.kernels.dispatch import Decision, call_key
 from sage_plugin.schema import CallKey, CallShape, CaptureRecord
 from sage_plugin.tune.study import Source
@@ -54,12 +55,15 @@ class Inputs:
 def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY) -> Inputs:
     """Group the captures of a folder by call key.
 
+    Each capture that is used is read once here: one with other contents than were recorded would
+    fail every trial of its key. Such captures are left out and counted in a note.
+
     Args:
         folder: what `sage capture` or `record` wrote.
         max_per_key: captures used of each key, spread over layers and steps.
 
     Raises:
-        CaptureError: the folder is missing, empty or foreign, or nothing in it can be used.
+        CaptureError: the folder is missing, empty or foreign, or every capture in it is damaged.
     """
     captures = open_captures(folder)
     groups: dict[CallKey, list[CaptureRecord]] = {}
@@ -69,15 +73,44 @@ def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY
     for count in captures.call_counts.shapes:
         calls[_shape_key(count.shape)] += count.calls
     place = str(captures.path.resolve())
-    built = []
+    built, damaged = [], list[str]()
     for key, records in groups.items():
-        chosen = sorted(pick(records, max_per_key), key=_saved_heads)
+        chosen = sorted(_sound(captures, records, max_per_key, damaged), key=_saved_heads)
+        if not chosen:
+            continue
         sources = tuple(
             Source(f"sha256:{record.sha256}", record.shape, folder=place, record=record)
             for record in chosen
         )
         built.append(InputGroup(sources, sources[len(sources) // 2], calls[key]))
-    return Inputs(_by_cost(built), tuple(captures.problems))
+    notes = list(captures.problems)
+    if damaged:
+        some = f"{len(damaged)} captures are damaged and left out: {', '.join(damaged)}"
+        notes.append(some if len(damaged) > 1 else f"{damaged[0]}; it is left out")
+    if not built:
+        raise CaptureError(
+            f"{captures.path}: no capture is sound: {'; '.join(notes)}; record again"
+        )
+    if len(built) < len(groups):
+        notes.append(f"{len(groups) - len(built)} calls have no sound capture and are not tuned")
+    return Inputs(_by_cost(built), tuple(notes))
+
+
+def _sound(
+    captures: CaptureFolder, records: Sequence[CaptureRecord], n: int, damaged: list[str]
+) -> tuple[CaptureRecord, ...]:
+    """At most `n` captures whose contents are as recorded; sentences on others go to `damaged`."""
+    sound: set[str] = set()
+    while records:
+        chosen = pick(records, n)
+        found = {r.file: captures.damage(r) for r in chosen if r.file not in sound}
+        bad = {file: text for file, text in found.items() if text is not None}
+        if not bad:
+            return chosen
+        damaged += bad.values()
+        sound |= found.keys() - bad.keys()
+        records = [r for r in records if r.file not in bad]
+    return ()
 
 
 def from_shapes(

@@ -28,6 +28,9 @@ CPU_KERNEL = "fav3_sage"
 TIMERS = {"cpu": Timer("wall", screen_rounds=3, screen_s=1.0, race_rounds=20, race_s=10.0)}
 GPU_TIMER = Timer("events")
 DEFAULT_TIMEOUT_S = 300.0
+MAX_TIMEOUT_S = 1e6
+"""Eleven days; the operating system cannot wait for much more."""
+
 RUNS = Path("tuning_runs")
 
 
@@ -132,10 +135,10 @@ def _study(
 ) -> Study | None:
     kernel, variant = dispatch.parse_kernel(text)
     shape = group.shape
-    decision = dispatch.decide(
-        shape, facts, kernel=kernel, variant=variant, mask=shape.mask_kind != "none"
-    )
+    decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
+    refuse_gpu_variant(decision.kernel, decision.variant, facts)
     what = f"{text} on {shape.batch}x{shape.heads_q}x{shape.seq_q}x{shape.seq_k}x{shape.head_dim}"
+    what += "" if shape.mask_kind == "none" else f" with a {shape.mask_kind} mask"
     if decision.reason is not None:
         notes.append(f"{what}: goes to the host's attention, {decision.reason}")
         return None
@@ -158,6 +161,24 @@ def _study(
         facts=facts,
         toolchain=devices.toolchain(),
     )
+
+
+def refuse_gpu_variant(kernel: str, variant: str, facts: DeviceFacts) -> None:
+    """Refuse a variant that is tuned on a GPU only, before anything runs on a CPU.
+
+    Args:
+        kernel: kernel name.
+        variant: variant name, `"auto"` where the device chooses.
+        facts: the device.
+
+    Raises:
+        UsageError: the device is a CPU and the variant is of a GPU.
+    """
+    if facts.kind == "cpu" and variant not in ("auto", HOST, "emulation"):
+        raise UsageError(
+            f"variant {variant!r} of kernel {kernel!r} needs a GPU: on a CPU leave the variant "
+            f"out, or name {kernel}:emulation"
+        )
 
 
 def _space(
@@ -191,6 +212,8 @@ def _device(name: str | None) -> tuple[str, DeviceFacts]:
     except RuntimeError:
         raise UsageError(f"device {name!r} is not one: use cpu, cuda or cuda:<number>") from None
     facts = devices.facts(place)
+    if place.type == "cpu":
+        name = "cpu"  # whatever its number
     if name == "cuda":
         name = f"cuda:{torch.cuda.current_device()}"
     return name, facts
@@ -224,6 +247,10 @@ def _check_numbers(request: Request) -> None:
     for option, (value, low) in least.items():
         if not value > low:
             raise UsageError(f"{option} {value}: must be above {low}")
+    if not request.timeout_s <= MAX_TIMEOUT_S:
+        raise UsageError(
+            f"--timeout {request.timeout_s}: must be at most {MAX_TIMEOUT_S:g} seconds"
+        )
     if not 0 <= request.min_gain < 1:
         raise UsageError(f"--min-gain {request.min_gain}: must be from 0 to below 1 (0.01 is 1 %)")
     if request.run_name is not None and not re.fullmatch(r"\w[\w.+-]*", request.run_name):

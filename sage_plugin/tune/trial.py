@@ -23,6 +23,7 @@ from sage_plugin.kernels.attention.implementations import implementation
 from sage_plugin.kernels.contract import Problem
 from sage_plugin.measure import clocks
 from sage_plugin.measure.inputs import Tensors, full_size, in_layout, synthetic
+from sage_plugin.measure.masks import full_mask, synthetic_mask
 from sage_plugin.measure.statistics import gain_interval
 from sage_plugin.measure.timing import Samples, measure
 from sage_plugin.schema import ErrorMetrics, LaunchConfig, Trial
@@ -33,11 +34,24 @@ BASE, NEW, AGAIN = "base", "new", "again"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """The tensors of a study on its device, indexed bhsd, with their hashes as they were loaded."""
+class Masked:
+    """Q, K and V of a call, indexed bhsd, and its mask (B or 1, Hq or 1, Sq or 1, Sk)."""
 
-    judged: tuple[tuple[Source, Tensors], ...]
-    timed: Tensors
+    tensors: Tensors
+    mask: torch.Tensor | None
+
+    def prints(self) -> tuple[int, ...]:
+        """Hashes of the contents."""
+        parts = self.tensors if self.mask is None else (*self.tensors, self.mask)
+        return tuple(fingerprint(part) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The inputs of a study on its device, with their hashes as they were loaded."""
+
+    judged: tuple[tuple[Source, Masked], ...]
+    timed: Masked
     prints: tuple[int, ...]
 
     def changed(self) -> bool:
@@ -163,27 +177,29 @@ def _loaded(study: Study) -> Loaded:
     return _held[1]
 
 
-def _load(study: Study, source: Source) -> tuple[Tensors, Tensors | None]:
+def _load(study: Study, source: Source) -> tuple[Masked, Masked | None]:
     """What is judged, and what is timed where this source is: on a GPU the full call."""
     chosen = source.label == study.timed.label
     if source.record is None:
-        drawn = synthetic(
+        tensors = synthetic(
             source.shape, device=study.device, seed=source.seed, distribution=source.distribution
         )
+        mask = synthetic_mask(source.shape, device=study.device, seed=source.seed)
+        drawn = Masked(tensors, mask)
         return drawn, drawn if chosen else None
     call = open_captures(source.folder).load(source.record, device=study.device)
-    saved = (call.q, call.k, call.v)
+    saved = Masked((call.q, call.k, call.v), call.mask)
     if not chosen:
         return saved, None
     if study.device != "cpu":
-        return saved, full_size(call)
-    q, k, v = (in_layout(tensor, source.shape.layout) for tensor in saved)
-    return saved, (q, k, v)
+        return saved, Masked(full_size(call), full_mask(call))
+    q, k, v = (in_layout(tensor, source.shape.layout) for tensor in saved.tensors)
+    return saved, Masked((q, k, v), saved.mask)
 
 
-def _prints(judged: tuple[tuple[Source, Tensors], ...], timed: Tensors) -> tuple[int, ...]:
-    tensors = [tensor for _, saved in judged for tensor in saved] + list(timed)
-    return tuple(fingerprint(tensor) for tensor in tensors)
+def _prints(judged: tuple[tuple[Source, Masked], ...], timed: Masked) -> tuple[int, ...]:
+    every = [saved for _, saved in judged] + [timed]
+    return tuple(number for one in every for number in one.prints())
 
 
 def _mutated(trial: Trial) -> Trial:
@@ -195,23 +211,30 @@ def _mutated(trial: Trial) -> Trial:
     )
 
 
-def _errors(study: Study, config: LaunchConfig, source: Source, saved: Tensors) -> ErrorMetrics:
+def _errors(study: Study, config: LaunchConfig, source: Source, saved: Masked) -> ErrorMetrics:
     key = study.key
     return attention_errors(
-        key.kernel, key.variant, config, *saved, causal=key.causal, scale=source.shape.scale
+        key.kernel,
+        key.variant,
+        config,
+        *saved.tensors,
+        causal=key.causal,
+        scale=source.shape.scale,
+        mask=saved.mask,
     )
 
 
-def _call(study: Study, timed: Tensors, config: LaunchConfig) -> Callable[[], object]:
+def _call(study: Study, timed: Masked, config: LaunchConfig) -> Callable[[], object]:
     """The call as a patched model makes it, quantisation included."""
     key, scale = study.key, study.timed.shape.scale
-    q, k, v = _as_layout(timed, key.layout)
+    q, k, v = _as_layout(timed.tensors, key.layout)
 
     def call() -> object:
         return attention(
             q,
             k,
             v,
+            attn_mask=timed.mask,
             is_causal=key.causal,
             scale=scale,
             enable_gqa=key.gqa_ratio > 1,
@@ -224,17 +247,18 @@ def _call(study: Study, timed: Tensors, config: LaunchConfig) -> Callable[[], ob
     return call
 
 
-def _kernel_call(study: Study, timed: Tensors, config: LaunchConfig) -> Callable[[], object]:
+def _kernel_call(study: Study, timed: Masked, config: LaunchConfig) -> Callable[[], object]:
     """The attention launch alone, on operands that were quantised before."""
     key = study.key
     fp8 = getattr(torch, study.facts.fp8_dtype or "float8_e4m3fn")
     built = implementation(key.kernel, key.variant, fp8)
-    problem = Problem(study.timed.shape.scale, key.causal, key.layout)
+    problem = Problem(study.timed.shape.scale, key.causal, key.layout, timed.mask)
+    tensors = _as_layout(timed.tensors, key.layout)
     on_device = (
         contextlib.nullcontext() if study.device == "cpu" else torch.cuda.device(study.device)
     )
     with on_device:
-        operands = built.prepare(*_as_layout(timed, key.layout), problem=problem, launch=config)
+        operands = built.prepare(*tensors, problem=problem, launch=config)
     return lambda: built.launch(operands)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from sage_plugin.accuracy.gate import failures, gate_for
 from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.kernels.attention.api import attention
 from sage_plugin.measure.inputs import self_attention, synthetic
+from sage_plugin.measure.masks import synthetic_mask
 
 SHAPE = self_attention(1, 2, 64, 32)
 
@@ -115,6 +118,29 @@ def test_an_own_dtype_path_that_computes_something_else_is_found(monkeypatch):
     found, broken = judged(monkeypatch, two_faced)
     assert found.suspect == "its bfloat16 output is not its fp32 output, rounded"
     assert broken
+
+
+@pytest.mark.parametrize("kind", ["key_bias", "dense"])
+def test_a_masked_call_is_judged_with_its_mask(monkeypatch, kind):
+    shape = dataclasses.replace(SHAPE, mask_kind=kind)
+    q, k, v = synthetic(shape, device="cpu", distribution="drift")
+    mask = synthetic_mask(shape, device="cpu")
+
+    def judge(fake):
+        monkeypatch.setattr(output.api, "attention", fake)
+        return attention_errors("fav2", "auto", None, q, k, v, causal=True, scale=None, mask=mask)
+
+    found = judge(attention)
+    assert failures(gate_for("fav2"), found) == []
+    forgetful = judge(lambda q, k, v, attn_mask, **options: attention(q, k, v, **options))
+    assert forgetful.rel_l1 > 0.1
+
+    def scribbles(q, k, v, attn_mask, **options):
+        out = attention(q, k, v, attn_mask, **options)
+        attn_mask.fill_(True)
+        return out
+
+    assert judge(scribbles).suspect.startswith("it changed its input mask")
 
 
 def test_grouped_heads_and_strided_memory():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sage_plugin.accuracy import fingerprint as fingerprints
 from sage_plugin.accuracy import reference as references
 from sage_plugin.accuracy.fingerprint import fingerprint
 from sage_plugin.accuracy.reference import reference, sample_rows, visible_mean
@@ -84,6 +85,15 @@ def test_fingerprint_sees_value_position_shape_and_dtype(dtype):
     swapped[0, 0, 0], swapped[0, 0, 1] = a[0, 0, 1], a[0, 0, 0]
     others = [changed, swapped, a.view(3, 2, 4), a.to(torch.int16), a.flip(0)]
     assert len({fingerprint(x) for x in (a, *others)}) == 6
+
+
+def test_fingerprint_does_not_depend_on_how_much_is_looked_at_together(monkeypatch):
+    masks = [torch.rand(1, 1, 37, 41) > 0.5, torch.randn(2, 1, 37, 41)]
+    whole = [fingerprint(mask) for mask in masks]
+    monkeypatch.setattr(fingerprints, "CHUNK_ELEMENTS", 64)
+    assert [fingerprint(mask) for mask in masks] == whole
+    masks[0][0, 0, 36, 40] ^= True
+    assert fingerprint(masks[0]) != whole[0]
 
 
 def test_fingerprint_reads_a_strided_view_as_its_values():

@@ -67,7 +67,13 @@ def write(
         q, k, v = synthetic(saved, device="cpu", seed=step, distribution="biased")
         tensors = {"q": q, "k": k, "v": v}
         if shape.mask_kind == "key_bias":
-            tensors["key_bias"] = torch.zeros(1, 1, shape.seq_k)
+            tensors["key_bias"] = torch.zeros(len(batches), 1, shape.seq_k)
+            for item, bias in enumerate(tensors["key_bias"]):
+                bias[:, shape.seq_k // 2 + item :] = -torch.inf
+        if shape.mask_kind == "dense":
+            size = (len(batches), saved.heads_q, shape.seq_q, shape.seq_k)
+            seeded = torch.Generator().manual_seed(step)
+            tensors["attn_mask"] = torch.rand(size, generator=seeded) < 0.5
         writer.save(tensors, record_of(shape, heads=heads, batches=batches, step=step))
     writer.close(CallCounts())
     return folder

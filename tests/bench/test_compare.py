@@ -9,12 +9,15 @@ import torch
 
 from sage_plugin.bench import candidate, compare
 from sage_plugin.bench.compare import Plan, run_case
-from sage_plugin.bench.suite import explicit
+from sage_plugin.bench.cost import flops
+from sage_plugin.bench.suite import captured, explicit, load
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.contract import Problem
 from sage_plugin.measure.inputs import self_attention
 from sage_plugin.measure.timing import Samples
 from sage_plugin.schema import LaunchConfig
+from tests.bench.folders import write
 
 CPU = torch.device("cpu")
 SHAPE = self_attention(1, 2, 96, 32)
@@ -98,6 +101,91 @@ def test_a_reference_that_is_among_the_kernels_is_run_once(scripted):
     scripted({})
     plan = Plan(kernels=(("sage", "auto"), ("fav2", "auto")), reference=("fav2", "emulation"))
     assert [r.kernel for r in run_case(case_of(), plan, device=CPU).rows] == ["fav2", "sage"]
+
+
+def test_a_reference_is_found_by_its_variant_too(scripted, monkeypatch):
+    scripted({})
+    real = candidate.implementation
+    monkeypatch.setattr(
+        candidate, "implementation", lambda kernel, _, fp8: real(kernel, "emulation", fp8)
+    )
+    monkeypatch.setattr(
+        candidate, "checked_output", _through(candidate.checked_output, variant="emulation")
+    )
+    plan = Plan(kernels=(("sage", "emulation"),), reference=("sage", "portable"))
+    table = run_case(case_of(), plan, device=CPU)
+    assert [row.label for row in table.rows] == ["sage:portable", "sage:emulation"]
+    assert {row.reference for row in table.rows} == {"sage:portable"}
+    assert [row.speedup for row in table.rows] == [None, 1.0]
+
+
+def _through(real, *, variant):
+    return lambda kernel, _, *args, **options: real(kernel, variant, *args, **options)
+
+
+def test_another_variant_does_not_stand_in_for_a_reference_that_failed(scripted, monkeypatch):
+    scripted({})
+    real = candidate.implementation
+
+    def broken(kernel, variant, fp8):
+        if variant == "portable":
+            raise RuntimeError("no GPU")
+        return real(kernel, variant, fp8)
+
+    monkeypatch.setattr(candidate, "implementation", broken)
+    monkeypatch.setattr(
+        candidate, "checked_output", _through(candidate.checked_output, variant="emulation")
+    )
+    plan = Plan(kernels=(("sage", "emulation"),), reference=("sage", "portable"))
+    (row,) = run_case(case_of(), plan, device=CPU).rows
+    assert (row.label, row.reference, row.reference_errors) == ("sage:emulation", "", None)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["key_bias", "dense"])
+@pytest.mark.parametrize("made", ["drawn", "captured"])
+def test_masked_inputs_run_on_every_kernel_with_their_mask(
+    scripted, tmp_path, kind, causal, made, monkeypatch
+):
+    scripted({})
+    shape = dataclasses.replace(
+        self_attention(2, 4, 64, 32), heads_k=2, causal=causal, mask_kind=kind, layout="bshd"
+    )
+    case = case_of(shape) if made == "drawn" else captured(write(tmp_path / "c", shape)).cases[0]
+    plan = Plan(kernels=(("torch", "auto"), *EVERY), reference=("fav2", "auto"))
+    table = run_case(case, plan, device=CPU)
+    assert table.failed == ()
+    assert [row.gate for row in table.rows] == [()] * 6
+    by_name = {row.kernel: row for row in table.rows}
+    assert by_name["torch"].errors.rel_l1 == 0.0
+    mask = load(case, CPU).timed_mask
+    assert {row.flops for row in table.rows} == {flops(shape, mask)}
+    assert flops(shape, mask) < flops(shape)
+    unmasked = Problem(shape.scale, causal, "bshd")
+    monkeypatch.setattr(candidate, "Problem", lambda *_: unmasked)
+    other = run_case(case, plan, device=CPU)
+    read = {row.kernel: row.moved_bytes for row in other.rows}
+    assert all(row.moved_bytes > read[row.kernel] for row in table.rows), "the timed calls, too"
+
+
+def test_a_kernel_that_forgets_its_mask_fails_its_gate(scripted, monkeypatch):
+    scripted({})
+    real = candidate.checked_output
+    monkeypatch.setattr(
+        candidate, "checked_output", lambda *args, **o: real(*args, **(o | {"mask": None}))
+    )
+    case = case_of(dataclasses.replace(SHAPE, mask_kind="key_bias"))
+    (row,) = run_case(case, Plan(kernels=(("fav2", "auto"),)), device=CPU).rows
+    assert any("relative L1" in sentence for sentence in row.gate)
+
+
+def test_memory_that_does_not_hold_an_input_is_a_sentence(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+    monkeypatch.setattr(compare, "load", full)
+    with pytest.raises(UnsupportedInputError, match="cpu has not enough memory"):
+        run_case(case_of(), Plan(kernels=EVERY), device=CPU)
 
 
 def test_a_failing_kernel_does_not_end_the_table(scripted, monkeypatch):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
-from sage_plugin.bench.cost import flops, moved_bytes, visible_pairs
+from sage_plugin.bench import cost
+from sage_plugin.bench.cost import flops, is_quantised, moved_bytes, visible_pairs, weighed_pairs
 from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention.implementations import implementation
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import PlainOperands, Problem
 from sage_plugin.measure.inputs import presets, self_attention, synthetic
 
 
@@ -33,7 +35,89 @@ def test_flops_count_query_heads_and_both_widths():
     assert flops(shape) == 2 * 3 * 4 * (8 + 16) * 25
 
 
-def cpu_bytes(kernel, shape):
+MASKS = {
+    "padding": torch.arange(7).view(1, 1, 1, 7) < torch.tensor([3, 6]).view(2, 1, 1, 1),
+    "bias of heads": torch.tensor([0.0, -1e4, -torch.inf, 2.0, -2e38, 0.5, -1e37])
+    * torch.tensor([1.0, 1.0, 0.4, 1.0]).view(1, 4, 1, 1),
+    "half bias": torch.tensor([0.0, -6e4, -torch.inf, 2.0, 0.0, 0.0, 0.0]).half().view(1, 1, 1, 7),
+    "dense bool": torch.rand(1, 1, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.5,
+    "dense float": torch.where(
+        torch.rand(2, 4, 5, 7, generator=torch.Generator().manual_seed(1)) < 0.5, 1.0, -torch.inf
+    ),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_pairs_of_masks_are_counted_one_by_one(name, causal, monkeypatch):
+    mask = MASKS[name]
+    shape = dataclasses.replace(
+        self_attention(2, 4, 5, 8), heads_k=2, seq_k=7, causal=causal, mask_kind="dense"
+    )
+    expected = 0
+    for b, h, i, j in itertools.product(range(2), range(4), range(5), range(7)):
+        value = mask[b % len(mask), h % mask.shape[1], i % mask.shape[2], j].item()
+        seen = value if mask.dtype == torch.bool else value >= -1e38
+        expected += seen and (not causal or j <= i + 2)
+    assert weighed_pairs(shape, mask) == expected < 2 * 4 * 5 * 7
+    assert flops(shape, mask) == 2 * (8 + 8) * expected
+    monkeypatch.setattr(cost, "CHUNK_ELEMENTS", 1)
+    assert weighed_pairs(shape, mask) == expected
+
+
+@pytest.mark.parametrize("kernel", ["torch", "sdpa", "fav2"])
+@pytest.mark.parametrize("size", [(1, 1, 1, 64), (2, 1, 1, 64), (1, 1, 64, 64), (2, 4, 64, 64)])
+def test_a_mask_is_read_once_as_it_lies_and_is_no_quantisation(kernel, size):
+    shape = self_attention(2, 4, 64, 32)
+    plain, _ = cpu_bytes(kernel, shape)
+    for mask in (torch.ones(size, dtype=torch.bool), torch.zeros(size)):
+        masked, _ = cpu_bytes(kernel, shape, mask)
+        assert masked - plain == mask.numel() * mask.element_size()
+        problem = Problem(shape.scale, shape.causal, shape.layout, mask)
+        assert not is_quantised(PlainOperands(mask, mask, mask, problem, None))
+
+
+@pytest.mark.parametrize("kernel", ["sage", "fav3_fp8"])
+def test_emulations_read_the_mask_beside_their_quantised_operands(kernel):
+    shape = self_attention(2, 4, 64, 32)
+    mask = torch.ones(2, 1, 64, 64, dtype=torch.bool)
+    assert cpu_bytes(kernel, shape, mask)[0] - cpu_bytes(kernel, shape)[0] == 2 * 64 * 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Portable:
+    """Operands with the fields of the portable kernels that matter here."""
+
+    k8: torch.Tensor
+    k_scale: torch.Tensor
+    k_scale_finite: torch.Tensor
+    key_term: torch.Tensor
+    shift: torch.Tensor
+    problem: Problem
+
+
+@pytest.mark.parametrize(
+    ("causal", "size", "read"),
+    [
+        (False, None, 1000 + 4 * 8),
+        (True, None, 1000 + 4 * 8 + 4 * 300),
+        (False, (2, 1, 1, 150), 1000 + 4 * 8 + 4 * 300),
+        (False, (2, 4, 1, 150), 1000 + 4 * 8 + 4 * 300 + 4 * 1200),
+        (False, (1, 1, 150, 150), 1000 + 4 * 8 + 4 * 300 + 4 * 22500),
+    ],
+)
+def test_a_portable_kernel_reads_terms_of_keys_in_place_of_one_bias_a_key(causal, size, read):
+    shape = dataclasses.replace(self_attention(2, 4, 150, 32), causal=causal)
+    mask = None if size is None else torch.zeros(size)
+    numbers = [torch.zeros(8), torch.zeros(8), torch.zeros(300), torch.zeros(99)]
+    operands = Portable(
+        torch.zeros(1000, dtype=torch.int8), *numbers, Problem(1.0, causal, "bhsd", mask)
+    )
+    assert moved_bytes(operands, shape) == read + 2 * 4 * 150 * 32 * 2
+    assert is_quantised(operands)
+
+
+def cpu_bytes(kernel, shape, mask=None):
     q, k, v = synthetic(shape, device="cpu")
     decision = dispatch.decide(shape, dispatch.facts_of("cpu", None), kernel=kernel)
     built = implementation(decision.kernel, decision.variant)
@@ -41,7 +125,7 @@ def cpu_bytes(kernel, shape):
     if decision.variant != "host":
         key = dispatch.call_key(shape, decision)
         config = dispatch.default_launch(key, dispatch.facts_of("cpu", None))
-    problem = Problem(shape.scale, shape.causal, shape.layout)
+    problem = Problem(shape.scale, shape.causal, shape.layout, mask)
     operands = built.prepare(q, k, v, problem=problem, launch=config)
     return moved_bytes(operands, shape), config
 

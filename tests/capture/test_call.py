@@ -8,6 +8,7 @@ import torch
 from sage_plugin.capture.call import CanonicalCall, canonical
 from sage_plugin.capture.extract import extract
 from sage_plugin.capture.selection import PartRule
+from sage_plugin.kernels.attention.mask import mask_kind, normalised
 from tests.capture.toys import event
 
 
@@ -112,6 +113,21 @@ def test_key_masks_become_a_bias(size):
     expected = torch.zeros(keep.shape).masked_fill(~keep, float("-inf"))
     assert bias.dtype == torch.float32
     assert torch.equal(bias[:, :, None].expand(*size[:3], 4), expected.expand(*size[:3], 4))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_an_expanded_mask_is_what_kernels_see_of_it(kind):
+    """One row expanded over all rows is a key mask there, and is saved once."""
+    q = torch.randn(2, 3, 5, 8)
+    row = torch.rand(2, 1, 1, 5) > 0.5 if kind == "bool" else torch.randn(2, 1, 1, 5)
+    call_event = event(q, mask=row.expand(2, 3, 5, 5))
+    call = made(call_event)
+    mask = normalised(call_event.attn_mask, batch=2, heads_q=3, seq_q=5, seq_k=5)
+    assert call.shape.mask_kind == mask_kind(mask) == "key_bias"
+    assert torch.equal(call.mask, row)
+    assert saved(call_event)["key_bias"].shape == (2, 1, 5)
+    dense = torch.rand(1, 1, 5, 5) > 0.5
+    assert saved(event(q, mask=dense.expand(2, 3, 5, 5)))["attn_mask"].shape == (1, 1, 5, 5)
 
 
 def test_additive_key_bias_of_chosen_heads():

@@ -8,15 +8,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from sage_plugin.capture.call import canonical
+from sage_plugin.capture.extract import extract
 from sage_plugin.capture.manifest import COUNTS, MANIFEST, CallCounts
 from sage_plugin.capture.reader import open_captures
+from sage_plugin.capture.selection import Part
 from sage_plugin.capture.writer import CaptureWriter
 from sage_plugin.errors import CaptureError
-from tests.capture.toys import line, tensors
+from sage_plugin.kernels.attention.mask import mask_kind
+from tests.capture.toys import event, line, shape, tensors
 
 
 @pytest.fixture
@@ -80,6 +85,86 @@ def test_a_file_instead_of_a_folder(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(CaptureError, match="is a file"):
         open_captures(tmp_path / "x")
+
+
+MASKS = {
+    "padding": torch.tensor([True, True, False, True]).view(1, 1, 1, 4),
+    "bias": torch.tensor([0.5, 0.0, -torch.inf, -1e4]).view(1, 1, 1, 4),
+    "half dense": torch.randn(1, 2, 4, 4).half(),
+    "dense": torch.rand(1, 1, 4, 4) > 0.5,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_comes_back_as_kernels_take_it(tmp_path, name):
+    mask, q = MASKS[name], torch.randn(1, 2, 4, 8)
+    call = canonical(event(q, mask=mask))
+    writer = CaptureWriter(tmp_path / "c")
+    writer.open()
+    writer.save(extract(call, Part((0,), (0, 1))), line(shape=call.shape))
+    writer.close(CallCounts())
+    captures = open_captures(tmp_path / "c")
+    found = captures.load(captures.records[0])
+    assert found.mask.dtype == mask.dtype
+    assert torch.equal(found.mask, mask)
+    assert mask_kind(found.mask) == captures.records[0].shape.mask_kind
+
+
+def test_without_a_mask_there_is_none(folder):
+    captures = open_captures(folder)
+    assert captures.load(captures.records[0]).mask is None
+
+
+def test_a_mask_of_fp64_is_fp32_to_kernels(tmp_path):
+    mask = torch.randn(1, 1, 4, 4).double()
+    writer = CaptureWriter(tmp_path / "c")
+    writer.open()
+    writer.save(tensors() | {"attn_mask": mask}, line(shape=shape(mask_kind="dense")))
+    writer.close(CallCounts())
+    captures = open_captures(tmp_path / "c")
+    assert torch.equal(captures.load(captures.records[0]).mask, mask.float())
+
+
+@pytest.mark.parametrize("name", ["key_bias", "attn_mask"])
+def test_a_mask_of_a_foreign_type_is_refused(tmp_path, name):
+    kind, size = ("key_bias", (1, 1, 4)) if name == "key_bias" else ("dense", (1, 1, 4, 4))
+    writer = CaptureWriter(tmp_path / "c")
+    writer.open()
+    mask = torch.zeros(size, dtype=torch.int32)
+    writer.save(tensors() | {name: mask}, line(shape=shape(mask_kind=kind)))
+    writer.close(CallCounts())
+    with pytest.raises(CaptureError, match="holds a mask of I32"):
+        open_captures(tmp_path / "c")
+
+
+def test_damage_is_told_without_loading(folder):
+    captures = open_captures(folder)
+    path = folder / captures.records[1].file
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert captures.damage(captures.records[0]) is None
+    expected = "000001.safetensors does not match its checksum: damaged"
+    assert captures.damage(captures.records[1]) == expected
+    with pytest.raises(CaptureError, match="does not match its checksum"):
+        captures.load(captures.records[1])
+    path.unlink()
+    assert "cannot be read" in captures.damage(captures.records[1])
+
+
+def test_what_a_foreign_folder_says_cannot_command_a_terminal(folder):
+    """Names of files, tensors and fields come from the folder and are printed."""
+    (folder / "x\x1b[2J.safetensors.tmp").write_text("")
+    save_file(tensors() | {"\x1b]0;q\x07": tensors()["q"]}, folder / "000001.safetensors")
+    problems = open_captures(folder).problems
+    assert len(problems) == 3
+    assert all(problem.isprintable() for problem in problems)
+    assert r"x\x1b[2J" in " ".join(problems)
+    (folder / MANIFEST).unlink()
+    (folder / "000000.safetensors").rename(folder / "0\x1b[5m")
+    with pytest.raises(CaptureError, match=r"holds 0\\x1b\[5m, ") as caught:
+        open_captures(folder)
+    assert str(caught.value).isprintable()
 
 
 def test_an_empty_manifest(folder):

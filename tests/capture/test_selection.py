@@ -105,6 +105,15 @@ def test_nonsense_heads_are_refused(text):
         checked_heads(text)
 
 
+@pytest.mark.parametrize(
+    "text", ["0-3000000000", "9" * 5000, f"0,{'9' * 5000}", "1000000,", "7-1000000"]
+)
+def test_absurd_indices_are_refused_at_once(text):
+    for checked in (checked_heads, checked_batch):
+        with pytest.raises(UsageError, match="indices go up to 999999"):
+            checked(text)
+
+
 def test_values_from_python_are_checked():
     assert checked_heads([3, 1, 1]) == (1, 3)
     assert checked_batch("2, 0") == (0, 2)
@@ -122,7 +131,7 @@ def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1PB", "1e9", "4 4"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1PB", "1e9", "4 4", "9" * 400])
 def test_nonsense_sizes_are_refused(text):
     with pytest.raises(UsageError, match="size"):
         parse_bytes(text)

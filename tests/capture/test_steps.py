@@ -28,6 +28,12 @@ def test_selected_steps(steps, chosen):
     assert [n for n in range(12) if n in selection] == chosen
 
 
+@pytest.mark.parametrize("steps", ["9" * 5000, f"0-{'9' * 5000}"], ids=len)
+def test_absurd_numbers_are_refused_in_one_sentence(steps):
+    with pytest.raises(UsageError, match="expected numbers and ranges"):
+        StepSelection.parse(steps)
+
+
 @pytest.mark.parametrize("steps", ["", "a", "1,,2", "5-2", "-3", "1-2-3", "1.5", [], [-1], [1.5]])
 def test_nonsense_is_refused_in_one_sentence(steps):
     with pytest.raises(UsageError, match="steps"):

@@ -16,7 +16,7 @@ from sage_plugin.cli import app, console
 from sage_plugin.kernels.dispatch import kernels_of
 from sage_plugin.measure.timing import Limits
 from sage_plugin.schema import KERNELS
-from tests.bench.folders import write
+from tests.bench.folders import SHAPE, write
 
 TINY = ["-b", "1", "-hq", "2", "-sq", "48", "-d", "32", "--device", "cpu"]
 QUICK = Limits(warmup=0, warmup_s=0.0, min_samples=2, max_samples=2, budget_s=1.0)
@@ -103,6 +103,38 @@ def test_max_inputs_layout_dtype_causal_groups_seed(tmp_path):
     )
     assert (line["shape_heads_k"], line["shape_causal"]) == ("1", "True")
     assert line["source"] == "synthetic:drift"
+
+
+@pytest.mark.parametrize("kind", ["key_bias", "dense"])
+@pytest.mark.parametrize("where", ["drawn", "captured"])
+def test_masked_inputs_run_on_every_kernel(tmp_path, kind, where):
+    if where == "drawn":
+        words = [*TINY, "--causal", "--mask", kind]
+    else:
+        shape = dataclasses.replace(SHAPE, mask_kind=kind)
+        words = [write(tmp_path / "captures", shape), "--device", "cpu"]
+    result = bench(*words, "--gate", "--compare-to-ref", "fav2", "--csv", "-")
+    assert result.exit_code == 0, result.stderr
+    lines = rows_of(result.stdout)
+    assert [line["kernel"] for line in lines][:2] == ["fav2", "sdpa"]
+    assert {line["shape_mask_kind"] for line in lines} == {kind}
+    assert {line["gate"] for line in lines} == {"pass"}
+    every_pair = 2 * 2 * 64 * 48 * 48
+    assert 0.1 * every_pair < int(lines[0]["flops"]) < 0.9 * every_pair
+    assert f"bhsd causal {kind}" in result.stderr or f"bhsd {kind}" in result.stderr
+
+
+def test_layer_names_of_a_foreign_manifest_are_harmless(tmp_path):
+    folder = write(tmp_path / "captures", count=2)
+    manifest = folder / "manifest.jsonl"
+    line = manifest.read_text().replace("transformer.blocks", "\\u001b[2Jevil\\u0007")
+    manifest.write_text(line)
+    (folder / "\x1b[5m.safetensors.tmp").write_text("")
+    shown = bench(folder, "--kernel", "sdpa", "--device", "cpu")
+    as_csv = bench(folder, "--kernel", "sdpa", "--device", "cpu", "--csv", "-")
+    assert r"\x1b[2Jevil\x07" in shown.stdout
+    for text in (shown.stdout, shown.stderr, as_csv.stdout, as_csv.stderr):
+        assert not {"\x1b", "\x07"} & set(text)
 
 
 @pytest.mark.parametrize("metric", ["time", "throughput", "bandwidth", "arithmetic_intensity"])
@@ -204,6 +236,12 @@ def test_one_damaged_capture_of_two_is_exit_4(tmp_path):
         (["folder", "--dtype", "fp16"], "--dtype does not change captures"),
         (["--inputs-distribution", "drift"], "--inputs-distribution does not change captures"),
         ([*TINY, "--max-inputs", "2"], "--max-inputs goes with a capture folder"),
+        ([*TINY, "--mask", "diagonal"], "--mask 'diagonal'"),
+        (["--preset", "wan-480p", "--mask", "diagonal"], "--mask 'diagonal'"),
+        (["folder", "--mask", "dense"], "--mask does not change captures"),
+        ([*TINY, "--seed", "9" * 26], "--seed 99999999999999999999999999: must be from 0"),
+        (["-b", "1", "-hq", "2", "-d", "32", "-sq", "9" * 400], "-sq 99999999999999999999...9999"),
+        ([*TINY, "-sk", str(2**31)], "-sk 2147483648: must be at most 2147483647"),
     ],
 )
 def test_h3_wrong_input_is_exit_2_with_one_sentence(args, sentence):

@@ -71,6 +71,19 @@ def test_list_shows_the_entries_of_this_device_and_all_of_every():
     assert "H100" in every.stdout
 
 
+def test_masks_are_shown_explained_and_part_of_the_next_command():
+    put(entry(mask_kind="key_bias"))
+    assert "bf16 bhsd key_bias" in sage("list", "--config-dir", "c").stdout
+    masked = sage("explain", *CALL, "--mask", "key_bias", "--config-dir", "c")
+    assert masked.exit_code == 0, masked.stderr
+    assert "(exact:" in masked.stdout
+    other = sage("explain", *CALL, "--mask", "dense", "--config-dir", "c")
+    assert "(default:" in other.stdout
+    assert "--mask dense" in other.stdout
+    assert "--mask" not in sage("explain", *CALL).stdout
+    assert sage("explain", *CALL, "--mask", "diagonal").exit_code == 2
+
+
 def test_list_names_a_damaged_file():
     put(entry()).write_text("{")
     result = sage("list", "--config-dir", "c")

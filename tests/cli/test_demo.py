@@ -161,6 +161,8 @@ def test_a_patched_run_without_a_kernel_call_fails(tmp_path, monkeypatch):
     [
         (("--kernel", "flash"), 2, "kernel 'flash' is not known; choose one of auto, torch, sdpa"),
         (("--kernel", "sage:cuda"), 2, "variant 'cuda' of kernel 'sage' is not known"),
+        (("--kernel", "sage:portable"), 2, "'portable' of kernel 'sage' needs a GPU: on a CPU"),
+        (("--seed", "9" * 26), 2, "--seed 99999999999999999999999999: must be from 0 to"),
         (("--kernel", "sdpa"), 2, "--kernel 'sdpa' has nothing to tune; choose fav2"),
         (("--kernel", "torch"), 2, "--kernel 'torch' has nothing to tune"),
         (("--size", "huge"), 2, "--size 'huge': allowed are small, large"),

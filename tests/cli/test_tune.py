@@ -24,7 +24,7 @@ from sage_plugin.registry import load
 from sage_plugin.tune import child_runner, run_folder
 from sage_plugin.tune.ledger import Ledger
 from tests.tune import captures
-from tests.tune.captures import GROUPED, MASKED, SELF
+from tests.tune.captures import DENSE, GROUPED, MASKED, SELF, WIDE
 from tests.tune.scripted import ScriptedRunner
 
 SLUG = device.facts("cpu").slug
@@ -177,6 +177,49 @@ def test_a_dry_run_writes_nothing(folder):
     assert sorted(Path().rglob("*")) == before
 
 
+@pytest.mark.parametrize("kind", ["key_bias", "dense"])
+def test_masks_of_synthetic_inputs_have_entries_of_their_own(script, kind):
+    script(ScriptedRunner())
+    small = ["-sq", "64", "-hq", "2", "-d", "32", "--mask", kind]
+    result = sage(*small, "--config-dir", "c")
+    assert result.exit_code == 0, result.stderr
+    (entry,) = load.read(Path("c") / SLUG / "attention.json").entries
+    assert entry.key.mask_kind == kind
+    assert f"bhsd {kind}" in result.stdout
+    words = dispatch.tune_command(entry.key).split()[2:]
+    assert sage(*words, "--config-dir", "c2").exit_code == 0
+    (again,) = load.read(Path("c2") / SLUG / "attention.json").entries
+    assert again.key == entry.key
+    assert f"bf16 bhsd {kind}" in sage("--preset", "wan-480p", "--mask", kind, "--dry-run").stdout
+
+
+def test_masked_captures_are_tuned_for_real(tmp_path):
+    captures.write(tmp_path / "captured_inputs", [(MASKED, (0, 1)), (DENSE, (1,))])
+    result = sage("--from-captures", "--config-dir", "c", "--max-trials", "2")
+    assert result.exit_code == 0, result.stdout + result.stderr
+    entries = load.read(Path("c") / SLUG / "attention.json").entries
+    assert {entry.key.mask_kind for entry in entries} == {"key_bias", "dense"}
+
+
+def test_a_damaged_capture_is_left_out_and_all_damaged_ones_are_exit_2(tmp_path, script):
+    script(ScriptedRunner())
+    folder = captures.write(tmp_path / "captured_inputs", [(SELF, (0,)), (SELF, (1,))])
+    captures.damage(folder, 0)
+    result = sage("--from-captures", "--config-dir", "c")
+    assert result.exit_code == 0, result.stderr
+    assert "left out: 000000.safetensors does not match its checksum" in result.stderr
+    captures.damage(folder, 1)
+    every = sage("--from-captures", "--config-dir", "c")
+    assert every.exit_code == 2
+    assert "no capture is sound: 2 captures are damaged" in " ".join(every.stderr.split())
+
+
+def test_cpu_0_is_a_cpu():
+    words = ["-sq", "64", "-hq", "2", "-d", "32", "--config-dir", "c", "--max-trials", "1"]
+    result = sage(*words, "--device", "cpu:0")
+    assert result.exit_code == 0, result.stdout + result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -202,6 +245,21 @@ def test_a_dry_run_writes_nothing(folder):
         (["--seq-len", "64", "--space", "absent.json"], "absent.json"),
         (["--seq-len", "64", "--run-name", "../up"], "--run-name"),
         (["--seq-len", "64", "--device", "abacus"], "abacus"),
+        (["--seq-len", "64", "--kernel", "sage:portable"], "'portable' of kernel 'sage' needs a"),
+        (["--seq-len", "64", "--mask", "diagonal"], "--mask 'diagonal'"),
+        (["--from-captures", "--mask", "dense"], "from the captures"),
+        (["--preset", "wan-480p", "--mask", "diagonal"], "--mask 'diagonal'"),
+        (["--seq-len", "64", "--seed", "9" * 26], "--seed 99999999999999999999999999: must be"),
+        (["--seq-len", "64", "--seed", "-1"], "--seed -1: must be"),
+        (["--from-captures", "--seed", "9" * 26], "--seed"),
+        (["--seq-len", "9" * 400], "(400 digits): must be at most 2147483647"),
+        (["--seq-len", "9" * 5000], "(5000 digits): must be at most"),
+        (["--seq-len", "²"], "whole numbers"),
+        (["--seq-len", "64", "-sk", "9" * 400], "-sk 99999999999999999999...9999 (400 digits)"),
+        (["--seq-len", "64", "-hq", "9" * 400], "at most 2147483647"),
+        (["--seq-len", "64", "-b", "9" * 400], "at most 2147483647"),
+        (["--seq-len", "64", "--budget", "9" * 400], "--budget"),
+        (["--seq-len", "64", "--timeout", "1e300"], "--timeout"),
     ],
 )
 def test_exit_2_for_what_was_asked_wrongly(words, says):
@@ -211,11 +269,11 @@ def test_exit_2_for_what_was_asked_wrongly(words, says):
 
 
 def test_H4_captures_that_cannot_be_tuned_are_named(tmp_path):
-    captures.write(tmp_path / "masked", [(MASKED, (0,))])
-    result = sage("--from-captures", "masked")
+    captures.write(tmp_path / "wide", [(WIDE, (0,))])
+    result = sage("--from-captures", "wide")
     assert result.exit_code == 2
-    assert "mask" in result.stderr
-    captures.write(tmp_path / "both", [(MASKED, (0,)), (SELF, (0,))])
+    assert "head dim 264" in result.stderr
+    captures.write(tmp_path / "both", [(WIDE, (0,)), (SELF, (0,))])
     some = sage("--from-captures", "both", "--dry-run")
     assert some.exit_code == 0
     assert "left out" in some.stdout

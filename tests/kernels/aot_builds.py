@@ -6,7 +6,7 @@ Triton decides at decoration whether it interprets:
 
     TRITON_INTERPRET=0 python -m tests.kernels.aot_builds '[{"kernel": "sage", ...}]'
 
-prints one line of JSON for each launch of each call.
+prints one line of JSON for each launch of each call; `-` reads the calls from stdin.
 """
 
 from __future__ import annotations
@@ -26,34 +26,50 @@ import torch
 from sage_plugin import device
 from sage_plugin.kernels import dispatch, launches
 from sage_plugin.kernels.attention import ops
-from sage_plugin.kernels.contract import Decision, Problem
+from sage_plugin.kernels.contract import Decision, Packed, Problem
+from sage_plugin.kernels.support import ARCHITECTURES
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 
-SMEM_KIB = {
-    "sm_80": 163,
-    "sm_86": 99,
-    "sm_89": 99,
-    "sm_90": 227,
-    "sm_100": 227,
-    "sm_120": 99,
-    "gfx942": 64,
-    "gfx950": 160,
-    "gfx1100": 64,
-    "gfx1201": 64,
-}
 TRITON_TYPES = {
+    torch.bool: "i1",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
-    torch.int8: "i8",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e4m3fnuz: "fp8e4b8",
 }
+SEQ = 512
+OPTIONS = ("attention_only", "with_resources", "keep_going")
+SMEM_KIB = {name: row.smem_kib for row in ARCHITECTURES for name in row.names}
+
+
+def facts_of(arch: str) -> DeviceFacts:
+    """A device of an architecture, with the shared memory that one program may use there."""
+    return DeviceFacts(
+        slug=arch,
+        name=f"Test {arch}",
+        kind="cuda" if arch.startswith("sm_") else "hip",
+        arch=arch,
+        sm_count=100,
+        memory_bytes=2**34,
+        smem_bytes=SMEM_KIB[arch] * 2**10,
+        fp8_dtype=device.fp8_dtype(arch),
+    )
 
 
 @dataclass(frozen=True)
 class Call:
-    """One attention call on one architecture; lengths do not matter to what is compiled."""
+    """One attention call on one architecture; lengths do not matter to what is compiled.
+
+    Attributes:
+        mask: `""`, `"key_bias"` or `"dense"` (float), `"padding"` or `"tiles"` (bool).
+        form: `""`; `"all"` for a window, a soft cap and sinks at once; `"packed"`.
+        launch: fields changed in the default launch config.
+    """
 
     kernel: str
     arch: str
@@ -61,30 +77,46 @@ class Call:
     dtype: str = "bfloat16"
     causal: bool = False
     return_lse: bool = False
+    mask: str = ""
+    form: str = ""
     launch: dict[str, Any] = field(default_factory=dict)
 
     def facts(self) -> DeviceFacts:
-        """The device, with the shared memory that one program may use there."""
-        return DeviceFacts(
-            slug=self.arch,
-            name=f"Test {self.arch}",
-            kind="cuda" if self.arch.startswith("sm_") else "hip",
-            arch=self.arch,
-            sm_count=100,
-            memory_bytes=2**34,
-            smem_bytes=SMEM_KIB[self.arch] * 2**10,
-            fp8_dtype=device.fp8_dtype(self.arch),
-        )
+        """The device."""
+        return facts_of(self.arch)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Q, K and V of a small call in the shapes of a grouped one."""
+        """Q, K and V of a small grouped call; packed ones are bshd."""
         dtype = getattr(torch, self.dtype)
-        return [torch.zeros(1, heads, 512, self.dim, dtype=dtype) for heads in (4, 2, 2)]
+        every = [torch.zeros(1, heads, SEQ, self.dim, dtype=dtype) for heads in (4, 2, 2)]
+        if self.form == "packed":
+            return [t.transpose(1, 2).contiguous() for t in every]
+        return every
+
+    def problem(self) -> Problem:
+        """The call but for Q, K and V."""
+        rows = SEQ if self.mask in ("dense", "tiles") else 1
+        dtype = torch.bool if self.mask in ("padding", "tiles") else getattr(torch, self.dtype)
+        mask = torch.zeros(1, 1, rows, SEQ, dtype=dtype) if self.mask else None
+        cu_seqlens = torch.tensor([0, SEQ // 2, SEQ], dtype=torch.int32)
+        every = self.form == "all"
+        packed = Packed(cu_seqlens, cu_seqlens, SEQ // 2, SEQ // 2)
+        return Problem(
+            0.125,
+            self.causal,
+            "bshd" if self.form == "packed" else "bhsd",
+            mask=mask,
+            window=(64, 64) if every else (-1, -1),
+            softcap=30.0 if every else 0.0,
+            sinks=torch.zeros(4) if every else None,
+            packed=packed if self.form == "packed" else None,
+        )
 
     def key(self) -> CallKey:
         """The call key."""
         q, k, v = self.tensors()
-        shape = ops.shape_of(q, k, v, causal=self.causal, scale=0.125, layout="bhsd")
+        layout = "bshd" if self.form == "packed" else "bhsd"
+        shape = ops.shape_of(q, k, v, causal=self.causal, scale=0.125, layout=layout)
         return dispatch.call_key(shape, Decision(self.kernel, "portable"))
 
     def config(self) -> LaunchConfig:
@@ -129,20 +161,25 @@ def launches_of(call: Call) -> list[Launch]:
         (module, name, value)
         for module in (attention, quant)
         for name, value in vars(module).items()
-        if name.endswith("_kernel")
+        if name.endswith("_kernel") or name == "_precision"
     ]
     for module, name, value in stock:
-        setattr(module, name, Recorder(value, kept))
+        put = _precision_of(call) if name == "_precision" else Recorder(value, kept)
+        setattr(module, name, put)
     try:
         fp8 = getattr(torch, call.facts().fp8_dtype or "float8_e4m3fn")
         built = implementation(call.kernel, "portable", fp8)
-        problem = Problem(0.125, call.causal, "bhsd")
-        operands = built.prepare(*call.tensors(), problem=problem, launch=call.config())
+        operands = built.prepare(*call.tensors(), problem=call.problem(), launch=call.config())
         built.launch(operands, return_lse=call.return_lse)
     finally:
         for module, name, value in stock:
             setattr(module, name, value)
     return kept
+
+
+def _precision_of(call: Call) -> Any:
+    """What `_precision` would say on the GPU; it looks at the tensors, which are on the CPU."""
+    return lambda device: "tf32x3" if call.arch.startswith("sm_") else "ieee"
 
 
 def compile_launch(launch: Launch, arch: str) -> Any:
@@ -157,7 +194,8 @@ def compile_launch(launch: Launch, arch: str) -> Any:
         kind, aligned = _type_of(value)
         number = type(value) is int
         specialised = not (number and parameter.do_not_specialize)
-        if parameter.is_constexpr or (number and specialised and value == 1):
+        one = number and specialised and value == 1
+        if parameter.is_constexpr or value is None or one:
             kind, constants[at] = "constexpr", value
         elif aligned and specialised:
             attributes[at] = [["tt.divisibility", 16]]
@@ -178,27 +216,24 @@ def _type_of(value: Any) -> tuple[str, bool]:
         return f"tensordesc<{TRITON_TYPES[value.base.dtype]}{list(value.block_shape)}>", False
     if isinstance(value, float):
         return "fp32", False
+    if isinstance(value, bool):
+        return "u1", False
     return "i32", isinstance(value, int) and value % 16 == 0
 
 
-def resources(ptx: str) -> dict[str, int]:
+def resources(assembly: str) -> dict[str, int]:
     """Registers a thread and bytes of spills, as the assembler of Triton's own toolchain tells."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-    capability = int(re.search(r"\d+", target)[0])
+    if ".amdgcn_target" in assembly:
+        return {
+            "registers": _amd(assembly, "vgpr_count"),
+            "spill_bytes": _amd(assembly, "private_segment_fixed_size"),
+        }
+    target = re.search(r"^\.target (\w+)", assembly, re.MULTILINE)[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
+        path.write_text(assembly)
         told = subprocess.run(
-            [
-                get_ptxas(capability).path,
-                "-v",
-                f"--gpu-name={target}",
-                str(path),
-                "-o",
-                "/dev/null",
-            ],
+            [*(ptxas(target), "-v", f"--gpu-name={target}"), str(path), "-o", "/dev/null"],
             capture_output=True,
             text=True,
             check=True,
@@ -210,11 +245,23 @@ def resources(ptx: str) -> dict[str, int]:
     }
 
 
+def ptxas(target: str) -> str:
+    """Path of the assembler that Triton uses for a target such as `sm_90a`."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return str(get_ptxas(int(re.search(r"\d+", target)[0])).path)
+
+
+def _amd(assembly: str, name: str) -> int:
+    """A number of the metadata of an AMD kernel."""
+    return int(re.search(rf"^\s+\.{name}:\s+(\d+)", assembly, re.MULTILINE)[1])
+
+
 def products(assembly: str) -> list[str]:
     """The matrix instructions in a kernel: the name of each with the type of its factors."""
     found = re.findall(r"^\s*(?:@%p\d+ )?(wgmma|mma)\S*?\.(\w+)\.\2[.\s]", assembly, re.MULTILINE)
     found += re.findall(r"(tcgen05)\.mma\S*?kind::(\w+)", assembly)
-    found += re.findall(r"v_(mfma|wmma)_[if]32_\d+x\d+x\d+_([a-z0-9]+)", assembly)
+    found += re.findall(r"v_(mfma|wmma)_[if]32_\d+x\d+x\d+_?([a-z][a-z0-9]*)", assembly)
     return sorted({f"{name} {kind}" for name, kind in found})
 
 
@@ -234,18 +281,32 @@ def builds(call: Call, *, attention_only: bool, with_resources: bool) -> Iterato
         }
 
 
-def main(text: str) -> None:
-    """Compile what a JSON list of calls asks for; one line a launch."""
-    for asked in json.loads(text):
-        options = {name: asked.pop(name, False) for name in ("attention_only", "with_resources")}
-        call = Call(**asked)
+def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One answer a launch of a call; with `keep_going`, a failure is an answer too."""
+    options = {name: asked.pop(name, False) for name in OPTIONS}
+    keep_going = options.pop("keep_going")
+    call = Call(**asked)
+    try:
+        config = call.config()
         own = {
             "limit_bytes": call.facts().smem_bytes,
-            "bound_bytes": launches.smem_lower_bound(call.config(), call.key()),
-            "maxnreg": call.config().maxnreg,
+            "bound_bytes": launches.smem_lower_bound(config, call.key()),
+            "config": config.to_json(),
         }
         for made in builds(call, **options):
-            sys.stdout.write(json.dumps({"call": asked, **own, **made}) + "\n")
+            yield {"call": asked, **own, **made}
+    except Exception as error:
+        if not keep_going:
+            raise
+        yield {"call": asked, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def main(text: str) -> None:
+    """Compile what a JSON list of calls asks for; one line a launch."""
+    for asked in json.loads(sys.stdin.read() if text == "-" else text):
+        for answer in answers(asked):
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

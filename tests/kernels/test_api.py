@@ -153,7 +153,6 @@ def test_report_91_a_wrong_out_dtype_is_refused(out_dtype, kernel):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("mask", "attention mask is not supported"),
         ("dropout", "dropout is not supported"),
         ("grad", "gradient is needed"),
         ("empty", "the call is empty"),
@@ -162,9 +161,7 @@ def test_report_91_a_wrong_out_dtype_is_refused(out_dtype, kernel):
 def test_a_named_kernel_raises_where_auto_would_give_way(kernel, change, words):
     q, k, v = draw(PLAIN)
     options = {}
-    if change == "mask":
-        options["attn_mask"] = torch.ones(33, 70, dtype=torch.bool)
-    elif change == "dropout":
+    if change == "dropout":
         options["dropout_p"] = 0.1
     elif change == "grad":
         v.requires_grad_()
@@ -203,11 +200,10 @@ def test_report_95_a_gradient_is_never_lost():
             assert len(attention(q, k, v, kernel=kernel, return_lse=True)) == 2
 
 
-def test_the_lse_of_a_masked_call_is_refused_and_not_made_up():
+def test_the_lse_beside_dropout_is_refused_and_not_made_up():
     q, k, v = draw(PLAIN)
-    for options in ({"attn_mask": torch.ones(33, 70, dtype=torch.bool)}, {"dropout_p": 0.5}):
-        with pytest.raises(UnsupportedInputError, match="return_lse cannot be had together"):
-            attention(q, k, v, return_lse=True, **options)
+    with pytest.raises(UnsupportedInputError, match="return_lse cannot be had together"):
+        attention(q, k, v, return_lse=True, dropout_p=0.5)
 
 
 def test_unknown_names_raise_for_auto_too():

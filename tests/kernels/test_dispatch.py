@@ -76,9 +76,9 @@ TABLE = {
     "gfx942": ("fav3_sage", ALL),
     "gfx950": ("fav3_sage", ALL),
     "gfx1100": ("sage", ("fav2", "sage")),
-    "gfx1201": ("sage", ("fav2", "sage")),
-    "sm_61": (NO_INT8, ()),
-    "sm_999": (NO_INT8, ()),
+    "gfx1201": ("fav3_sage", ALL),
+    "sm_61": ("not a known NVIDIA architecture", ()),
+    "sm_999": ("not a known NVIDIA architecture", ()),
     "gfx803": ("not a known AMD architecture", ()),
     "gfx1030": ("not a known AMD architecture", ()),
 }
@@ -180,7 +180,6 @@ def test_report_18_larger_heads_fall_back(dim, kernel):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mask": True}, "attention mask"),
         ({"dropout": 0.1}, "dropout"),
         ({"needs_grad": True}, "gradient"),
         ({"dv": 64}, "V has 64 channels and Q 128"),
@@ -205,11 +204,21 @@ def test_a_call_that_no_kernel_takes_has_its_reason(changes, words, kernel):
     assert words in found.reason
 
 
-def test_report_33_a_mask_always_gives_way_to_the_host():
-    """Even the exact kernel does not take a mask, so it cannot be dropped without notice."""
-    for kernel in (*ALL, "torch"):
-        assert decide(kernel=kernel, mask=True).reason == "an attention mask is not supported"
-    assert decide(kernel="sdpa", mask=True) == dispatch.Decision("sdpa", "host")
+@pytest.mark.parametrize("kind", ["key_bias", "dense"])
+def test_report_35_every_kernel_takes_masks(kind):
+    for kernel in ALL:
+        found = decide(kernel=kernel, mask_kind=kind)
+        assert found == dispatch.Decision(kernel, "portable")
+        shape = dataclasses.replace(SHAPE, mask_kind=kind)
+        assert dispatch.call_key(shape, found).mask_kind == kind
+    assert decide(mask_kind=kind).label == "fav3_sage:portable"
+    assert decide(kernel="torch", mask_kind=kind).reason is None
+
+
+def test_report_33_there_is_no_flag_that_a_mask_could_be_forgotten_in():
+    """The record of the call says whether it has a mask, and nothing beside it."""
+    with pytest.raises(TypeError, match="mask"):
+        decide(mask=True)
 
 
 def test_report_95_a_gradient_always_gives_way_to_the_host():

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.host import HostKernel, host_attention
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import Problem, bhsd
 from sage_plugin.kernels.oracle import oracle
 from tests.kernels.calls import Shape, draw
+from tests.kernels.written_out import written_out
 
 
 def masked(q, k, v, keep, scale=None):
@@ -102,6 +104,64 @@ def test_a_gradient_flows_through_it():
     assert all(torch.isfinite(x.grad).all() for x in (q, k, v))
     assert (q.grad[:, :, :2] == 0).all()
     assert v.grad.abs().sum() > 0
+
+
+def test_a_gradient_flows_through_a_softcap_and_sinks():
+    q, k, v = (x.requires_grad_() for x in draw(Shape(1, 2, 2, 5, 3, 8)))
+    sinks = torch.zeros(2, requires_grad=True)
+    host_attention(q, k, v, is_causal=True, softcap=2.0, sinks=sinks).sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in (q, k, v, sinks))
+    assert (q.grad[:, :, :2] == 0).all()
+    assert sinks.grad.abs().min() > 0
+
+
+def test_fp64_stays_fp64_under_a_softcap_and_sinks():
+    q, k, v = (x.double() for x in draw(Shape(1, 2, 2, 5, 7, 8)))
+    problem = Problem(0.25, True, "bhsd", softcap=2.0, sinks=torch.ones(2))
+    out = host_attention(q, k, v, is_causal=True, scale=0.25, softcap=2.0, sinks=torch.ones(2))
+    assert out.dtype == torch.float64
+    assert torch.allclose(out, written_out(q, k, v, problem)[0], rtol=1e-12, atol=1e-13)
+
+
+def test_dropout_beside_a_softcap_or_sinks_is_refused():
+    q, k, v = draw(Shape(1, 2, 2, 5, 5, 8))
+    for options in ({"softcap": 2.0}, {"sinks": torch.zeros(2)}):
+        with pytest.raises(UnsupportedInputError, match=r"dropout_p is 0\.5"):
+            host_attention(q, k, v, None, 0.5, **options)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("shape", [(70,), (40, 70), (4, 1, 70), (2, 1, 40, 70), (1, 4, 1, 1)])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_report_35_masks_broadcast_as_in_sdpa(layout, shape, softcap):
+    q, k, v = draw(Shape(2, 4, 2, 40, 70, 16))
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.3
+    problem = Problem(0.25, True, "bhsd", mask.expand(2, 4, 40, 70), (50, -1), softcap)
+    expected, _ = written_out(q, k, v, problem)
+    given = [x if layout == "bhsd" else x.transpose(1, 2) for x in (q, k, v)]
+    out = host_attention(
+        *given, mask, is_causal=True, layout=layout, window=(50, -1), softcap=softcap
+    )
+    assert torch.allclose(bhsd(out, layout).double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_float_masks_of_any_dtype(dtype, mask_dtype):
+    q, k, v = draw(Shape(1, 2, 2, 6, 9, 16), dtype)
+    bias = torch.randn(1, 1, 6, 9, generator=torch.Generator().manual_seed(2))
+    bias[..., 3] = -math.inf
+    bias[..., 4, :] = -math.inf
+    bias[..., 5, :] = torch.finfo(mask_dtype).min
+    bias = bias.to(mask_dtype)
+    out = host_attention(q, k, v, bias)
+    expected, _ = written_out(q, k, v, Problem(0.25, False, "bhsd", bias))
+    assert out.dtype == dtype
+    assert torch.isfinite(out).all()
+    assert (out[:, :, 4] == 0).all()
+    assert torch.allclose(out[:, :, :5].double(), expected[:, :, :5], atol=0.04)
+    if mask_dtype != torch.float16:  # whose lowest value is a bias as any other
+        assert (out[:, :, 5] == 0).all()
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

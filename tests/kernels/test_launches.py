@@ -60,7 +60,7 @@ def _alone(monkeypatch, tmp_path):
     for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
         monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    monkeypatch.setattr(device, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(device, "triton_version", lambda: "3.9.0")
     launches.forget()
     yield
     launches.forget()
@@ -240,10 +240,14 @@ def test_a_call_without_any_config_is_an_error_that_says_what_to_do():
         key(kernel="sage", causal=True, layout="bshd", dtype="float16"),
         key(kernel="fav2", gqa_ratio=4, batch_heads=32, seq_k=300, dtype="float32"),
         key(head_dim=128, dv=128, seq_q=17776, seq_k=226, batch_heads=60),
+        key(mask_kind="key_bias"),
+        key(kernel="sage", causal=True, mask_kind="dense"),
     ],
     ids=str,
 )
 def test_the_tune_command_of_a_miss_tunes_that_very_key(of, monkeypatch, tmp_path):
+    assert launches.tune_command(of).startswith(f"sage tune --kernel {of.kernel}:portable ")
+    of = CallKey(**{**of.to_json(), "variant": "emulation"})  # which a CPU tunes
     monkeypatch.chdir(tmp_path)
     plans = []
     monkeypatch.setattr(tune_command, "_show_plan", plans.append)

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo.testing
 
 import sage_plugin
+from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels import launches
 from sage_plugin.kernels.attention import ops
 from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, launch, relative_l1
@@ -34,7 +35,17 @@ def _alone(monkeypatch, tmp_path):
     launches.forget()
 
 
-def arguments(kernel, *, layout="bhsd", causal=True, form="plain", dv=80, out_dtype=None):
+def arguments(
+    kernel,
+    *,
+    layout="bhsd",
+    causal=True,
+    form="plain",
+    dv=80,
+    out_dtype=None,
+    mask=None,
+    sinks=None,
+):
     """The arguments of an op: 2 x 4:2 heads of 80 channels, in some memory form."""
     q, k, v = draw(Shape(2, 4, 2, 20, 33, 80), torch.bfloat16, layout=layout)
     if form == "transposed":
@@ -45,7 +56,8 @@ def arguments(kernel, *, layout="bhsd", causal=True, form="plain", dv=80, out_dt
     elif form == "sliced":
         q = torch.stack([q, q], 3)[:, :, :, 1]
     variant, config = ("host", "") if kernel in HOSTED else ("emulation", LAUNCH)
-    return (q, k, v[..., :dv], 0.1, causal, kernel, variant, layout, config, "", out_dtype)
+    numbers = (0.1, causal, -1, -1, 0.0, kernel, variant, layout, config, "", out_dtype)
+    return (q, k, v[..., :dv], mask, sinks, *numbers)
 
 
 FORMS = ("plain", "transposed", "expanded", "sliced")
@@ -63,6 +75,24 @@ def outputs(result):
 @pytest.mark.parametrize("form", FORMS)
 def test_report_74_opcheck_is_clean(op, kernel, form):
     torch.library.opcheck(op, arguments(kernel, form=form))
+
+
+@BOTH
+@pytest.mark.parametrize("kernel", ["torch", "sdpa", "fav2", "fav3_sage"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(2, 1, 1, 33),
+        torch.arange(33).expand(1, 1, 1, 33) > 4,
+        torch.linspace(-2, 2, 20)[None, None, :, None].expand(1, 1, 20, 33),
+        torch.randn(2, 33, 4, 20).permute(0, 2, 3, 1).bfloat16(),
+    ],
+    ids=["key_bias", "bool", "expanded", "transposed"],
+)
+def test_report_74_opcheck_is_clean_with_mask_and_sinks(op, kernel, mask):
+    sinks = torch.randn(4)
+    torch.library.opcheck(op, arguments(kernel, form="transposed", mask=mask))
+    torch.library.opcheck(op, arguments(kernel, form="transposed", mask=mask, sinks=sinks))
 
 
 @BOTH
@@ -112,7 +142,9 @@ def registered() -> set[str]:
 
 
 def test_the_registered_ops_are_those_that_are_tested_here():
-    assert registered() == {ATTENTION._schema.name, WITH_LSE._schema.name}
+    """Those of packed sequences have their tests in `test_varlen`."""
+    plain = {ATTENTION._schema.name, WITH_LSE._schema.name}
+    assert registered() == plain | {name.replace("attention", "attention_varlen") for name in plain}
 
 
 @pytest.fixture
@@ -146,6 +178,7 @@ def test_report_71_every_op_writes_all_of_its_output(op, kernel):
 def test_report_71_compiled_ops_write_all_of_their_output(kernel):
     given = arguments(kernel)
     tensors, rest = given[:3], given[3:]
+    assert rest[:2] == (None, None)
     for op in (ATTENTION, WITH_LSE):
         compiled = torch.compile(lambda q, k, v, op=op: op(q, k, v, *rest), backend="aot_eager")
         for mine, eager in zip(outputs(compiled(*tensors)), outputs(op(*given)), strict=True):
@@ -212,6 +245,39 @@ def test_report_75_dynamic_lengths_compile_in_the_first_call_alone():
     assert len(counts) == 1
 
 
+def masked(q, k, v, mask, sinks, kernel):
+    """A model with a mask that it expands, a window and sinks."""
+    mask = mask[:, None, None, :].expand(-1, q.shape[1], q.shape[2], -1)
+    return sage_plugin.attention(
+        q, k, v, mask, kernel=kernel, is_causal=True, window=(30, -1), softcap=8.0, sinks=sinks
+    )
+
+
+@pytest.mark.parametrize("kernel", ["sage", "fav2", "auto"])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_report_75_new_lengths_of_masked_calls_recompile_at_most_once(kernel, kind):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(masked, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for seq in (40, 50, 64, 33, 41, 90):
+            q, k, v = draw(Shape(2, 4, 2, seq, seq, 64), seed=seq)
+            mask = torch.randn(2, seq) + 1
+            mask = mask > 0 if kind == torch.bool else mask
+            given = (q, k, v, mask, torch.randn(4), kernel)
+            assert torch.equal(compiled(*given), masked(*given))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("shape", [(50, 50), (2, 1, 1, 50), (2, 1, 50, 50), (2, 4, 50, 50)])
+def test_report_73_masks_of_every_shape_compile_without_a_break(shape):
+    q, k, v = draw(Shape(2, 4, 2, 50, 50, 80))
+    mask = torch.rand(shape) > 0.3
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch.no_grad():
+        out = compiled(q, k, v, "sage", attn_mask=mask)
+        assert torch.equal(out, block(q, k, v, "sage", attn_mask=mask))
+
+
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
 def test_the_default_compiler_agrees_with_eager():
     """Inductor holds every output to the strides that it was told of."""
@@ -222,6 +288,51 @@ def test_the_default_compiler_agrees_with_eager():
         with torch.no_grad():
             out = compiled(*turned, kernel)
             assert relative_l1(out, block(*turned, kernel)) < 1e-5
+
+
+# -- gradients --------------------------------------------------------------------------------
+
+NO_BACKWARD = "the ops of sage_plugin have no backward"
+
+
+@BOTH
+@pytest.mark.parametrize("kernel", ["sage", "torch"])
+@pytest.mark.parametrize("which", [0, 1, 2, 3, 4])
+def test_report_95_an_op_never_detaches_what_needs_a_gradient(op, kernel, which):
+    given = list(arguments(kernel, mask=torch.randn(1, 1, 20, 33), sinks=torch.randn(4)))
+    expected = outputs(op(*given))
+    given[which] = given[which].detach().requires_grad_()
+    with pytest.raises(UnsupportedInputError, match=NO_BACKWARD):
+        op(*given)
+    with torch.no_grad():
+        for mine, plain in zip(outputs(op(*given)), expected, strict=True):
+            assert torch.equal(mine, plain)
+    with torch.inference_mode():
+        op(*given)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_report_95_a_compiled_op_never_detaches_either(backend):
+    given = arguments("sage")
+    weight = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
+
+    def scaled(q, *rest):
+        return ATTENTION(q * weight, *rest) * weight
+
+    compiled = torch.compile(scaled, fullgraph=True, backend=backend)
+    with pytest.raises(Exception, match=NO_BACKWARD):
+        compiled(*given)
+
+    def detached(q, *rest):
+        with torch.no_grad():
+            out = ATTENTION(q * weight, *rest)
+        return out * weight
+
+    torch._dynamo.reset()
+    compiled = torch.compile(detached, fullgraph=True, backend=backend)
+    compiled(*given).float().sum().backward()
+    expected = ATTENTION(*given)
+    torch.testing.assert_close(weight.grad.float(), expected.float().sum(), rtol=0.02, atol=1.0)
 
 
 # -- the op by itself -------------------------------------------------------------------------

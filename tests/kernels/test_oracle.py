@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from sage_plugin.kernels import oracle as home
-from sage_plugin.kernels.oracle import oracle
+from sage_plugin.kernels.contract import Problem, bhsd
+from sage_plugin.kernels.oracle import OracleKernel, oracle
 from tests.kernels.calls import Shape, draw
+from tests.kernels.problems import mask_of
+from tests.kernels.written_out import written_out
 
 
 def by_hand(q, k, v, *, causal, scale):
@@ -56,14 +59,57 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     assert torch.allclose(oracle(q, k, v)[0], whole, atol=1e-6)
 
 
-def test_key_bias_is_in_natural_log_units():
+def test_masks_are_in_natural_log_units():
     q, k, v = draw(Shape(1, 2, 2, 10, 20, 16))
-    bias = torch.zeros(1, 1, 20)
+    bias = torch.zeros(1, 1, 1, 20)
     bias[..., 10:] = -math.inf
-    hidden, _ = oracle(q, k, v, key_bias=bias)
-    assert torch.allclose(hidden, oracle(q, k[:, :, :10], v[:, :, :10])[0], atol=1e-6)
-    doubled, _ = oracle(q, k, v, key_bias=torch.full((1, 1, 20), math.log(2.0)))
-    assert torch.allclose(doubled, oracle(q, k, v)[0], atol=1e-6)
+    expected, expected_lse = oracle(q, k[:, :, :10], v[:, :, :10])
+    for mask in (bias, bias == 0, bias.clamp_min(-2e38)):
+        hidden, lse = oracle(q, k, v, mask=mask)
+        assert torch.allclose(hidden, expected, atol=1e-6)
+        assert torch.allclose(lse, expected_lse, atol=1e-6)
+    same, lse = oracle(q, k, v, mask=torch.full((1, 1, 1, 20), math.log(2.0)))
+    plain, plain_lse = oracle(q, k, v)
+    assert torch.allclose(same, plain, atol=1e-6)
+    assert torch.allclose(lse, plain_lse + math.log(2.0), atol=1e-6)
+
+
+def test_masks_windows_caps_and_sinks_follow_the_rows_asked_for(monkeypatch):
+    shape = Shape(2, 4, 2, 50, 30, 16)
+    q, k, v = draw(shape)
+    problem = Problem(0.3, True, "bhsd", mask_of("dead_rows", shape), (9, -1), 3.0, torch.ones(4))
+    options = {
+        "is_causal": True, "scale": 0.3, "mask": problem.mask, "window": (9, -1), "softcap": 3.0,
+        "sinks": torch.ones(4), "dtype": torch.float64,
+    }  # fmt: skip
+    expected, expected_lse = written_out(q, k, v, problem)
+    rows = torch.tensor([49, 3, 20, 21])
+    for limit in (1 << 26, 90):
+        monkeypatch.setattr(home, "CHUNK_ELEMENTS", limit)
+        out, lse = oracle(q, k, v, rows=rows, **options)
+        assert torch.allclose(out, expected[:, :, rows], atol=1e-10)
+        assert torch.allclose(lse, expected_lse[:, :, rows], atol=1e-10)
+
+
+def test_a_large_bias_costs_no_digits_of_the_output():
+    q, k, v = draw(Shape(1, 1, 1, 4, 20, 16))
+    out, _ = oracle(q, k, v, scale=0.0, mask=torch.full((1, 1, 1, 20), -1e30))
+    assert torch.allclose(out, v.mean(2, keepdim=True).expand_as(out), atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_kernel_passes_on_everything_that_a_problem_has(layout):
+    shape = Shape(2, 4, 2, 20, 30, 16)
+    q, k, v = draw(shape, layout=layout)
+    problem = Problem(0.3, True, layout, mask_of("float", shape), (9, -1), 3.0, torch.ones(4))
+    kernel = OracleKernel()
+    operands = kernel.prepare(q, k, v, problem=problem, launch=None)
+    out, lse = kernel.launch(operands, return_lse=True)
+    expected, expected_lse = written_out(*(bhsd(x, layout) for x in (q, k, v)), problem)
+    assert out.shape == q.shape
+    assert torch.allclose(bhsd(out, layout).double(), expected, atol=1e-5)
+    assert torch.allclose(lse.double(), expected_lse, atol=1e-5)
+    assert lse.is_contiguous()
 
 
 def test_matmul_precision_of_the_caller_is_kept():

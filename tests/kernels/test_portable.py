@@ -26,14 +26,16 @@ CASES = [
 @pytest.fixture
 def nan_scratch(monkeypatch):
     """Fill what is allocated without a value with NaN, so that unwritten memory shows."""
-    stock = torch.empty
 
-    def empty(*size, **options):
-        out = stock(*size, **options)
-        raw = out.view(torch.uint8) if out.dim() and out.numel() else out
-        return out if not raw.numel() else _poisoned(out)
+    def poisoning(stock):
+        def empty(*size, **options):
+            out = stock(*size, **options)
+            return _poisoned(out) if out.dim() and out.numel() and not out.is_meta else out
 
-    monkeypatch.setattr(torch, "empty", empty)
+        return empty
+
+    for name in ("empty", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
 
 
 def _poisoned(out):
@@ -79,15 +81,16 @@ def test_quantised_operands_are_the_twins(kernel):
     config, problem = launch(), Problem(0.2, False, "bhsd")
     made = implementation(kernel, "portable").prepare(q, k, v, problem=problem, launch=config)
     twin = implementation(kernel, "emulation").prepare(q, k, v, problem=problem, launch=config)
+    [twin] = twin.sequences
     width, rows = made.q8.shape[-1], made.k8.shape[1]
     q8 = made.q8.view(1, 4, -1, width)
-    assert torch.allclose(made.q_scale.view(1, 4, -1)[:, :, :50], twin.quantised_q.scale, rtol=1e-6)
-    assert _steps(q8[:, :, :50, :40], twin.quantised_q.values) < 1e-3
+    assert torch.allclose(made.q_scale.view(1, 4, -1)[:, :, :50], twin.queries.scale, rtol=1e-6)
+    assert _steps(q8[:, :, :50, :40], twin.queries.values) < 1e-3
     assert (q8[..., 40:].float() == 0).all()
     k8 = made.k8.view(1, 2, rows, width)
-    assert _steps(k8[..., :40], twin.quantised_k.values.reshape(1, 2, rows, 40)) < 1e-3
+    assert _steps(k8[..., :40], twin.keys.values.reshape(1, 2, rows, 40)) < 1e-3
     assert (k8[:, :, 70:].float() == 0).all()
-    assert torch.allclose(made.v_scale.view(1, 2, -1)[..., :40], twin.quantised_v.scale, rtol=1e-5)
+    assert torch.allclose(made.v_scale.view(1, 2, -1)[..., :40], twin.values.scale, rtol=1e-5)
     v8 = made.v8
     if kernel != "sage":
         order = torch.arange(rows)
@@ -96,7 +99,7 @@ def test_quantised_operands_are_the_twins(kernel):
         natural = torch.empty_like(v8.transpose(1, 2).float())
         natural[:, order] = v8.transpose(1, 2).float()
         v8 = natural
-    values = twin.quantised_v.values.reshape(2, rows, 40)
+    values = twin.values.values.reshape(2, rows, 40)
     assert _steps(v8[..., :40], values) < 1e-3
 
 

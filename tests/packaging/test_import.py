@@ -13,7 +13,10 @@ import pytest
 import sage_plugin
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLIC = ["__version__", "attention", "patch", "patched", "record", "report", "unpatch"]
+PUBLIC = [
+    "__version__", "attention", "attention_varlen", "launch", "patch", "patched", "prepare",
+    "record", "report", "unpatch",
+]  # fmt: skip
 OPTIONAL = ("triton", "diffusers", "transformers", "accelerate", "typer", "rich", "safetensors")
 
 # Runs in a fresh interpreter: which modules the statement loads, and which files it opens.

@@ -21,6 +21,9 @@ CALLS = 10
 SELF = CallShape(1, 4, 4, 96, 96, 32, 32, "bfloat16", False, "none", "bshd", 32**-0.5)
 GROUPED = CallShape(1, 4, 2, 64, 64, 32, 32, "float16", True, "none", "bhsd", 32**-0.5)
 MASKED = dataclasses.replace(SELF, mask_kind="key_bias")
+DENSE = dataclasses.replace(GROUPED, mask_kind="dense")
+WIDE = dataclasses.replace(SELF, head_dim=264, dv=264)
+"""No kernel takes it."""
 
 
 def write(folder: Path, saved: Sequence[tuple[CallShape, tuple[int, ...]]]) -> Path:
@@ -33,6 +36,14 @@ def write(folder: Path, saved: Sequence[tuple[CallShape, tuple[int, ...]]]) -> P
     shapes = tuple(ShapeCount(shape, count) for shape, count in calls.items())
     write_counts(folder, CallCounts(complete=True, layers={"a": calls.total()}, shapes=shapes))
     return folder
+
+
+def damage(folder: Path, number: int) -> None:
+    """Change one value of a capture, as a bad disk does."""
+    path = folder / f"{number:06d}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(content)
 
 
 def _record(folder: Path, number: int, shape: CallShape, heads: tuple[int, ...]) -> CaptureRecord:
@@ -50,6 +61,10 @@ def _record(folder: Path, number: int, shape: CallShape, heads: tuple[int, ...])
     }
     if shape.mask_kind == "key_bias":
         tensors["key_bias"] = torch.zeros(1, 1, shape.seq_k)
+        tensors["key_bias"][..., shape.seq_k // 2 :] = -torch.inf
+    if shape.mask_kind == "dense":
+        heads_q, size = len(heads) * group, (shape.seq_q, shape.seq_k)
+        tensors["attn_mask"] = torch.rand(1, heads_q, *size, generator=generator) < 0.5
     name = f"{number:06d}.safetensors"
     save_file(tensors, folder / name)
     return dataclasses.replace(

@@ -57,6 +57,34 @@ def test_a_damaged_capture_is_a_note(tmp_path):
     assert "000001" in inputs.notes[0]
 
 
+def test_captures_with_changed_contents_are_left_out_counted_and_replaced(tmp_path):
+    saved = [(SELF, (head,)) for head in range(4)] + [(GROUPED, (0,))]
+    folder = captures.write(tmp_path / "c", saved)
+    for number in (0, 1, 2):
+        captures.damage(folder, number)
+    inputs = from_captures(folder, max_per_key=1)
+    assert [group.shape for group in inputs.groups] == [SELF, GROUPED]
+    (source,) = inputs.groups[0].sources
+    assert source.record.file == "000003.safetensors"
+    (note,) = inputs.notes
+    assert note.startswith("3 captures are damaged and left out: ")
+    assert all(f"00000{number}.safetensors does not match" in note for number in (0, 1, 2))
+
+
+def test_a_call_without_a_sound_capture_is_left_out_and_all_of_them_are_an_error(tmp_path):
+    folder = captures.write(tmp_path / "c", [(SELF, (0,)), (GROUPED, (0,))])
+    captures.damage(folder, 1)
+    inputs = from_captures(folder)
+    assert [group.shape for group in inputs.groups] == [SELF]
+    assert inputs.notes == (
+        "000001.safetensors does not match its checksum: damaged; it is left out",
+        "1 calls have no sound capture and are not tuned",
+    )
+    captures.damage(folder, 0)
+    with pytest.raises(CaptureError, match="no capture is sound: 2 captures are damaged"):
+        from_captures(folder)
+
+
 def test_H4_no_capture_is_an_error_that_names_the_place(tmp_path):
     with pytest.raises(CaptureError, match="absent"):
         from_captures(tmp_path / "absent")

@@ -18,7 +18,7 @@ from sage_plugin.tune.plan import Request, build
 from sage_plugin.tune.search import Limits
 from tests.registry import samples
 from tests.tune import captures
-from tests.tune.captures import GROUPED, MASKED, SELF
+from tests.tune.captures import DENSE, GROUPED, MASKED, SELF, WIDE
 
 
 def request(*shapes, **changes) -> Request:
@@ -70,15 +70,43 @@ def test_kernel_names_and_variants(tmp_path):
 
 
 def test_calls_that_go_to_the_hosts_attention_are_notes(tmp_path):
-    folder = captures.write(tmp_path / "c", [(SELF, (0,)), (MASKED, (0,))])
+    folder = captures.write(tmp_path / "c", [(SELF, (0,)), (WIDE, (0,))])
     plan = build(Request(from_captures(folder), device="cpu"))
     assert len(plan.studies) == 1
-    assert "mask" in plan.notes[0]
+    assert "head dim 264" in plan.notes[0]
+
+
+def test_masked_calls_have_studies_of_their_own_and_are_named_by_their_mask(tmp_path):
+    folder = captures.write(
+        tmp_path / "c", [(SELF, (0,)), (MASKED, (0,)), (MASKED, (1,)), (DENSE, (1,))]
+    )
+    plan = build(Request(from_captures(folder), device="cpu"))
+    assert plan.notes == ()
+    kinds = {study.key.mask_kind: len(study.sources) for study in plan.studies}
+    assert kinds == {"none": 1, "key_bias": 2, "dense": 1}
+    assert len({study.id for study in plan.studies}) == 3
+    wide = dataclasses.replace(WIDE, mask_kind="dense")
+    with pytest.raises(CaptureError, match="264 with a dense mask: goes to"):
+        build(request(wide))
+
+
+@pytest.mark.parametrize("kernel", ["sage:portable", "fav2:portable"])
+def test_a_gpu_variant_on_a_cpu_is_refused_before_anything_runs(kernel, monkeypatch):
+    with pytest.raises(UsageError, match=r"'portable' of kernel '(sage|fav2)' needs a GPU"):
+        build(request(kernels=(kernel,)))
+    monkeypatch.setenv("SAGE_PLUGIN_VARIANT", "portable")
+    with pytest.raises(UsageError, match="needs a GPU"):
+        build(request(kernels=("sage",)))
+
+
+def test_a_cpu_with_a_number_is_a_cpu():
+    (study,) = build(request(device="cpu:0")).studies
+    assert (study.device, study.timer.method) == ("cpu", "wall")
 
 
 def test_H4_nothing_that_can_be_tuned_is_an_error_with_the_reasons(tmp_path):
-    folder = captures.write(tmp_path / "c", [(MASKED, (0,))])
-    with pytest.raises(CaptureError, match=r"nothing can be tuned: .*mask") as caught:
+    folder = captures.write(tmp_path / "c", [(WIDE, (0,))])
+    with pytest.raises(CaptureError, match=r"nothing can be tuned: .*head dim 264") as caught:
         build(Request(from_captures(folder), device="cpu"))
     assert caught.value.exit_code == 2
 
@@ -122,6 +150,9 @@ def test_a_study_is_another_one_when_anything_changes_that_a_result_depends_on()
     "changes",
     [
         {"timeout_s": 0},
+        {"timeout_s": float("inf")},
+        {"timeout_s": 1e30},
+        {"timeout_s": float("nan")},
         {"limits": Limits(budget_s=0.0)},
         {"limits": Limits(max_trials=0)},
         {"limits": Limits(patience=0)},

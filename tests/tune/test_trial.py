@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
+
 import pytest
 import torch
 
@@ -13,7 +16,7 @@ from sage_plugin.tune.runner import Contest
 from sage_plugin.tune.study import Timer
 from sage_plugin.tune.trial import RaceJob, ScreenJob
 from tests.tune import captures
-from tests.tune.captures import GROUPED, SELF
+from tests.tune.captures import DENSE, GROUPED, MASKED, SELF
 
 FAST = Timer("wall", screen_rounds=2, screen_s=0.02, race_rounds=4, race_s=0.1)
 
@@ -123,6 +126,67 @@ def test_a_race_times_all_in_one_measurement_and_the_first_twice(study):
     assert [final.extra["incumbent"] for final in finals] == [0.0, 0.0, 1.0]
     assert finals[2].extra["gain_low_over_incumbent"] == 0.0
     assert all(final.kernel_time is None for final in finals), "an emulation has no launch"
+
+
+@pytest.fixture(params=[(MASKED, (0, 2)), (DENSE, (1,))], ids=["key_bias", "dense"])
+def masked(request, tmp_path):
+    folder = captures.write(tmp_path / "m", [request.param])
+    return build(Request(from_captures(folder), device="cpu", timer=FAST)).studies[0]
+
+
+def test_masked_captures_are_judged_and_timed_with_their_mask(masked, monkeypatch):
+    assert ScreenJob(masked, masked.space[1], masked.default)().status == "ok"
+    real = trial.attention
+
+    def unmasked(q, k, v, attn_mask=None, **keywords):
+        return real(q, k, v, **keywords)
+
+    loaded = trial._loaded(masked)
+    timed = trial._call(masked, loaded.timed, masked.default)()
+    alone, _ = trial._kernel_call(masked, loaded.timed, masked.default)()
+    assert torch.equal(timed, alone)
+    cheat(monkeypatch, unmasked)
+    assert ScreenJob(masked, masked.default, masked.default)().status == "gate_failed"
+    assert not torch.equal(timed, trial._call(masked, loaded.timed, masked.default)())
+
+
+def test_a_candidate_that_scribbles_on_its_mask_is_found(masked, monkeypatch):
+    real = trial.attention
+
+    def scribbling(q, k, v, attn_mask=None, **keywords):
+        result = real(q, k, v, attn_mask=attn_mask, **keywords)
+        attn_mask.fill_(True)
+        return result
+
+    monkeypatch.setattr(trial, "attention", scribbling)
+    assert ScreenJob(masked, masked.default, masked.default)().status == "mutates_input"
+
+
+def test_elsewhere_the_mask_is_timed_at_the_full_size(masked, monkeypatch):
+    source = masked.timed
+    real = trial.open_captures(source.folder).load(source.record)
+    monkeypatch.setattr(
+        trial, "open_captures", lambda _: types.SimpleNamespace(load=lambda *_, **__: real)
+    )
+    saved, timed = trial._load(dataclasses.replace(masked, device="cuda:0"), source)
+    assert torch.equal(saved.mask, real.mask)
+    shape = source.shape
+    assert [t.shape[:2] for t in timed.tensors] == [
+        (shape.batch, heads) for heads in (shape.heads_q, shape.heads_k, shape.heads_k)
+    ]
+    heads = 1 if shape.mask_kind == "key_bias" else shape.heads_q
+    assert timed.mask.shape[:2] == (1, heads)
+    assert torch.equal(timed.mask[0, -1], saved.mask[0, -1])
+
+
+@pytest.mark.parametrize("kind", ["key_bias", "dense"])
+def test_synthetic_masks_reach_the_gate(kind, monkeypatch):
+    shape = dataclasses.replace(GROUPED, mask_kind=kind)
+    (study,) = build(Request(from_shapes([shape]), device="cpu", timer=FAST)).studies
+    assert ScreenJob(study, study.default, study.default)().status == "ok"
+    real = trial.attention
+    cheat(monkeypatch, lambda q, k, v, attn_mask=None, **others: real(q, k, v, **others))
+    assert ScreenJob(study, study.default, study.default)().status == "gate_failed"
 
 
 def test_the_launch_alone_gives_what_the_whole_call_gives(study):

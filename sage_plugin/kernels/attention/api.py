@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention import ops
+from sage_plugin.kernels.attention import checks
 from sage_plugin.kernels.attention.host import host_attention
-from sage_plugin.kernels.contract import Decision
-from sage_plugin.schema import LAYOUTS, LaunchConfig
+from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.attention.ops import text_of
+from sage_plugin.kernels.attention.run import shape_of
+from sage_plugin.kernels.contract import NO_WINDOW, Decision
+from sage_plugin.schema import LaunchConfig
 
 __all__ = ["attention", "host_attention", "run_decided"]
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def attention(
@@ -36,6 +35,9 @@ def attention(
     launch: LaunchConfig | None = None,
     config_dir: str | None = None,
     min_seq: int = 0,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention on a quantised kernel.
 
@@ -44,15 +46,20 @@ def attention(
     kernel runs as its exact emulation. Tensors are read in place through their strides and never
     written.
 
+    A score is `scale * q.k`, then `softcap * tanh(score / softcap)`, then plus the float mask; a
+    key that mask, causality or window hides from a query has no part in its softmax.
+
     Args:
         q: `(B, Hq, Sq, D)` in layout `"bhsd"`, `(B, Sq, Hq, D)` in `"bshd"`; fp16, bf16 or fp32,
             D up to 256.
         k: `(B, Hk, Sk, D)` likewise, Hq a multiple of Hk.
         v: `(B, Hk, Sk, D)` likewise.
-        attn_mask: taken by the host's attention only.
+        attn_mask: bool (True is visible) or float (natural-log units, added to the scores),
+            broadcastable to `(B, Hq, Sq, Sk)` whatever the layout; values under -1e38 hide a key.
         dropout_p: taken by the host's attention only.
-        is_causal: key j is visible to query i if j <= i + Sk - Sq (bottom-right aligned).
-        scale: factor of the scores, `1/sqrt(D)` if `None`.
+        is_causal: key j is visible to query i if j <= i + Sk - Sq (bottom-right aligned), together
+            with mask and window where they are given.
+        scale: factor of the scores, `1/sqrt(D)` if `None`; any finite number, 0 averages V.
         enable_gqa: accepted as SDPA does; grouped heads are recognised by their counts.
         kernel: `"auto"`, or one of `torch`, `sdpa`, `fav2`, `sage` (`qk_int8`), `fav3_sage`,
             `fav3_fp8`.
@@ -65,14 +72,19 @@ def attention(
         config_dir: folder of configs searched before all others.
         min_seq: with `kernel="auto"`, calls whose shorter side is under it go to the host's
             attention.
+        window: keys to the left and to the right of its own position (i + Sk - Sq) that a query
+            sees besides it, -1 for all.
+        softcap: bound of the scores before any mask, 0 for none.
+        sinks: `(Hq,)` float, one more logit a head that takes weight and has no value; it is part
+            of the LSE.
 
     Returns:
         The output in Q's layout and memory order, or `(output, lse)`. Rows without a visible key
-        are 0 with LSE `-inf`.
+        are 0 with LSE `-inf`, or that of their sink.
 
     Raises:
-        UnsupportedInputError: shapes that do not fit together, or a named kernel that cannot take
-            them.
+        UnsupportedInputError: arguments that do not fit together, or a named kernel that cannot
+            take them.
         UnknownKernelError: no kernel or variant of that name.
         ConfigError: a launch config that the device cannot run.
 
@@ -82,41 +94,45 @@ def attention(
     Example:
         >>> import torch, sage_plugin
         >>> q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
-        >>> sage_plugin.attention(q, k, v, kernel="sage").shape
+        >>> padding = torch.arange(64) < 50
+        >>> sage_plugin.attention(q, k, v, padding, kernel="sage").shape
         torch.Size([1, 2, 64, 32])
     """
-    _check_tensors(q, k, v, layout)
-    _check_dtypes(q, k, v, out_dtype)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    factor = 1.0 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale)
+    checks.check_tensors(q, k, v, layout)
+    checks.check_dtypes(q, k, v, out_dtype)
+    mask = checks.checked_mask(attn_mask, q, k, layout)
+    sides, cap = checks.checked_window(window), checks.checked_softcap(softcap)
+    checks.check_sinks(sinks, q.shape[1 if layout == "bhsd" else 2], q.device)
+    factor = checks.checked_scale(scale, q.shape[3])
+    needs_grad = checks.wants_gradient(q, k, v, attn_mask, sinks)
     decision = dispatch.decide(
-        ops.shape_of(q, k, v, causal=is_causal, scale=factor, layout=layout),
+        shape_of(q, k, v, causal=is_causal, scale=factor, layout=layout, mask_kind=mask_kind(mask)),
         dispatch.facts_of(q.device.type, q.device.index),
         kernel=kernel,
         variant=variant,
         min_seq=min_seq if kernel == "auto" else 0,
-        mask=attn_mask is not None,
         dropout=dropout_p,
         needs_grad=needs_grad,
     )
-    if decision.reason is not None and kernel != "auto":
+    checks.refuse_named(decision, kernel)
+    flows = needs_grad or dropout_p > 0.0
+    if decision.kernel == "sdpa" and flows and return_lse:
         raise UnsupportedInputError(
-            f"kernel {kernel!r} cannot take this call: {decision.reason}; use kernel='auto' to let "
-            "the host's attention take such calls"
+            "return_lse cannot be had together with dropout_p or a gradient; drop one of them"
         )
-    if decision.kernel == "sdpa" and not return_lse:
+    beyond_sdpa = return_lse or cap > 0.0 or sinks is not None
+    if decision.kernel == "sdpa" and (flows or not beyond_sdpa):
+        if attn_mask is not None and attn_mask.dim() < 2:  # SDPA does not broadcast so far
+            attn_mask = attn_mask[(None,) * (2 - attn_mask.dim())]
         out = host_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, factor, enable_gqa, layout=layout
-        )
+            q, k, v, attn_mask, dropout_p, is_causal, factor, enable_gqa, layout=layout,
+            window=sides, softcap=cap, sinks=sinks,
+        )  # fmt: skip
         return out if out_dtype is None else out.to(out_dtype)
-    if decision.kernel == "sdpa" and (attn_mask is not None or dropout_p > 0.0 or needs_grad):
-        raise UnsupportedInputError(
-            "return_lse cannot be had together with attn_mask, dropout_p or a gradient; "
-            "drop one of them"
-        )
     return run_decided(
         decision, q, k, v, is_causal=is_causal, scale=factor, layout=layout, return_lse=return_lse,
-        out_dtype=out_dtype, launch=launch, config_dir=config_dir,
+        out_dtype=out_dtype, launch=launch, config_dir=config_dir, mask=mask, window=sides,
+        softcap=cap, sinks=sinks,
     )  # fmt: skip
 
 
@@ -133,6 +149,10 @@ def run_decided(
     out_dtype: torch.dtype | None = None,
     launch: LaunchConfig | None = None,
     config_dir: str | None = None,
+    mask: torch.Tensor | None = None,
+    window: tuple[int, int] = NO_WINDOW,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Run a call on the kernel and variant that `dispatch.decide` chose, through the torch op.
 
@@ -148,89 +168,19 @@ def run_decided(
         out_dtype: dtype of the output.
         launch: launch config in place of the looked-up one; checked for legality here.
         config_dir: folder of configs searched first.
+        mask: mask as `attention.mask.normalised` leaves it.
+        window: keys to the left and to the right, -1 for all.
+        softcap: bound of the scores, 0 for none.
+        sinks: one logit a query head.
     """
-    if decision.variant == "portable" and q.device.type == "cpu":
-        _check_interpreter(decision)
-    if launch is not None:
-        _check_launch(decision, q, k, v, is_causal, scale, layout, launch)
+    if launch is not None or decision.variant == "portable":
+        shape = shape_of(
+            q, k, v, causal=is_causal, scale=scale, layout=layout, mask_kind=mask_kind(mask)
+        )
+        checks.check_runnable(decision, q.device, shape, launch)
     op = torch.ops.sage_plugin.attention_with_lse if return_lse else torch.ops.sage_plugin.attention
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = op(
-        q, k, v, scale, is_causal, decision.kernel, decision.variant, layout,
-        _text_of(launch), str(config_dir or ""), out_dtype,
+        q, k, v, mask, sinks, scale, is_causal, window[0], window[1], softcap, decision.kernel,
+        decision.variant, layout, text_of(launch), str(config_dir or ""), out_dtype,
     )  # fmt: skip
     return result
-
-
-def _text_of(launch: LaunchConfig | None) -> str:
-    """A launch config as the op takes it; a constant to a compiler, which cannot trace `json`."""
-    return "" if launch is None else launch.text()
-
-
-_text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise UnsupportedInputError(f"layout {layout!r} is not known; choose 'bhsd' or 'bshd'")
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise UnsupportedInputError(
-            f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions; "
-            f"each needs 4 ({layout})"
-        )
-    heads, seq = (1, 2) if layout == "bhsd" else (2, 1)
-    fits = (
-        q.shape[0] == k.shape[0] == v.shape[0]
-        and k.shape[heads] == v.shape[heads]
-        and k.shape[seq] == v.shape[seq]
-        and q.shape[3] == k.shape[3]
-    )
-    if not fits:
-        raise UnsupportedInputError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together in "
-            f"layout {layout!r}: batch, key length, key heads and head dim must agree"
-        )
-    if k.shape[heads] == 0 or q.shape[heads] % k.shape[heads] != 0:
-        raise UnsupportedInputError(
-            f"{q.shape[heads]} query heads do not divide into {k.shape[heads]} key heads; "
-            "repeat K and V to a divisor of the query heads"
-        )
-    if not q.device == k.device == v.device:
-        raise UnsupportedInputError(
-            f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device"
-        )
-
-
-def _check_dtypes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_dtype: torch.dtype | None
-) -> None:
-    if q.dtype not in FLOATS or k.dtype not in FLOATS or v.dtype not in FLOATS:
-        raise UnsupportedInputError(
-            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; each needs float16, bfloat16, "
-            "float32 or, on the host's attention, float64"
-        )
-    if out_dtype is not None and out_dtype not in FLOATS:
-        raise UnsupportedInputError(
-            f"out_dtype {out_dtype} is not supported; choose float16, bfloat16 or float32"
-        )
-
-
-def _check_interpreter(decision: Decision) -> None:
-    from sage_plugin import settings
-
-    if not settings.triton_interpreted():
-        raise UnsupportedInputError(
-            f"kernel {decision.label} runs on a GPU and the tensors are on the CPU; move them, use "
-            "variant='emulation', or set TRITON_INTERPRET=1 to run it in Triton's interpreter"
-        )
-
-
-def _check_launch(
-    decision: Decision, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    is_causal: bool, scale: float, layout: str, launch: LaunchConfig,
-) -> None:  # fmt: skip
-    key = dispatch.call_key(
-        ops.shape_of(q, k, v, causal=is_causal, scale=scale, layout=layout), decision
-    )
-    facts = dispatch.facts_of(q.device.type, q.device.index)
-    if reason := dispatch.illegal_reason(launch, key, facts):
-        raise UnsupportedInputError(f"launch config {launch.text()} cannot run here: {reason}")

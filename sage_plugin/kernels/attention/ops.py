@@ -1,103 +1,54 @@
-"""The torch ops of the family: `sage_plugin::attention` and `sage_plugin::attention_with_lse`.
+"""The torch ops of the family: `attention` and `attention_varlen`, each with and without the LSE.
 
 Registered through `torch.library.Library`, with fakes that return the real strides. An op gets
-names and numbers only, looks its launch config up through the memo, and runs on the current stream
-of Q's device.
+tensors, names and numbers only, looks its launch config up through the memo, and runs on the
+current stream of Q's device.
+
+The ops have no backward. A kernel under torch's Autograd key that says so would cost every call a
+second pass through the dispatcher (some 4 us), so the implementations and the fakes look
+themselves: what needs a gradient is refused before it can be detached, in eager mode and while a
+compiler traces.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-from contextlib import AbstractContextManager
+from itertools import pairwise
 
 import torch
 
-from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention.implementations import implementation
-from sage_plugin.kernels.contract import HOST, Decision, Problem, empty_lse, empty_output
-from sage_plugin.schema import CallShape, LaunchConfig
+from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels.attention.checks import wants_gradient
+from sage_plugin.kernels.attention.run import as_promised, empty_as, run_now, shape_of
+from sage_plugin.kernels.contract import HOST, Decision, Packed, Problem, empty_lse
+from sage_plugin.schema import LaunchConfig
+
+__all__ = ["library", "shape_of", "text_of"]
 
 library = torch.library.Library("sage_plugin", "DEF")
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, float scale, bool causal, str kernel, str variant, str layout, "
-    "str launch, str config_dir, ScalarType? out_dtype"
+_INPUTS = "Tensor q, Tensor k, Tensor v, "
+_NUMBERS = (
+    "Tensor? sinks, float scale, bool causal, int window_left, int window_right, float softcap, "
+    "str kernel, str variant, "
 )
-library.define(f"attention({_ARGUMENTS}) -> Tensor")
-library.define(f"attention_with_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
+_REST = "str launch, str config_dir, ScalarType? out_dtype"
+_PACKED = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+_ARGUMENTS = f"{_INPUTS}Tensor? mask, {_NUMBERS}str layout, {_REST}"
+_VARLEN_ARGUMENTS = f"{_INPUTS}{_PACKED}{_NUMBERS}{_REST}"
 
 
-def shape_of(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    layout: str,
-    mask_kind: str = "none",
-) -> CallShape:
-    """The shape record of a call; its dtype is Q's, or a wider one of K or V."""
-    widest = k if k.dtype.itemsize > q.dtype.itemsize else q
-    widest = v if v.dtype.itemsize > widest.dtype.itemsize else widest
-    heads, seq = (1, 2) if layout == "bhsd" else (2, 1)
-    return CallShape(
-        batch=q.shape[0],
-        heads_q=q.shape[heads],
-        heads_k=k.shape[heads],
-        seq_q=q.shape[seq],
-        seq_k=k.shape[seq],
-        head_dim=q.shape[3],
-        dv=v.shape[3],
-        dtype=str(widest.dtype).removeprefix("torch."),
-        causal=causal,
-        mask_kind=mask_kind,
-        layout=layout,
-        scale=scale,
-    )
+@functools.lru_cache(maxsize=1024)
+def _text(launch: LaunchConfig) -> str:
+    return launch.text()
 
 
-def _run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    causal: bool,
-    kernel: str,
-    variant: str,
-    layout: str,
-    launch: str,
-    config_dir: str,
-    out_dtype: torch.dtype | None,
-    *,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    facts = dispatch.facts_of(q.device.type, q.device.index)
-    config = None
-    if variant != HOST:
-        if launch:
-            config = _parsed(launch)
-        else:
-            shape = shape_of(q, k, v, causal=causal, scale=scale, layout=layout)
-            key = dispatch.call_key(shape, Decision(kernel, variant))
-            config = dispatch.find_launch(key, facts, config_dir=config_dir or None).config
-    fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
-    built = implementation(kernel, variant, fp8)
-    with _on_device_of(q), torch.autocast(q.device.type, enabled=False):
-        operands = built.prepare(q, k, v, problem=Problem(scale, causal, layout), launch=config)
-        out, lse = built.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
-    return (_as_promised(q, out) if variant == HOST else out), lse
+def text_of(launch: LaunchConfig | None) -> str:
+    """A launch config as the op takes it; a constant to a compiler, which cannot trace `json`."""
+    return "" if launch is None else _text(launch)
 
 
-def _as_promised(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The host's output in the memory order that the fakes tell a compiler of."""
-    promised = empty_output(q, out.dtype, out.shape[3])
-    return out if out.stride() == promised.stride() else promised.copy_(out)
-
-
-def _on_device_of(q: torch.Tensor) -> AbstractContextManager[object]:
-    return torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
+text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,35 +56,124 @@ def _parsed(launch: str) -> LaunchConfig:
     return LaunchConfig.from_json(json.loads(launch))
 
 
+def _refuse_gradient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:  # fmt: skip
+    if wants_gradient(q, k, v, mask, sinks):
+        raise UnsupportedInputError(
+            "the ops of sage_plugin have no backward and an input requires a gradient; call "
+            "sage_plugin.attention, which leaves such calls to the host's attention, or call the "
+            "op under torch.no_grad()"
+        )
+
+
+def _run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    sinks: torch.Tensor | None, scale: float, causal: bool, left: int, right: int, softcap: float,
+    kernel: str, variant: str, layout: str, launch: str, config_dir: str,
+    out_dtype: torch.dtype | None, *, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    _refuse_gradient(q, k, v, mask, sinks)
+    out, lse = run_now(
+        q, k, v, Problem(scale, causal, layout, mask, (left, right), softcap, sinks),
+        Decision(kernel, variant), launch=_parsed(launch) if launch else None,
+        config_dir=config_dir or None, out_dtype=out_dtype, return_lse=return_lse,
+    )  # fmt: skip
+    return (as_promised(q, out) if variant == HOST else out), lse
+
+
+def _run_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, sinks: torch.Tensor | None,
+    scale: float, causal: bool, left: int, right: int, softcap: float, kernel: str, variant: str,
+    launch: str, config_dir: str, out_dtype: torch.dtype | None, *, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    _refuse_gradient(q, k, v, None, sinks)
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if q.device.type == "cpu":  # reading them on a GPU would wait for it
+        _check_lengths("q", cu_seqlens_q.tolist(), max_seqlen_q, q.shape[0])
+        _check_lengths("k", cu_seqlens_k.tolist(), max_seqlen_k, k.shape[0])
+    out, lse = run_now(
+        q[None], k[None], v[None],
+        Problem(scale, causal, "bshd", None, (left, right), softcap, sinks, packed),
+        Decision(kernel, variant), launch=_parsed(launch) if launch else None,
+        config_dir=config_dir or None, out_dtype=out_dtype, return_lse=return_lse,
+    )  # fmt: skip
+    out = as_promised(q, out[0]) if variant == HOST else out[0]
+    return out, None if lse is None else lse[0]
+
+
+def _check_lengths(name: str, ends: list[int], longest: int, total: int) -> None:
+    lengths = [after - before for before, after in pairwise(ends)]
+    if ends[0] != 0 or min(lengths, default=0) < 0 or ends[-1] > total:
+        raise UnsupportedInputError(
+            f"cu_seqlens_{name} is {ends}; it needs to rise from 0 to the {total} rows of {name}"
+        )
+    if max(lengths, default=0) > longest:
+        raise UnsupportedInputError(
+            f"a sequence of {name} has {max(lengths)} rows and max_seqlen_{name} is {longest}"
+        )
+
+
 def _attention(*args: object) -> torch.Tensor:
-    out, _ = _run(*args, return_lse=False)  # type: ignore[arg-type]
-    return out
+    return _run(*args, return_lse=False)[0]  # type: ignore[arg-type]
 
 
-def _attention_with_lse(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _run(*args, return_lse=True)  # type: ignore[arg-type]
-    assert lse is not None
-    return out, lse
+def _attention_with_lse(*args: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _run(*args, return_lse=True)  # type: ignore[arg-type]
+
+
+def _varlen(*args: object) -> torch.Tensor:
+    return _run_varlen(*args, return_lse=False)[0]  # type: ignore[arg-type]
+
+
+def _varlen_with_lse(*args: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _run_varlen(*args, return_lse=True)  # type: ignore[arg-type]
 
 
 def _fake_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, kernel: str,
-    variant: str, layout: str, launch: str, config_dir: str, out_dtype: torch.dtype | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    sinks: torch.Tensor | None, *rest: object,
 ) -> torch.Tensor:  # fmt: skip
-    return empty_output(q, out_dtype or v.dtype, v.shape[3])
+    _refuse_gradient(q, k, v, mask, sinks)
+    return empty_as(q, _out_dtype(rest, v), v.shape[3])
 
 
 def _fake_attention_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, kernel: str,
-    variant: str, layout: str, launch: str, config_dir: str, out_dtype: torch.dtype | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    sinks: torch.Tensor | None, *rest: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return empty_output(q, out_dtype or v.dtype, v.shape[3]), empty_lse(q, layout)
+    layout = str(rest[-4])
+    return _fake_attention(q, k, v, mask, sinks, *rest), empty_lse(q, layout)
 
 
-for _name, _real, _fake in (
-    ("attention", _attention, _fake_attention),
-    ("attention_with_lse", _attention_with_lse, _fake_attention_with_lse),
+def _fake_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
+    sinks = rest[4]
+    assert sinks is None or isinstance(sinks, torch.Tensor)
+    _refuse_gradient(q, k, v, None, sinks)
+    return empty_as(q, _out_dtype(rest, v), v.shape[2])
+
+
+def _fake_varlen_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    return _fake_varlen(q, k, v, *rest), lse
+
+
+def _out_dtype(rest: tuple[object, ...], v: torch.Tensor) -> torch.dtype:
+    return rest[-1] if isinstance(rest[-1], torch.dtype) else v.dtype
+
+
+for _name, _arguments, _real, _fake in (
+    ("attention", _ARGUMENTS, _attention, _fake_attention),
+    ("attention_with_lse", _ARGUMENTS, _attention_with_lse, _fake_attention_with_lse),
+    ("attention_varlen", _VARLEN_ARGUMENTS, _varlen, _fake_varlen),
+    ("attention_varlen_with_lse", _VARLEN_ARGUMENTS, _varlen_with_lse, _fake_varlen_with_lse),
 ):
+    _returns = "(Tensor, Tensor)" if _name.endswith("_lse") else "Tensor"
+    library.define(f"{_name}({_arguments}) -> {_returns}")
     for _key in ("CPU", "CUDA"):
         library.impl(_name, _real, _key)
     torch.library.register_fake(f"sage_plugin::{_name}", _fake, lib=library)

@@ -8,19 +8,19 @@ import torch
 import triton
 import triton.language as tl
 
-from sage_plugin.kernels.attention.primitives import (
-    plain_attention_kernel,
-    quantised_attention_kernel,
-)
+from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.attention.plain_kernel import plain_attention_kernel
+from sage_plugin.kernels.attention.quantised_kernel import quantised_attention_kernel
 from sage_plugin.kernels.contract import (
+    OutputForm,
     PlainOperands,
     Problem,
     ReadsInPlace,
     bhsd,
-    empty_lse,
-    empty_output,
 )
-from sage_plugin.kernels.quant.portable import QuantisedOperands, quantise
+from sage_plugin.kernels.quant.key_mask import as_readable, broadcast_stride, by_key
+from sage_plugin.kernels.quant.operands import QuantisedOperands, Sizes
+from sage_plugin.kernels.quant.portable import quantise
 from sage_plugin.kernels.quant.recipe import LOG2E, Recipe
 from sage_plugin.schema import LaunchConfig
 
@@ -29,6 +29,8 @@ P_TYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e4m3fnuz: tl.float8e4b8,
 }
+NO_MASK, KEY_TERMS, TILES = 0, 1, 2
+"""How a kernel gets its mask: not at all, a term a key, or a tile of rows and keys."""
 
 
 class QuantisedPortable:
@@ -46,7 +48,7 @@ class QuantisedPortable:
         problem: Problem,
         launch: LaunchConfig,
     ) -> QuantisedOperands:
-        """Quantise in four Triton launches on the current stream."""
+        """Quantise in four Triton launches on the current stream, five with a dense mask."""
         return quantise(q, k, v, problem=problem, launch=launch, recipe=self.recipe)
 
     def launch(
@@ -57,26 +59,102 @@ class QuantisedPortable:
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One launch of attention on the quantised operands."""
-        ops, config, recipe = operands, operands.launch_config, operands.recipe
-        layout = ops.problem.layout
-        out = empty_output(ops.q, out_dtype or ops.v_dtype)
-        view = bhsd(out, layout)
-        lse = empty_lse(ops.q, layout) if return_lse else ops.q_scale
-        batch, heads_q, seq_q, _ = view.shape
-        width = ops.k8.shape[-1]
-        row_blocks = -(-seq_q // config.block_m)
+        ops, config, recipe, problem = (
+            operands,
+            operands.launch_config,
+            operands.recipe,
+            operands.problem,
+        )
+        out = ops.form.empty(out_dtype or ops.v_dtype)
+        view = bhsd(out, problem.layout)
+        lse = ops.form.empty_lse() if return_lse else None
+        row_blocks = -(-ops.seq_q // config.block_m)
         tma = config.loads == "descriptor"
         q8, k8, v8 = _descriptors(ops) if tma else (ops.q8, ops.k8, ops.v8)
-        quantised_attention_kernel[(row_blocks * batch * heads_q,)](
-            q8, k8, v8, view, lse, ops.q_scale, ops.k_scale, ops.v_scale, ops.v_mean, ops.shift,
-            *view.stride(), heads_q, heads_q // ops.heads_k, seq_q, ops.seq_k, ops.q8.shape[1],
-            ops.k8.shape[1], row_blocks, ops.k_scale.shape[1],
-            D=ops.head_dim, DP=width, BM=config.block_m, BN=config.block_n, QK8=recipe.qk == "int8",
-            PV8=recipe.pv == "fp8", P_TYPE=P_TYPES[recipe.pv_dtype], OFFSET=recipe.p_offset,
-            FLUSH=config.pv_flush, TMA=tma, CAUSAL=ops.problem.causal, LSE=return_lse,
-            SHIFT=config.smooth_k, STAGES=config.num_stages, **compiler_options(config),
+        mask, mask_strides, mask_mode = _mask_arguments(problem, tiles_only=True)
+        cu_q, cu_k = _cu_seqlens(problem)
+        quantised_attention_kernel[(row_blocks * ops.sequences * ops.heads_q,)](
+            q8, k8, v8, view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term,
+            ops.v_scale, ops.v_mean, ops.shift, mask, problem.sinks, cu_q, cu_k,
+            *view.stride(), *mask_strides, ops.heads_q, ops.heads_q // ops.heads_k,
+            ops.seq_q, ops.seq_k, ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2],
+            problem.left, problem.right, problem.softcap * LOG2E,
+            D=ops.head_dim, DP=ops.k8.shape[-1], BM=config.block_m, BN=config.block_n,
+            QK8=recipe.qk == "int8", PV8=recipe.pv == "fp8", P_TYPE=P_TYPES[recipe.pv_dtype],
+            OFFSET=recipe.p_offset, FLUSH=config.pv_flush, TMA=tma, MASK=mask_mode,
+            LSE=return_lse, SHIFT=config.smooth_k, STAGES=config.num_stages,
+            **_switches(problem), **compiler_options(config),
         )  # fmt: skip
-        return out, (lse if return_lse else None)
+        return out, lse
+
+
+class PlainPortable(ReadsInPlace):
+    """The portable variant of `fav2`: FlashAttention-2 without quantisation."""
+
+    def launch(
+        self,
+        operands: PlainOperands,
+        *,
+        out_dtype: torch.dtype | None = None,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One launch; fp32 inputs are multiplied in IEEE fp32."""
+        ops, config, problem = operands, operands.config, operands.problem
+        form = OutputForm.of(ops.q, problem.layout)
+        out = form.empty(out_dtype or ops.v.dtype)
+        q, k, v, o = (bhsd(t, problem.layout) for t in (ops.q, ops.k, ops.v, out))
+        lse = form.empty_lse() if return_lse else None
+        sizes = Sizes.of(q, k, problem, config)
+        heads_q, head_dim = q.shape[1], q.shape[3]
+        row_blocks = -(-sizes.seq_q // config.block_m)
+        mask, mask_strides, mask_mode = _mask_arguments(problem, tiles_only=False)
+        cu_q, cu_k = _cu_seqlens(problem)
+        plain_attention_kernel[(row_blocks * sizes.sequences * heads_q,)](
+            q, k, v, o, lse, mask, problem.sinks, cu_q, cu_k,
+            *q.stride(), *k.stride(), *v.stride(), *o.stride(), *mask_strides,
+            heads_q, heads_q // k.shape[1], sizes.seq_q, sizes.seq_k, row_blocks, q.shape[2],
+            problem.left, problem.right, problem.scale * LOG2E, problem.softcap * LOG2E,
+            D=head_dim, DP=max(16, triton.next_power_of_2(head_dim)),
+            BM=config.block_m, BN=config.block_n, FLUSH=config.pv_flush, MASK=mask_mode,
+            LSE=return_lse, STAGES=config.num_stages,
+            **_switches(problem), **compiler_options(config),
+        )  # fmt: skip
+        return out, lse
+
+
+def _switches(problem: Problem) -> dict[str, bool]:
+    """What a kernel is compiled for besides its mask."""
+    return {
+        "LEFT": problem.left >= 0,
+        "RIGHT": problem.right >= 0,
+        "SOFTCAP": problem.softcap > 0.0,
+        "SINKS": problem.sinks is not None,
+        "PACKED": problem.packed is not None,
+    }
+
+
+def _mask_arguments(
+    problem: Problem, *, tiles_only: bool
+) -> tuple[torch.Tensor | None, tuple[int, ...], int]:
+    """Mask, its strides with 0 where one entry serves all, and how the kernel shall read it.
+
+    Args:
+        problem: the call.
+        tiles_only: the kernel finds the terms of keys among its operands.
+    """
+    mask = problem.mask
+    if mask is None:
+        return None, (0, 0, 0, 0), NO_MASK
+    if tiles_only and by_key(mask):
+        return None, (0, 0, 0, 0), KEY_TERMS
+    strides = tuple(broadcast_stride(mask, dim) for dim in range(3))
+    mode = TILES if tiles_only or mask_kind(mask) == "dense" else KEY_TERMS
+    return as_readable(mask), (*strides, mask.stride(3)), mode
+
+
+def _cu_seqlens(problem: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    packed = problem.packed
+    return (packed.cu_seqlens_q, packed.cu_seqlens_k) if packed else (None, None)
 
 
 def _descriptors(ops: QuantisedOperands) -> tuple[Any, Any, Any]:
@@ -103,32 +181,3 @@ def compiler_options(config: LaunchConfig) -> dict[str, int]:
         if value := getattr(config, name):
             options[name] = value
     return options
-
-
-class PlainPortable(ReadsInPlace):
-    """The portable variant of `fav2`: FlashAttention-2 without quantisation."""
-
-    def launch(
-        self,
-        operands: PlainOperands,
-        *,
-        out_dtype: torch.dtype | None = None,
-        return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One launch; fp32 inputs are multiplied in IEEE fp32."""
-        ops, config, layout = operands, operands.config, operands.problem.layout
-        out = empty_output(ops.q, out_dtype or ops.v.dtype)
-        q, k, v, o = (bhsd(t, layout) for t in (ops.q, ops.k, ops.v, out))
-        lse = empty_lse(ops.q, layout) if return_lse else out
-        batch, heads_q, seq_q, head_dim = q.shape
-        row_blocks = -(-seq_q // config.block_m)
-        plain_attention_kernel[(row_blocks * batch * heads_q,)](
-            q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(),
-            heads_q, heads_q // k.shape[1], seq_q, k.shape[2], row_blocks,
-            ops.problem.scale * LOG2E,
-            D=head_dim, DP=max(16, triton.next_power_of_2(head_dim)),
-            BM=config.block_m, BN=config.block_n, FLUSH=config.pv_flush,
-            CAUSAL=ops.problem.causal, LSE=return_lse, STAGES=config.num_stages,
-            **compiler_options(config),
-        )  # fmt: skip
-        return out, (lse if return_lse else None)

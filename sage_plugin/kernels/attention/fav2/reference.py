@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin.kernels.attention.emulation import blockwise
-from sage_plugin.kernels.contract import PlainOperands, ReadsInPlace, bhsd, empty_output
+from sage_plugin.kernels.attention.online_softmax import blockwise, finished
+from sage_plugin.kernels.attention.scores import ScoreRules
+from sage_plugin.kernels.attention.sequences import sequences
+from sage_plugin.kernels.contract import OutputForm, PlainOperands, Problem, ReadsInPlace, bhsd
 from sage_plugin.kernels.quant.recipe import LOG2E
+from sage_plugin.kernels.quant.reference import poisoned_keys
 
 
 class PlainEmulation(ReadsInPlace):
@@ -19,31 +22,39 @@ class PlainEmulation(ReadsInPlace):
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Blockwise attention."""
+        """Blockwise attention, a sequence at a time."""
         problem, block_n = operands.problem, operands.config.block_n
-        q, k, v = (bhsd(t, problem.layout) for t in (operands.q, operands.k, operands.v))
-        batch, heads_q, seq_q, head_dim = q.shape
-        heads_k, seq_k = k.shape[1], k.shape[2]
-        rows = q.float().reshape(batch, heads_k, -1, head_dim)
+        form = OutputForm.of(operands.q, problem.layout)
+        result, lse = form.empty(out_dtype or operands.v.dtype), form.empty_lse()
+        for rows, q, k, v in sequences(problem, operands.q, operands.k, operands.v):
+            out, norm = _attended(q, k, v, problem, block_n)
+            bhsd(result, problem.layout)[:, :, rows] = out
+            lse[:, :, rows] = norm
+        return result, (lse if return_lse else None)
 
-        def block(x: torch.Tensor, j: int) -> torch.Tensor:
-            return x[:, :, j * block_n : (j + 1) * block_n].float()
 
-        acc, norm, top = blockwise(
-            lambda j: rows @ block(k, j).transpose(-1, -2) * (problem.scale * LOG2E),
-            lambda j: block(v, j),
-            blocks=-(-seq_k // block_n),
-            block_n=block_n,
-            seq_q=seq_q,
-            seq_k=seq_k,
-            causal=problem.causal,
-            p_dtype=v.dtype,
-        )
-        result = empty_output(operands.q, out_dtype or v.dtype)
-        out = torch.where(norm[..., None] != 0, acc / norm[..., None], 0.0)
-        bhsd(result, problem.layout).copy_(out.view(batch, heads_q, seq_q, -1))
-        lse = ((torch.log2(norm) + top) / LOG2E).view(batch, heads_q, seq_q)
-        return result, (lse.contiguous() if return_lse else None)
+def _attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, block_n: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads_q, seq_q, head_dim = q.shape
+    heads_k, seq_k = k.shape[1], k.shape[2]
+    if seq_k == 0:  # one key of padding, so that there is a block
+        k, v = (x.new_zeros((*x.shape[:2], 1, x.shape[3])) for x in (k, v))
+    poison = poisoned_keys(k, v)
+    k, v = (x.masked_fill(poison[..., None], 0.0) for x in (k, v))
+    rows = q.float().reshape(batch, heads_k, -1, head_dim)
+    rules = ScoreRules(problem, seq_q, seq_k, block_n, poison=poison)
+
+    def block(x: torch.Tensor, j: int) -> torch.Tensor:
+        return x[:, :, j * block_n : (j + 1) * block_n].float()
+
+    def scores(j: int) -> torch.Tensor:
+        return rules.applied(rows @ block(k, j).transpose(-1, -2) * (problem.scale * LOG2E), j)
+
+    sums = blockwise(
+        scores, lambda j: block(v, j), blocks=-(-k.shape[2] // block_n), p_dtype=v.dtype
+    )
+    return finished(sums.mean(), sums.lse2(), problem.sinks, heads_q=heads_q, seq_q=seq_q)
 
 
 def build(fp8: torch.dtype = torch.float8_e4m3fn) -> PlainEmulation:

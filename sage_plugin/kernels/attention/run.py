@@ -1,0 +1,132 @@
+"""One call on what was decided: its shape record, its launch config, and both steps at once."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.contract import HOST, Decision, Implementation, Packed, Problem
+from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
+
+_NOTHING = contextlib.nullcontext()
+_DTYPE_NAMES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+
+
+def shape_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    layout: str,
+    mask_kind: str = "none",
+    packed: Packed | None = None,
+) -> CallShape:
+    """The shape record of a call; its dtype is Q's, or a wider one of K or V.
+
+    Packed tensors, with or without their one batch item in front, count as a batch of their
+    sequences, each of the largest length.
+    """
+    widest = k if k.dtype.itemsize > q.dtype.itemsize else q
+    widest = v if v.dtype.itemsize > widest.dtype.itemsize else widest
+    heads, seq = (-3, -2) if layout == "bhsd" else (-2, -3)
+    of_q, of_k = q.shape, k.shape
+    return CallShape(
+        of_q[0] if packed is None else packed.cu_seqlens_q.shape[0] - 1,
+        of_q[heads],
+        of_k[heads],
+        of_q[seq] if packed is None or of_q[seq] == 0 else packed.max_seqlen_q,
+        of_k[seq] if packed is None or of_k[seq] == 0 else packed.max_seqlen_k,
+        of_q[-1],
+        v.shape[-1],
+        _DTYPE_NAMES.get(widest.dtype) or str(widest.dtype).removeprefix("torch."),
+        causal,
+        mask_kind,
+        layout,
+        scale,
+    )
+
+
+def launch_config(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    decision: Decision,
+    facts: DeviceFacts,
+    config_dir: str | None,
+) -> LaunchConfig | None:
+    """The launch config that is looked up for a call; `None` where nothing is tuned."""
+    if decision.variant == HOST:
+        return None
+    shape = shape_of(
+        q, k, v, causal=problem.causal, scale=problem.scale, layout=problem.layout,
+        mask_kind=mask_kind(problem.mask), packed=problem.packed,
+    )  # fmt: skip
+    key = dispatch.call_key(shape, decision)
+    return dispatch.find_launch(key, facts, config_dir=config_dir).config
+
+
+def built(decision: Decision, facts: DeviceFacts) -> Implementation[Any]:
+    """The implementation of what was decided, with the FP8 type of the device."""
+    fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
+    return implementation(decision.kernel, decision.variant, fp8)
+
+
+def run_now(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    decision: Decision,
+    *,
+    launch: LaunchConfig | None,
+    config_dir: str | None,
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both steps of a call at once, where its tensors are."""
+    facts = dispatch.facts_of(q.device.type, q.device.index)
+    if launch is None:
+        launch = launch_config(q, k, v, problem, decision, facts, config_dir)
+    kernel = built(decision, facts)
+    with on_device(q.device), without_autocast(q.device):
+        operands = kernel.prepare(q, k, v, problem=problem, launch=launch)
+        return kernel.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one for a while; nothing where it is so already."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Keep autocast out of an implementation; nothing where it is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return _NOTHING
+    return torch.autocast(device.type, enabled=False)
+
+
+def as_promised(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The host's output in the memory order that the fakes tell a compiler of."""
+    promised = empty_as(q, out.dtype, out.shape[-1])
+    return out if out.stride() == promised.stride() else promised.copy_(out)
+
+
+def empty_as(q: torch.Tensor, dtype: torch.dtype, dv: int) -> torch.Tensor:
+    """An output in Q's memory order where it has Q's shape, packed or not; the fakes use it too."""
+    if dv == q.shape[-1]:
+        return torch.empty_like(q, dtype=dtype)
+    return q.new_empty((*q.shape[:-1], dv), dtype=dtype)

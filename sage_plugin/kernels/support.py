@@ -1,0 +1,187 @@
+"""Which hardware runs which kernel: a table, and one sentence for whatever does not run.
+
+A row claims no more than what compiles ahead of time with every Triton that the package allows
+(`make compile-matrix`): each default config, inside the shared memory of the chip and on its matrix
+units. Hardware without a row runs the host's attention.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+
+from sage_plugin import device
+from sage_plugin.schema import KERNELS, DeviceFacts, LaunchConfig
+
+LOWEST_TRITON = "3.6"
+"""3.5 does not know sm_121, 3.4 cannot link for AMD, 3.3 has no tensor descriptors."""
+NEWEST_TRITON = "3.9"
+"""The newest that the matrix was compiled with; later ones are let through."""
+
+FP8_KERNELS = ("fav3_sage", "fav3_fp8")
+UNQUANTISED = ("fav2", "sage")
+"""The kernels that need no FP8 matrix units."""
+ALL = (*UNQUANTISED, *FP8_KERNELS)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A row of the table: chips with the same instructions.
+
+    Attributes:
+        names: as in `DeviceFacts.arch`; the first stands for the others where one is enough.
+        chips: products with it.
+        smem_kib: shared memory that one program may use.
+        kernels: kernels that run there.
+        reason: why the others do not, after the name of the architecture.
+        triton: the lowest Triton that compiles for it.
+        note: what a user of it should know.
+    """
+
+    names: tuple[str, ...]
+    chips: str
+    smem_kib: int
+    kernels: tuple[str, ...]
+    reason: str = ""
+    triton: str = LOWEST_TRITON
+    note: str = ""
+
+    @property
+    def kind(self) -> str:
+        """`"cuda"` or `"hip"`, as in `DeviceFacts.kind`."""
+        return "hip" if self.names[0].startswith("gfx") else "cuda"
+
+
+NO_TENSOR_PRODUCT = (
+    "has no INT8 tensor product in Triton, and its 16-bit ones run outside of the matrix units"
+)
+NO_FP8 = "has no FP8 matrix units"
+INT8_OF_WARPS = "INT8 products are `mma.sync` before Triton 3.9"
+
+ARCHITECTURES = (
+    Architecture(("sm_75", "sm_70", "sm_72"), "T4, RTX 20, V100", 64, (), NO_TENSOR_PRODUCT),
+    Architecture(("sm_80",), "A100, A30", 163, UNQUANTISED, NO_FP8),
+    Architecture(("sm_86",), "A10, RTX 30", 99, UNQUANTISED, NO_FP8),
+    Architecture(("sm_87",), "Jetson Orin", 163, UNQUANTISED, NO_FP8),
+    Architecture(("sm_89",), "L4, L40S, RTX 40", 99, ALL),
+    Architecture(("sm_90",), "H100, H200, GH200", 227, ALL, note="tuned on an H100"),
+    Architecture(("sm_100",), "B200, GB200", 227, ALL, note=INT8_OF_WARPS),
+    Architecture(("sm_103",), "B300, GB300", 227, ALL, note="INT8 products are `mma.sync`"),
+    Architecture(
+        ("sm_110",), "Jetson Thor", 227, ALL, triton="3.7", note="INT8 products are `mma.sync`"
+    ),
+    Architecture(("sm_120",), "RTX 50, RTX PRO 6000", 99, ALL),
+    Architecture(
+        ("sm_121",), "GB10", 99, ALL, note="FP8 products become FP16 ones before Triton 3.8"
+    ),
+    Architecture(("gfx908",), "MI100", 64, UNQUANTISED, NO_FP8),
+    Architecture(("gfx90a",), "MI210, MI250", 64, UNQUANTISED, NO_FP8),
+    Architecture(("gfx942",), "MI300, MI325", 64, ALL, note="its FP8 type ends at 240"),
+    Architecture(("gfx950",), "MI350, MI355", 160, ALL),
+    Architecture(("gfx1100", "gfx1101", "gfx1102", "gfx1103"), "RX 7000", 64, UNQUANTISED, NO_FP8),
+    Architecture(
+        ("gfx1151", "gfx1150", "gfx1152", "gfx1153"), "Ryzen AI 300", 64, UNQUANTISED, NO_FP8
+    ),
+    Architecture(("gfx1201", "gfx1200"), "RX 9000", 64, ALL),
+)
+_ROWS = {name: row for row in ARCHITECTURES for name in row.names}
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What the table says about one kernel on one device.
+
+    Attributes:
+        kernel: the kernel.
+        variant: the variant that runs; `None` where none does.
+        fp8_dtype: FP8 type that it multiplies, `None` where it does not.
+        launch: default launch config, `None` for torch's own kernels.
+        reason: why none runs, in one sentence.
+    """
+
+    kernel: str
+    variant: str | None
+    fp8_dtype: str | None = None
+    launch: LaunchConfig | None = None
+    reason: str | None = None
+
+
+def architecture(arch: str) -> Architecture | None:
+    """The row of an architecture, or `None` where the table has none."""
+    return _ROWS.get(arch)
+
+
+def support(
+    kernel: str, facts: DeviceFacts, *, head_dim: int = 128, dtype: str = "bfloat16"
+) -> Support:
+    """The variant, FP8 type and default launch config of a kernel on a device, or why none runs.
+
+    Args:
+        kernel: a name of `schema.KERNELS`.
+        facts: the device.
+        head_dim: head dim of the launch config.
+        dtype: input dtype of the launch config, by torch's name.
+
+    Example:
+        >>> support("sage", device.facts("cpu")).variant
+        'emulation'
+    """
+    if kernel in ("torch", "sdpa"):
+        return Support(kernel, "host")
+    if reason := device_reason(kernel, facts):
+        return Support(kernel, None, reason=reason)
+    on_cpu = facts.kind == "cpu"
+    space = importlib.import_module(f"sage_plugin.kernels.attention.{kernel}.space").SPACE
+    region = space.region(
+        "emulation" if on_cpu else facts.arch, head_dim, 4 if dtype == "float32" else 2
+    )
+    if region is None:
+        return Support(kernel, None, reason=f"{kernel} takes no head dim {head_dim}")
+    fp8 = facts.fp8_dtype if kernel in FP8_KERNELS else None
+    return Support(kernel, "emulation" if on_cpu else "portable", fp8, region.default)
+
+
+def device_reason(kernel: str, facts: DeviceFacts) -> str | None:
+    """Why a device cannot run a kernel, in one sentence, or `None`."""
+    return _reason(kernel, facts.kind, facts.arch, facts.fp8_dtype)
+
+
+def _reason(kernel: str, kind: str, arch: str, fp8_dtype: str | None) -> str | None:
+    if kernel in ("torch", "sdpa") or kind == "cpu":
+        return None
+    if kind == "other":
+        return f"no kernel runs on device type {arch}"
+    row = architecture(arch)
+    if row is None or row.kind != kind:
+        maker = "AMD" if kind == "hip" else "NVIDIA"
+        return f"{arch} is not a known {maker} architecture"
+    version = device.triton_version()
+    if not version:
+        return "Triton is not installed"
+    if row.kernels and release(version) < release(row.triton):
+        return f"{arch} needs Triton {row.triton} or newer, and {version} is installed"
+    if kernel not in row.kernels:
+        return f"{arch} {row.reason}"
+    if kernel in FP8_KERNELS and fp8_dtype is None:
+        return f"{arch} {NO_FP8}"
+    return None
+
+
+# A compiler sees it as a constant, as it does the facts (`dispatch.facts_of`).
+vars(_reason)["_dynamo_marked_constant"] = True
+
+
+def kernels_of(facts: DeviceFacts) -> tuple[str, ...]:
+    """The kernels that a device can run, plainest first."""
+    return tuple(k for k in KERNELS if device_reason(k, facts) is None)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version.
+
+    Example:
+        >>> release("3.6.0+git1234")
+        (3, 6)
+    """
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

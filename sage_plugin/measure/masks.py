@@ -1,0 +1,124 @@
+"""Masks to judge and time with: drawn ones, and those of captures at their full size."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from sage_plugin.errors import UsageError
+from sage_plugin.measure.inputs import Places
+from sage_plugin.schema import MASK_KINDS, CallShape, CaptureRecord
+
+BLOCKS = 8
+LARGEST_BLOCK = 128
+
+
+class MaskedCall(Protocol):
+    """What `full_mask` needs of a loaded capture."""
+
+    @property
+    def k(self) -> torch.Tensor:
+        """Saved key heads, (b, hk, Sk, D)."""
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """(b or 1, hq or 1, Sq or 1, Sk), or `None`."""
+
+    @property
+    def record(self) -> CaptureRecord:
+        """The manifest line."""
+
+
+def synthetic_mask(
+    shape: CallShape, *, device: torch.device | str, seed: int = 0
+) -> torch.Tensor | None:
+    """A random bool mask of the call's kind; what is drawn does not depend on the device.
+
+    `key_bias` is padding, (B, 1, 1, Sk): each batch item keeps its first keys, a number drawn
+    evenly from half of them to all but one. `dense` is (B, 1, Sq, Sk): square blocks, an eighth of
+    the shorter side and at most 128 wide, are visible with even odds, and those that hold a row's
+    own key (bottom-right aligned) always, so that no row is without a key.
+
+    Args:
+        shape: the call.
+        device: where the mask shall lie.
+        seed: of the draw.
+
+    Returns:
+        The mask, `None` where the call has none.
+
+    Raises:
+        UsageError: the mask kind is unknown.
+
+    Example:
+        >>> import dataclasses
+        >>> from sage_plugin.measure.inputs import self_attention
+        >>> shape = dataclasses.replace(self_attention(2, 4, 64, 32), mask_kind="key_bias")
+        >>> synthetic_mask(shape, device="cpu").shape
+        torch.Size([2, 1, 1, 64])
+    """
+    if shape.mask_kind not in MASK_KINDS:
+        raise UsageError(f"mask {shape.mask_kind!r}: allowed are {', '.join(MASK_KINDS)}")
+    generator = torch.Generator().manual_seed(seed)
+    if shape.mask_kind == "none":
+        return None
+    if shape.mask_kind == "key_bias":
+        least = max(1, shape.seq_k // 2)
+        beyond = max(least + 1, shape.seq_k)
+        kept = torch.randint(least, beyond, (shape.batch,), generator=generator)
+        keys = torch.arange(shape.seq_k, device=device)
+        return (keys < kept.to(device)[:, None])[:, None, None]
+    mask = torch.empty((shape.batch, 1, shape.seq_q, shape.seq_k), dtype=torch.bool, device=device)
+    for item in mask:
+        blocks = _blocks(shape, generator).to(device)
+        item[0] = blocks.repeat_interleave(_block(shape), 1)[:, : shape.seq_k]
+    return mask
+
+
+def _block(shape: CallShape) -> int:
+    return max(1, min(LARGEST_BLOCK, shape.seq_q // BLOCKS, shape.seq_k // BLOCKS))
+
+
+def _blocks(shape: CallShape, generator: torch.Generator) -> torch.Tensor:
+    """`(Sq, blocks of keys)` bool: what each row sees of each block."""
+    block = _block(shape)
+    size = (-(-shape.seq_q // block), -(-shape.seq_k // block))
+    visible = torch.randint(0, 2, size, generator=generator, dtype=torch.uint8).bool()
+    rows = torch.arange(shape.seq_q)
+    own = (rows + (shape.seq_k - shape.seq_q)).clamp(0, shape.seq_k - 1)
+    seen = visible[rows // block]
+    seen[rows, own // block] = True
+    return seen
+
+
+def full_mask(captured: MaskedCall, shape: CallShape | None = None) -> torch.Tensor | None:
+    """The mask of a capture for the full call, beside what `full_size` makes of Q, K and V.
+
+    Entries of single batch items and heads go where those go. What is one entry for all that was
+    saved stays one entry for all, so that nothing is read, or held, more often than by the model;
+    a mask of which a single batch item or head was saved is timed as if it served all.
+
+    Args:
+        captured: a loaded capture.
+        shape: the full call; the record's own where it is `None`.
+
+    Returns:
+        (B or 1, Hq or 1, Sq or 1, Sk), or `None` without a mask.
+
+    Example:
+        >>> import types
+        >>> from sage_plugin.measure.inputs import self_attention
+        >>> k, mask = torch.ones(2, 1, 4, 8), torch.ones(2, 1, 1, 4, dtype=torch.bool)
+        >>> saved = types.SimpleNamespace(k=k, mask=mask)
+        >>> full_mask(saved, self_attention(4, 6, 4, 8)).shape
+        torch.Size([4, 1, 1, 4])
+    """
+    mask = captured.mask
+    if mask is None or mask.shape[:2] == (1, 1):
+        return mask
+    places = Places.of(captured.k, captured.record.shape if shape is None else shape)
+    first = places.batch.new_zeros(1)
+    batch = places.batch if mask.shape[0] > 1 else first
+    heads = places.heads_q if mask.shape[1] > 1 else first
+    return mask[batch[:, None], heads]

@@ -1,0 +1,214 @@
+"""Compile every default config for every GPU of the support table, with several Tritons.
+
+    python scripts/compile_matrix.py --triton 3.6.0 --triton 3.9.0 --tritons-dir .venv/tritons
+
+No GPU is needed. Each Triton is installed into a folder of its own and put before the environment's
+on the path; one process an architecture compiles what the launch code of a call would launch there
+(`tests/kernels/aot_builds.py`). What came out of each launch goes into one JSON file: shared memory,
+registers a thread, bytes of spills, matrix instructions. Ends with 1 if a launch does not compile or
+does not fit into the chip's shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from sage_plugin import __version__  # noqa: E402
+from sage_plugin.kernels.support import (  # noqa: E402
+    ARCHITECTURES,
+    LOWEST_TRITON,
+    NEWEST_TRITON,
+    Architecture,
+    release,
+)
+
+RESULTS = ROOT / "benchmarks" / "results" / "compile_matrix.json"
+DIMS = (40, 64, 96, 128, 256)
+MASKED_DIMS = (64, 128)
+CALL = ("arch", "kernel", "dim", "dtype", "causal", "mask", "form")
+TILE = ("block_m", "block_n", "num_warps", "num_stages", "loads", "maxnreg")
+MADE = ("name", "smem_bytes", "registers", "spill_bytes", "products")
+COLUMNS = ("triton", *CALL, *TILE, *MADE)
+DEFAULTS = {"dtype": "bfloat16", "causal": False, "mask": "", "form": ""}
+
+
+def forms(kernel: str) -> Iterator[dict[str, Any]]:
+    """The calls of one kernel: head dims, causal or not, masks, dtypes, features."""
+    for dim in DIMS:
+        # One plain call of a head dim shows the quantisers too.
+        yield {"dim": dim, "attention_only": kernel == "fav2" or dim not in (128, 256)}
+        yield {"dim": dim, "causal": True}
+    for dim in MASKED_DIMS:
+        yield {"dim": dim, "mask": "key_bias"}
+        yield {"dim": dim, "mask": "dense"}
+    yield {"dim": 128, "causal": True, "mask": "tiles", "form": "all"}
+    yield {"dim": 128, "causal": True, "form": "packed"}
+    yield {"dim": 128, "dtype": "float16"}
+    for dim in (64, 256) if kernel == "fav2" else (128,):
+        yield {"dim": dim, "dtype": "float32"}
+
+
+def calls(row: Architecture, name: str) -> list[dict[str, Any]]:
+    """What is compiled for one architecture; less for those with the instructions of another."""
+    wanted = []
+    for kernel in row.kernels:
+        for form in forms(kernel):
+            plain = not ({*form} - {"dim", "attention_only"}) and form["dim"] in MASKED_DIMS
+            if name == row.names[0] or plain:
+                wanted.append({"kernel": kernel, "arch": name, "attention_only": True} | form)
+    return [one | {"with_resources": True, "keep_going": True} for one in wanted]
+
+
+def installed(version: str, folder: Path) -> Path:
+    """A folder with one Triton, installed there if it is not."""
+    target = folder / version
+    if not (target / "triton").is_dir():
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        subprocess.run(
+            [*pip, "install", "--no-deps", "--target", str(target), f"triton=={version}"],
+            check=True,
+        )
+    return target
+
+
+def environment(target: Path) -> dict[str, str]:
+    """The environment of a process that sees one Triton and no GPU."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(target), str(ROOT)]),
+        "TRITON_INTERPRET": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def assemblers(env: dict[str, str]) -> dict[str, str]:
+    """Release of each assembler that a Triton brings."""
+    code = (
+        "import glob, json, os, subprocess, triton\n"
+        "home = os.path.join(os.path.dirname(triton.__file__), 'backends/nvidia/bin/ptxas*')\n"
+        "told = {os.path.basename(p): subprocess.check_output([p, '--version'], text=True)\n"
+        "        for p in glob.glob(home)}\n"
+        "print(json.dumps({n: t.split('release ')[1].split(',')[0] for n, t in told.items()}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return dict(json.loads(done.stdout))
+
+
+def compiled(wanted: list[dict[str, Any]], env: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Answers of the process that compiles, as they come; its death is an answer too."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.kernels.aot_builds", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=env,
+        text=True,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(json.dumps(wanted))
+    child.stdin.close()
+    for line in child.stdout:
+        yield json.loads(line)
+    if child.wait():
+        yield {"call": wanted[0], "error": f"the compiling process ended with {child.returncode}"}
+
+
+def flat(version: str, answer: dict[str, Any]) -> list[Any]:
+    """One row of the file."""
+    fields = {**DEFAULTS, **answer["call"], **answer["config"], **answer, "triton": version}
+    return [fields[name] for name in COLUMNS]
+
+
+def run(version: str, env: dict[str, str], only: list[str]) -> tuple[list[Any], list[str]]:
+    """Rows and failures of one Triton."""
+    rows, failures = [], []
+    for row in ARCHITECTURES:
+        for name in row.names:
+            if not row.kernels or release(version) < release(row.triton) or name not in only:
+                continue
+            count = len(rows)
+            for answer in compiled(calls(row, name), env):
+                where = f"triton {version} {answer['call']}"
+                if "error" in answer:
+                    failures.append(f"{where}: {answer['error'][-400:]}")
+                    continue
+                rows.append(flat(version, answer))
+                if answer["smem_bytes"] > answer["limit_bytes"]:
+                    failures.append(f"{where}: {answer['smem_bytes']} bytes of shared memory")
+            worst = max((one[COLUMNS.index("spill_bytes")] for one in rows[count:]), default=0)
+            print(f"triton {version} {name}: {len(rows) - count} launches, at most {worst} B spilt")
+    return rows, failures
+
+
+def sources() -> str:
+    """Hash of the files that decide what is compiled."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "sage_plugin" / "kernels").rglob("*.py")):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def write(path: Path, results: dict[str, Any], rows: list[Any]) -> None:
+    """The file, one row a line."""
+    head = json.dumps(results, indent=1)[:-2]
+    lines = ",\n".join(f"  {json.dumps(row, separators=(',', ':'))}" for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def main() -> int:
+    """Compile, write, and say what failed."""
+    names = [name for row in ARCHITECTURES for name in row.names]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--triton", action="append", help="a version; may be given several times")
+    parser.add_argument("--tritons-dir", type=Path, default=ROOT / ".venv" / "tritons")
+    parser.add_argument("--arch", action="append", choices=names, help="one of the architectures")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    versions = given.triton or [f"{LOWEST_TRITON}.0", f"{NEWEST_TRITON}.0"]
+    rows: list[Any] = []
+    failures: list[str] = []
+    brought = {}
+    for version in versions:
+        env = environment(installed(version, given.tritons_dir))
+        brought[version] = assemblers(env)
+        new_rows, new_failures = run(version, env, given.arch or names)
+        rows += new_rows
+        failures += new_failures
+    identity = {
+        "sage_plugin": __version__,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "assemblers": brought,
+        "kernels_sha256": sources(),
+    }
+    write(given.out, {"identity": identity, "failures": failures, "columns": COLUMNS}, rows)
+    print(f"{len(rows)} launches, {len(failures)} failures: {given.out}")
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Problems of every kind for tests, and twins run on them."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from hypothesis import strategies as st
+
+from sage_plugin.kernels.contract import NO_WINDOW, Problem
+from tests.kernels.calls import Shape, launch
+
+MASKS = ("none", "bool", "float", "key_bool", "key_float", "head_bool", "dead_rows")
+
+
+def mask_of(kind: str, shape: Shape, seed: int = 0) -> torch.Tensor | None:
+    """A normalised mask; each kind hides about a third of the keys."""
+    generator = torch.Generator().manual_seed(seed)
+    full = {
+        "bool": (1, 1, shape.seq_q, shape.seq_k),
+        "float": (shape.batch, 1, shape.seq_q, shape.seq_k),
+        "key_bool": (shape.batch, 1, 1, shape.seq_k),
+        "key_float": (1, 1, 1, shape.seq_k),
+        "head_bool": (1, shape.heads_q, 1, shape.seq_k),
+        "dead_rows": (1, shape.heads_q, shape.seq_q, shape.seq_k),
+    }
+    if kind == "none":
+        return None
+    keep = torch.rand(full[kind], generator=generator) > 0.35
+    if kind == "dead_rows":
+        keep[:, :, :: max(1, shape.seq_q // 3)] = False
+    if not kind.endswith("float"):
+        return keep
+    bias = 2 * torch.randn(full[kind], generator=generator)
+    bias = bias.masked_fill(~keep, -torch.inf)
+    lowest = torch.rand(full[kind], generator=generator) > 0.8
+    return bias.masked_fill(~keep & lowest, torch.finfo(torch.float32).min)
+
+
+@st.composite
+def problems(make: st.DrawFn, longest: int = 90) -> tuple[Shape, Problem]:
+    """A shape, and a problem with any of the parts that a call may have."""
+    heads_k = make(st.integers(1, 2))
+    shape = Shape(
+        batch=make(st.integers(1, 2)),
+        heads_q=heads_k * make(st.integers(1, 3)),
+        heads_k=heads_k,
+        seq_q=make(st.integers(1, longest)),
+        seq_k=make(st.integers(1, longest)),
+        dim=make(st.sampled_from([8, 32, 64])),
+    )
+    side = st.sampled_from([-1, 0, 1, 7, 40])
+    sinks = make(st.sampled_from([None, -3.0, 0.0, 4.0]))
+    problem = Problem(
+        scale=make(st.sampled_from([shape.dim**-0.5, 0.3])),
+        causal=make(st.booleans()),
+        layout="bhsd",
+        mask=mask_of(make(st.sampled_from(MASKS)), shape, make(st.integers(0, 9))),
+        window=make(st.one_of(st.just(NO_WINDOW), st.tuples(side, side))),
+        softcap=make(st.sampled_from([0.0, 0.0, 2.0, 30.0])),
+        sinks=None if sinks is None else sinks + torch.arange(shape.heads_q) / 2,
+    )
+    return shape, problem
+
+
+def run(kernel, q, k, v, problem, *, out_dtype=torch.float32, **fields):
+    """Output and LSE of a kernel's twin, before the last rounding."""
+    if kernel in ("torch", "sdpa"):
+        from sage_plugin.kernels.attention.implementations import implementation
+
+        built = implementation(kernel, "host")
+    else:
+        built = importlib.import_module(f"sage_plugin.kernels.attention.{kernel}.reference").build()
+    operands = built.prepare(q, k, v, problem=problem, launch=launch(**fields))
+    return built.launch(operands, out_dtype=out_dtype, return_lse=True)

@@ -1,0 +1,163 @@
+"""NaN and infinite values in K, V and Q: seen as NaN by the rows that see them, by no other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sage_plugin.kernels.contract import Problem
+from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, relative_l1
+from tests.kernels.problems import mask_of, run
+from tests.kernels.test_twins import packed_of
+from tests.kernels.written_out import seen_by, written_out
+
+EXACT = ("torch", *EMULATED)
+SHAPE = Shape(2, 4, 2, 40, 70, 64)
+BAD = 37
+"""A key in the middle, which a causal mask, a window and a random mask hide from some rows."""
+
+PROBLEMS = {
+    "none": Problem(0.125, False, "bhsd"),
+    "causal": Problem(0.125, True, "bhsd"),
+    "window": Problem(0.125, False, "bhsd", None, (3, 12)),
+    "mask": Problem(0.125, False, "bhsd", mask_of("bool", SHAPE)),
+    "bias": Problem(0.125, True, "bhsd", mask_of("float", SHAPE)),
+    "heads": Problem(0.125, False, "bhsd", mask_of("head_bool", SHAPE, seed=3)),
+    "capped": Problem(0.125, True, "bhsd", None, (20, -1), 5.0, torch.zeros(4)),
+}
+
+
+def seen_at(problem, key):
+    """`(B, Hq, Sq)` of the rows that see a key."""
+    return seen_by(problem, SHAPE.batch, SHAPE.heads_q, SHAPE.seq_q, SHAPE.seq_k)[..., key]
+
+
+@pytest.mark.parametrize("kernel", EXACT)
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rows_that_see_the_key_are_nan_and_others_right(kernel, name, which, value):
+    problem = PROBLEMS[name]
+    q, k, v = draw(SHAPE)
+    clean, clean_lse = written_out(q, k, v, problem)
+    (k if which == "k" else v)[:, :, BAD, 5] = value
+    out, lse = run(kernel, q, k, v, problem)
+    sees = seen_at(problem, BAD)
+    assert out[..., 5].isnan().equal(sees)
+    if kernel != "torch" or which == "k":
+        assert out.isnan().equal(sees[..., None].expand_as(out))
+    else:
+        assert not out[..., :5].isnan().any()
+    assert not lse[~sees].isnan().any()
+    if not sees.all():
+        assert relative_l1(out[~sees], clean[~sees]) < 2.5 * LIMITS.get(kernel, 1e-5)
+        finite = torch.isfinite(clean_lse) & ~sees
+        assert (lse - clean_lse)[finite].abs().max() < 0.2
+        assert torch.equal(lse[~sees].isneginf(), clean_lse[~sees].isneginf())
+
+
+@pytest.mark.parametrize("kernel", EXACT)
+@pytest.mark.parametrize("name", ["causal", "window", "mask", "bias"])
+def test_what_the_bad_row_holds_makes_no_difference_to_others(kernel, name):
+    problem = PROBLEMS[name]
+    sees = seen_at(problem, BAD)
+    outs = []
+    for value in (math.nan, math.inf):
+        q, k, v = draw(SHAPE)
+        k[:, :, BAD] = value
+        v[:, :, BAD] = -value
+        outs.append(run(kernel, q, k, v, problem)[0])
+    assert (~sees).any()
+    assert torch.equal(outs[0][~sees], outs[1][~sees])
+
+
+@pytest.mark.parametrize("kernel", EXACT)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("name", ["key_bool", "rows", "window"])
+def test_a_key_hidden_from_everyone_is_no_part_of_anything(kernel, value, name):
+    q, k, v = draw(SHAPE)
+    window, mask, bad = (-1, -1), None, [3, BAD, 69]
+    if name == "key_bool":
+        mask = torch.ones(1, 1, 1, 70, dtype=torch.bool)
+        mask[..., bad] = False
+    elif name == "rows":  # each row hides it, and others besides
+        mask = mask_of("bool", SHAPE).clone()
+        mask[..., bad] = False
+    else:
+        window, bad = (4, -1), [0, 7, 25]
+    problem = Problem(0.125, False, "bhsd", mask, window)
+    k[:, :, bad], v[:, :, bad] = 0.0, 0.0
+    expected, expected_lse = run(kernel, q, k, v, problem)
+    k[:, :, bad], v[:, :, bad] = value, -value
+    out, lse = run(kernel, q, k, v, problem)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("kernel", EXACT)
+def test_a_bad_sequence_does_not_reach_the_others(kernel):
+    q, k, v = (x.transpose(1, 2) for x in draw(Shape(1, 4, 2, 134, 134, 64)))
+    ends = [0, 5, 133, 134]
+    problem = Problem(0.125, True, "bshd", packed=packed_of(ends, ends))
+    expected, _ = run(kernel, q, k, v, problem)
+    k, v = k.clone(), v.clone()
+    k[:, 20], v[:, 100] = math.nan, math.inf
+    out, _ = run(kernel, q, k, v, problem)
+    bad = torch.zeros(134, dtype=torch.bool)
+    bad[20:133] = True
+    assert out[:, bad].isnan().all()
+    assert torch.equal(out[:, [*range(5), 133]], expected[:, [*range(5), 133]])
+    assert not out[:, 5:20].isnan().any()
+
+
+@pytest.mark.parametrize("kernel", EXACT)
+@pytest.mark.parametrize("granule", [1, 16])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_query_is_nan_alone_and_not_even_that_where_it_sees_nothing(kernel, granule, value):
+    q, k, v = draw(SHAPE)
+    mask = torch.ones(1, 1, 40, 70, dtype=torch.bool)
+    mask[:, :, 9] = False
+    problem = Problem(0.125, False, "bhsd", mask)
+    fields = {"q_granule": granule, "smooth_k": True}
+    q[:, :, 8:10] = 0.0
+    expected, _ = run(kernel, q, k, v, problem, **fields)
+    q[:, :, 8:10, 2] = value
+    out, lse = run(kernel, q, k, v, problem, **fields)
+    assert out[:, :, 8].isnan().all()
+    assert (out[:, :, 9] == 0).all()
+    assert torch.isneginf(lse[:, :, 9]).all()
+    others = [i for i in range(40) if i not in (8, 9)]
+    assert torch.equal(out[:, :, others], expected[:, :, others])
+
+
+@pytest.mark.parametrize("kernel", EMULATED)
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e5])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+@pytest.mark.parametrize("smooth", [False, True])
+def test_report_46_49_extreme_but_finite_inputs_under_a_mask(kernel, value, which, smooth):
+    tensors = list(draw(SHAPE, torch.bfloat16))
+    tensors[which] = torch.full_like(tensors[which], value)
+    if which == 2:
+        tensors[2][:, :, ::2] *= -0.5
+    problem = Problem(
+        0.125 if value < 1 or which == 2 else 1e-6, True, "bhsd", mask_of("bool", SHAPE)
+    )
+    out, lse = run(kernel, *tensors, problem, smooth_k=smooth, smooth_v=smooth)
+    expected, expected_lse = written_out(*tensors, problem)
+    assert torch.isfinite(out).all()
+    size = expected.abs().mean() + 1e-6
+    # K is drawn with a bias, which costs an unsmoothed K some digits; fav2 rounds P to bf16.
+    limit = 4 * max(LIMITS[kernel], 4e-3)
+    assert (out - expected).abs().mean() < limit * size
+    assert (lse - expected_lse)[torch.isfinite(expected_lse)].abs().max() < 0.5
+
+
+@pytest.mark.parametrize("kernel", EMULATED)
+def test_report_46_sums_of_large_values_do_not_overflow(kernel):
+    q, k, v = draw(Shape(1, 1, 1, 20, 64, 64), torch.bfloat16)
+    v = torch.full_like(v, 2000.0)
+    v[:, :, :, ::2] = 7e4
+    out, _ = run(kernel, q * 0, k, v, Problem(0.125, False, "bhsd"))
+    assert torch.allclose(out, v[:, :, :1].float().expand_as(out), rtol=5e-3)

@@ -1,0 +1,72 @@
+"""The devices of the report tests, and an environment that asks for nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from sage_plugin.kernels import launches
+from tests.reports.machine import ON_GPU, Machine
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave `fav3_sage` out of the interpreter: it is Q K of `sage` and P V of `fav3_fp8`."""
+    given = [getattr(item, "callspec", None) for item in items]
+    extra = [
+        item
+        for item, spec in zip(items, given, strict=True)
+        if spec is not None
+        and spec.params.get("machine") == "cpu"
+        and spec.params.get("kernel") == "fav3_sage"
+        and Path(__file__).parent in item.path.parents
+    ]
+    if extra:
+        config.hook.pytest_deselected(items=extra)
+        items[:] = [item for item in items if item not in extra]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
+        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    launches.forget()
+    yield
+    launches.forget()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_GPU)])
+def machine(request) -> Machine:
+    """The portable kernels in Triton's interpreter, and again on a GPU."""
+    if request.param == "cpu":
+        request.getfixturevalue("interpreted")
+    return Machine(request.param)
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=ON_GPU)])
+def gpu(request) -> Machine:
+    """The portable kernels on a GPU alone."""
+    return Machine(request.param)
+
+
+@pytest.fixture
+def interpreter(interpreted) -> Machine:
+    """The portable kernels in Triton's interpreter alone."""
+    return Machine("cpu")
+
+
+@pytest.fixture
+def large_memory():
+    """One test at a time, of all processes, holds gigabytes of a GPU; they are given back."""
+    from filelock import FileLock
+
+    if not torch.cuda.is_available():
+        yield
+        return
+    with FileLock(Path(tempfile.gettempdir()) / "sage_plugin_tests_large_memory.lock"):
+        torch.cuda.empty_cache()
+        yield
+        torch.cuda.empty_cache()

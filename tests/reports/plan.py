@@ -1,0 +1,50 @@
+"""What a call would launch and allocate: the launch code on meta tensors, without its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sage_plugin.kernels.attention import portable as attention_portable
+from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.quant import portable as quant_portable
+from tests.kernels.calls import launch
+
+
+@dataclass
+class Plan:
+    """Grids, and tensors that reach kernels (inputs too, each once), of one call."""
+
+    grids: list[tuple[int, ...]] = field(default_factory=list)
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        self.grids.append(grid)
+        for x in arguments:
+            if isinstance(x, torch.Tensor):
+                self.tensors[id(x.untyped_storage()._cdata)] = x
+
+
+class _Recorder:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **_: self.plan.launch(grid, arguments)
+
+
+def plan(monkeypatch, kernel: str, q, k, v, *, problem: Problem | None = None, **fields) -> Plan:
+    """The plan of a call on meta tensors."""
+    made = Plan()
+    for module in (attention_portable, quant_portable):
+        for name in vars(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, _Recorder(made))
+    built = implementation(kernel, "portable")
+    problem = problem or Problem(q.shape[-1] ** -0.5, False, "bhsd")
+    operands = built.prepare(q, k, v, problem=problem, launch=launch(**fields))
+    built.launch(operands, return_lse=True)
+    return made
