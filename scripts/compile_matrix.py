@@ -2,11 +2,11 @@
 
     python scripts/compile_matrix.py --triton 3.6.0 --triton 3.9.0 --tritons-dir .venv/tritons
 
-No GPU is needed. Each Triton is installed into a folder of its own and put before the environment's
-on the path; one process an architecture compiles what the launch code of a call would launch there
-(`tests/kernels/aot_builds.py`). What came out of each launch goes into one JSON file: shared memory,
-registers a thread, bytes of spills, matrix instructions. Ends with 1 if a launch does not compile or
-does not fit into the chip's shared memory.
+No GPU is needed. Each Triton is installed into a folder of its own, which comes before the packages
+of the environment; one process an architecture compiles what the launch code of a call would launch
+there (`tests/kernels/aot_builds.py`). What came out of each launch goes into one JSON file: shared
+memory, registers a thread, bytes of spills, matrix instructions. Ends with 1 if a launch does not
+compile or does not fit into the chip's shared memory.
 """
 
 from __future__ import annotations

@@ -161,7 +161,8 @@ def _region(key: CallKey, facts: DeviceFacts) -> Region:
     space: Space = importlib.import_module(
         f"sage_plugin.kernels.attention.{key.kernel}.space"
     ).SPACE
-    region = space.region(arch, key.head_dim, 4 if key.dtype == "float32" else 2)
+    element_bytes = 4 if key.dtype == "float32" else 2
+    region = space.region(arch, key.head_dim, element_bytes, key.mask_kind)
     if region is None:
         raise ConfigError(
             f"kernel {key.kernel}:{key.variant} has no launch config for {arch} at head dim "

@@ -23,7 +23,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Default and search axes of one class of hardware, head dim and element size.
+    """Default and search axes of one class of hardware, head dim, element size and mask.
 
     Attributes:
         arch: glob over `DeviceFacts.arch`; `"emulation"` for the emulation.
@@ -32,6 +32,7 @@ class Region:
         tiles: tiles to search.
         axes: further fields to search, each with its values; the default's value is implied.
         element_bytes: largest element size of the inputs that the region serves.
+        mask_kinds: kinds of masks that it serves; a dense one costs registers.
     """
 
     arch: str
@@ -40,6 +41,7 @@ class Region:
     tiles: tuple[Tile, ...] = ()
     axes: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     element_bytes: int = 4
+    mask_kinds: tuple[str, ...] = ("none", "key_bias", "dense")
 
     def candidates(self) -> tuple[LaunchConfig, ...]:
         """The default first, then every other combination of tiles and axes, in a fixed order."""
@@ -64,10 +66,12 @@ class Space:
 
     regions: tuple[Region, ...]
 
-    def region(self, arch: str, head_dim: int, element_bytes: int) -> Region | None:
-        """The first region that serves an architecture, head dim and element size, or `None`."""
+    def region(
+        self, arch: str, head_dim: int, element_bytes: int, mask_kind: str = "none"
+    ) -> Region | None:
+        """The first region that serves such a call on an architecture, or `None`."""
         for region in self.regions:
             serves = head_dim <= region.max_head_dim and element_bytes <= region.element_bytes
-            if serves and fnmatchcase(arch, region.arch):
+            if serves and mask_kind in region.mask_kinds and fnmatchcase(arch, region.arch):
                 return region
         return None

@@ -25,7 +25,8 @@ import torch
 
 from sage_plugin import device
 from sage_plugin.kernels import dispatch, launches
-from sage_plugin.kernels.attention import ops
+from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.attention.run import shape_of
 from sage_plugin.kernels.contract import Decision, Packed, Problem
 from sage_plugin.kernels.support import ARCHITECTURES
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
@@ -114,9 +115,15 @@ class Call:
 
     def key(self) -> CallKey:
         """The call key."""
-        q, k, v = self.tensors()
-        layout = "bshd" if self.form == "packed" else "bhsd"
-        shape = ops.shape_of(q, k, v, causal=self.causal, scale=0.125, layout=layout)
+        problem = self.problem()
+        shape = shape_of(
+            *self.tensors(),
+            causal=self.causal,
+            scale=problem.scale,
+            layout=problem.layout,
+            mask_kind=mask_kind(problem.mask),
+            packed=problem.packed,
+        )
         return dispatch.call_key(shape, Decision(self.kernel, "portable"))
 
     def config(self) -> LaunchConfig:
@@ -152,23 +159,22 @@ class Recorder:
 
 def launches_of(call: Call) -> list[Launch]:
     """What the portable variant launches for a call: quantisation, then attention."""
-    from sage_plugin.kernels.attention import portable as attention
     from sage_plugin.kernels.attention.implementations import implementation
-    from sage_plugin.kernels.quant import portable as quant
 
+    fp8 = getattr(torch, call.facts().fp8_dtype or "float8_e4m3fn")
+    built = implementation(call.kernel, "portable", fp8)
     kept: list[Launch] = []
     stock = [
         (module, name, value)
-        for module in (attention, quant)
-        for name, value in vars(module).items()
+        for at, module in list(sys.modules.items())
+        if at.startswith("sage_plugin.kernels.")
+        for name, value in list(vars(module).items())
         if name.endswith("_kernel") or name == "_precision"
     ]
     for module, name, value in stock:
         put = _precision_of(call) if name == "_precision" else Recorder(value, kept)
         setattr(module, name, put)
     try:
-        fp8 = getattr(torch, call.facts().fp8_dtype or "float8_e4m3fn")
-        built = implementation(call.kernel, "portable", fp8)
         operands = built.prepare(*call.tensors(), problem=call.problem(), launch=call.config())
         built.launch(operands, return_lse=call.return_lse)
     finally:

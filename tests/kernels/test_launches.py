@@ -64,6 +64,7 @@ def _alone(monkeypatch, tmp_path):
     launches.forget()
     yield
     launches.forget()
+    device.toolchain.cache_clear()
 
 
 @pytest.fixture

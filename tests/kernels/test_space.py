@@ -42,6 +42,17 @@ def test_the_first_region_that_serves_a_call_answers(arch, head_dim, element_byt
     assert space.region(arch, head_dim, element_bytes).default == expected
 
 
+def test_a_region_of_one_kind_of_mask_leaves_the_others_to_the_next():
+    space = Space((Region("sm_*", 128, A, mask_kinds=("dense",)), Region("sm_*", 128, B)))
+    found = {kind: space.region("sm_80", 64, 2, kind) for kind in ("none", "key_bias", "dense")}
+    assert {kind: region.default for kind, region in found.items()} == {
+        "none": B,
+        "key_bias": B,
+        "dense": A,
+    }
+    assert space.region("sm_80", 64, 2).default == B
+
+
 @pytest.mark.parametrize(
     ("arch", "head_dim", "element_bytes"),
     [("sm_80", 257, 2), ("gfx942", 129, 2), ("gfx1100", 64, 2), ("SM_90", 64, 2), ("sm_90", 64, 8)],
@@ -88,6 +99,7 @@ def test_regions_of_one_architecture_grow_so_that_none_is_unreachable(kernel):
                 earlier.arch in (region.arch, "*")
                 and earlier.max_head_dim >= region.max_head_dim
                 and earlier.element_bytes >= region.element_bytes
+                and set(earlier.mask_kinds) >= set(region.mask_kinds)
             )
             assert not shadowed, region
         seen.append(region)

@@ -42,7 +42,7 @@ def on_sdpa(model):
     return outputs.output(model, *loaded(model), "sdpa")
 
 
-@pytest.mark.parametrize(("model", "kernel"), LIMITS, ids="-".join)
+@pytest.mark.parametrize(("model", "kernel"), LIMITS, ids=map("-".join, LIMITS))
 def test_a_model_on_a_kernel_is_near_the_model_on_sdpa(model, kernel):
     found = outputs.output(model, *loaded(model), kernel)
     expected = on_sdpa(model)

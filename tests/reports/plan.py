@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from sage_plugin.kernels.attention import portable as attention_portable
 from sage_plugin.kernels.attention.implementations import implementation
 from sage_plugin.kernels.contract import Problem
-from sage_plugin.kernels.quant import portable as quant_portable
 from tests.kernels.calls import launch
 
 
@@ -38,12 +37,15 @@ class _Recorder:
 
 def plan(monkeypatch, kernel: str, q, k, v, *, problem: Problem | None = None, **fields) -> Plan:
     """The plan of a call on meta tensors."""
+    from triton.runtime.jit import KernelInterface
+
     made = Plan()
-    for module in (attention_portable, quant_portable):
-        for name in vars(module):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, _Recorder(made))
     built = implementation(kernel, "portable")
+    loaded = [m for n, m in list(sys.modules.items()) if n.startswith("sage_plugin.kernels")]
+    for module in loaded:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, KernelInterface):
+                monkeypatch.setattr(module, name, _Recorder(made))
     problem = problem or Problem(q.shape[-1] ** -0.5, False, "bhsd")
     operands = built.prepare(q, k, v, problem=problem, launch=launch(**fields))
     built.launch(operands, return_lse=True)

@@ -17,7 +17,7 @@ kernels = pytest.mark.parametrize("kernel", EMULATED)
 
 def shape_of(machine, **more):
     base = machine.pick(
-        {"batch": 2, "heads_q": 2, "heads_k": 1, "seq_q": 20, "seq_k": 70, "dim": 32},
+        {"batch": 2, "heads_q": 2, "heads_k": 1, "seq_q": 20, "seq_k": 40, "dim": 32},
         {"batch": 2, "heads_q": 4, "heads_k": 2, "seq_q": 300, "seq_k": 500, "dim": 64},
     )
     return Shape(**base | more)
@@ -114,13 +114,14 @@ def test_report_36_a_bias_is_in_natural_log_units(machine, kernel, form):
 
 @kernels
 def test_report_37_dead_rows_and_dead_blocks(machine, kernel):
-    shape = shape_of(machine, seq_k=machine.pick(150, 400))
+    shape = shape_of(machine, seq_k=machine.pick(140, 400))
     tensors = machine.draw(shape)
     mask = torch.ones(1, 1, shape.seq_q, shape.seq_k, dtype=torch.bool, device=machine.device)
     mask[:, :, 3] = False
     mask[:, :, 7:9, :128] = False
     mask[:, :, 12:, :128] = False
-    for given in (mask, as_floats(mask), as_floats(mask, torch.bfloat16)):
+    every = (mask, as_floats(mask), as_floats(mask, torch.bfloat16))
+    for given in machine.pick(every[:2], every):
         out, lse = machine.checked(kernel, *tensors, given, times=4)
         assert (out[:, :, 3] == 0).all()
         assert (lse[:, :, 3] == -math.inf).all()
@@ -136,8 +137,8 @@ def test_report_37_dead_rows_and_dead_blocks(machine, kernel):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_report_39_large_negative_biases_of_every_dtype(machine, kernel, form, dtype):
     """-1e4 of fp16, and the lowest number of a type in place of -inf."""
-    if not machine.on_gpu and dtype == torch.float32 and form == "dense":
-        pytest.skip("test_report_37 adds fp32 tiles in the interpreter")
+    if not machine.on_gpu and (dtype == torch.float32 or (dtype, form) == (torch.float16, "key")):
+        pytest.skip("two of them are enough in the interpreter")
     shape = shape_of(machine)
     q, k, v = machine.draw(shape, torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
     mask = keeping(machine, 2, 1, 1 if form == "key" else shape.seq_q, shape.seq_k)
@@ -147,10 +148,11 @@ def test_report_39_large_negative_biases_of_every_dtype(machine, kernel, form, d
     hard = machine.attention(kernel, q, k, v, mask, return_lse=True, out_dtype=torch.float32)
     assert_close(kernel, out, hard[0], dtype=v.dtype)
     assert (lse - hard[1]).abs().max() < 0.05
-    # Rows all of whose keys have it: dead where the type reaches -1e38, else only a constant off.
+    # Rows all of whose keys have it: dead under -1e38, else only a constant off.
     out, lse = machine.attention(
-        kernel, q, k, v, torch.full_like(bias, lowest), return_lse=True, out_dtype=torch.float32
-    )
+        kernel, q, k, v, torch.full_like(bias, max(lowest, -1.5e38)), return_lse=True,
+        out_dtype=torch.float32,
+    )  # fmt: skip
     if dtype == torch.float16:
         assert_close(kernel, out, exact(q, k, v)[0], times=3)
         assert (lse + 1e4 - exact(q, k, v)[1]).abs().max() < 0.1

@@ -143,6 +143,8 @@ def test_report_74_opcheck_of_the_portable_kernels(machine, name, masked):
     more = {"sinks": machine.normal(machine.pick(2, 4))} if masked else {}
     if masked and not OPS[name]:
         more["mask"] = machine.normal(1, 1, *machine.pick((10, 20), (200, 333)))
+    if not machine.on_gpu and masked == name.endswith("_lse"):
+        pytest.skip("every other one is enough in the interpreter")
     for kernel in machine.pick(("sage",), EMULATED):
         given = arguments(machine, kernel, packed=OPS[name], **more)
         torch.library.opcheck(op, given)

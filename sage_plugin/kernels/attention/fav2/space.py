@@ -25,6 +25,7 @@ def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Laun
 
 NVIDIA_TILES = (Tile(128, 64, 4), Tile(128, 64, 8), Tile(128, 128, 8), Tile(64, 64, 4))
 NVIDIA_AXES = {"num_stages": (2, 3)}
+DENSE = ("dense",)
 WARP_TILES = (*NVIDIA_TILES, Tile(128, 32, 8), Tile(128, 32, 4))
 AMD_TILES = (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 32, 4))
 RDNA_TILES = (Tile(128, 32, 8), Tile(64, 32, 8), Tile(64, 16, 4), Tile(64, 16, 8))
@@ -33,9 +34,11 @@ AMD_AXES = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
 SPACE = Space(
     (
         Region("emulation", 256, _config(128, 128, 4, 1), (Tile(128, 64, 4), Tile(128, 256, 4))),
+        Region("sm_90", 128, _config(128, 64, 8, 3), NVIDIA_TILES, NVIDIA_AXES, 2, DENSE),
         Region("sm_90", 64, _config(128, 64, 4, 3), NVIDIA_TILES, NVIDIA_AXES, element_bytes=2),
         Region("sm_90", 128, _config(128, 64, 8, 3), NVIDIA_TILES, NVIDIA_AXES, element_bytes=2),
         Region("sm_1[01]*", 128, _config(128, 64, 8, 2), NVIDIA_TILES, NVIDIA_AXES, 2),
+        Region("sm_*", 128, _config(64, 32, 4, 2), WARP_TILES, NVIDIA_AXES, 2, DENSE),
         Region("sm_*", 64, _config(128, 32, 4, 2), WARP_TILES, NVIDIA_AXES, element_bytes=2),
         Region("sm_*", 128, _config(128, 32, 8, 2), WARP_TILES, NVIDIA_AXES, element_bytes=2),
         Region("sm_*", 256, _config(64, 32, 8, 2), (Tile(64, 64, 8),), element_bytes=2),

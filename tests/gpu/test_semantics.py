@@ -1,0 +1,295 @@
+"""Masks, windows, caps, sinks, packed sequences and compilers on a device."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+
+import sage_plugin
+from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.mask import normalised
+from sage_plugin.kernels.contract import Packed, Problem
+from sage_plugin.kernels.oracle import oracle
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+QUANTISED = ("sage", "fav3_sage", "fav3_fp8")
+KERNELS = ("fav2", *QUANTISED)
+BATCH, HEADS_Q, HEADS_K, SEQ_Q, SEQ_K = 2, 4, 2, 300, 421
+PARTS = {
+    "padding": {"mask": "padding"},
+    "bias of heads": {"mask": "bias of heads"},
+    "dense": {"mask": "dense"},
+    "dense bias": {"mask": "dense bias"},
+    "dead rows": {"mask": "dead rows"},
+    "causal and padding": {"mask": "padding", "causal": True},
+    "window": {"window": (100, 30)},
+    "causal window": {"window": (90, -1), "causal": True},
+    "cap": {"softcap": 5.0, "causal": True},
+    "sinks": {"sinks": True},
+    "all of it": {
+        "mask": "dense bias", "sinks": True, "causal": True, "window": (200, -1), "softcap": 8.0
+    },
+}  # fmt: skip
+
+
+def inputs(dim, dtype=torch.bfloat16, seed=0, batch=BATCH):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    sizes = ((HEADS_Q, SEQ_Q), (HEADS_K, SEQ_K), (HEADS_K, SEQ_K))
+    q, k, v = (torch.randn(batch, *s, dim, generator=generator, device="cuda") for s in sizes)
+    return q.to(dtype), (k + 2.0).to(dtype), (v + 0.5).to(dtype)
+
+
+def mask_of(kind, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(3)
+    shapes = {
+        "padding": (BATCH, 1, 1, SEQ_K),
+        "bias of heads": (1, HEADS_Q, 1, SEQ_K),
+        "dense": (1, 1, SEQ_Q, SEQ_K),
+        "dense bias": (BATCH, 1, SEQ_Q, SEQ_K),
+        "dead rows": (1, HEADS_Q, SEQ_Q, SEQ_K),
+    }
+    keep = torch.rand(shapes[kind], generator=generator, device="cuda") > 0.3
+    if kind == "padding":
+        keep = torch.ones_like(keep)
+        keep[0, ..., :77] = keep[1, ..., 300:] = False
+    if kind == "dead rows":
+        keep[:, :, ::7] = False
+    if "bias" not in kind:
+        return keep
+    bias = 2.0 * torch.randn(shapes[kind], generator=generator, device="cuda")
+    return bias.masked_fill(~keep, -math.inf).to(dtype)
+
+
+def call_of(parts):
+    """Keyword arguments of `attention`, and of the oracle."""
+    mask = mask_of(parts["mask"]) if "mask" in parts else None
+    sinks = torch.linspace(-2.0, 3.0, HEADS_Q, device="cuda") if "sinks" in parts else None
+    extras = {name: parts[name] for name in ("window", "softcap") if name in parts}
+    extras["sinks"] = sinks
+    causal = parts.get("causal", False)
+    four = None
+    if mask is not None:
+        four = normalised(mask, batch=BATCH, heads_q=HEADS_Q, seq_q=SEQ_Q, seq_k=SEQ_K)
+    exact = {"is_causal": causal, "mask": four, **extras}
+    return {"attn_mask": mask, "is_causal": causal, **extras}, exact
+
+
+def relative(out, reference):
+    return ((out.double() - reference.double()).abs().sum() / reference.double().abs().sum()).item()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_part_of_a_call_matches_the_emulation(kernel, parts, dim):
+    q, k, v = inputs(dim)
+    call, exactly = call_of(parts)
+    options = {"kernel": kernel, "return_lse": True, "out_dtype": torch.float32, **call}
+    out, lse = sage_plugin.attention(q, k, v, **options)
+    twin, twin_lse = sage_plugin.attention(q, k, v, variant="emulation", **options)
+    exact, exact_lse = oracle(q, k, v, **exactly)
+    assert torch.isfinite(out).all()
+    assert relative(out, exact) <= 1.2 * relative(twin, exact) + 2e-4
+    dead = torch.isinf(exact_lse)
+    assert torch.equal(torch.isinf(lse), dead)
+    assert (out[dead] == 0).all()
+    limit = 1.5 * (twin_lse - exact_lse)[~dead].abs().max().item() + 2e-3
+    assert (lse - exact_lse)[~dead].abs().max().item() <= limit
+
+
+@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize(
+    "fields", [{"hadamard": 64}, {"hadamard": 32, "q_granule": 64}, {"smooth_k": False}], ids=str
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_quantisation_option_matches_the_emulation(kernel, fields, dim):
+    q, k, v = inputs(dim)
+    k[..., :2] *= 20
+    decision = dispatch.decide(
+        sage_plugin.kernels.attention.ops.shape_of(
+            q, k, v, causal=False, scale=dim**-0.5, layout="bhsd"
+        ),
+        dispatch.facts_of("cuda", 0),
+        kernel=kernel,
+    )
+    key = dispatch.call_key(
+        sage_plugin.kernels.attention.ops.shape_of(
+            q, k, v, causal=False, scale=dim**-0.5, layout="bhsd"
+        ),
+        decision,
+    )
+    config = dispatch.default_launch(key, dispatch.facts_of("cuda", 0)).replaced(**fields)
+    options = {"kernel": kernel, "out_dtype": torch.float32, "launch": config}
+    out = sage_plugin.attention(q, k, v, **options)
+    twin = sage_plugin.attention(q, k, v, variant="emulation", **options)
+    exact, _ = oracle(q, k, v)
+    assert relative(out, exact) <= 1.2 * relative(twin, exact) + 2e-4
+    assert relative(out, twin) < 0.5 * relative(twin, exact) + 2e-4
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_report_28_packed_sequences_are_calls_of_their_own(kernel, dim):
+    ends_q, ends_k = [0, 5, 133, 134, 134, 700], [0, 9, 300, 301, 340, 1000]
+    cu_q, cu_k = (torch.tensor(e, dtype=torch.int32, device="cuda") for e in (ends_q, ends_k))
+    q, k, v = (
+        torch.randn(s, h, dim, device="cuda", dtype=torch.bfloat16)
+        for s, h in ((700, 4), (1000, 2), (1000, 2))
+    )
+    options = {"kernel": kernel, "is_causal": True, "return_lse": True}
+    out, lse = sage_plugin.attention_varlen(q, k, v, cu_q, cu_k, 566, 660, **options)
+    assert lse.shape == (4, 700)
+    for i in range(5):
+        rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
+        if rows.start < rows.stop:
+            alone, alone_lse = sage_plugin.attention(
+                q[None, rows], k[None, keys], v[None, keys], layout="bshd",
+                launch=_config_of_packed(kernel, q, k), **options,
+            )  # fmt: skip
+            assert relative(out[rows], alone[0]) < 2e-3
+            assert torch.allclose(lse[:, rows], alone_lse[0], atol=2e-3)
+
+
+def _config_of_packed(kernel, q, k):
+    shape = sage_plugin.kernels.attention.ops.shape_of(
+        q[None], k[None], k[None], causal=True, scale=0.1, layout="bshd"
+    )
+    facts = dispatch.facts_of("cuda", 0)
+    key = dispatch.call_key(shape, dispatch.decide(shape, facts, kernel=kernel))
+    return dispatch.find_launch(key, facts).config
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("which", [1, 2], ids=["k", "v"])
+@pytest.mark.parametrize("parts", ["padding", "dense", "causal and padding", "window"])
+def test_nan_shows_in_the_rows_that_see_it_and_in_no_other(kernel, which, parts):
+    tensors = list(inputs(64))
+    call, exactly = call_of(PARTS[parts])
+    tensors[which][1, :, 310, 3] = math.nan
+    out = sage_plugin.attention(*tensors, kernel=kernel, out_dtype=torch.float32, **call)
+    tensors[which] = tensors[which].nan_to_num(0.0)
+    probe = torch.zeros_like(tensors[2], dtype=torch.float32)
+    probe[1, :, 310] = 1.0
+    sees = oracle(tensors[0], tensors[1], probe, **exactly)[0].sum(-1) > 0
+    assert torch.equal(out.isnan().any(-1), sees)
+    clean, _ = oracle(*tensors, **exactly)
+    assert relative(out[~sees], clean[~sees]) < 0.1
+
+
+@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("two_step", [False, True], ids=["one step", "two steps"])
+def test_report_27_memory_is_inputs_operands_scales_and_output(kernel, two_step):
+    batch, heads, seq, dim = 1, 16, 16384, 128
+    gc.collect()
+    torch.cuda.empty_cache()
+    q, k, v = (
+        torch.randn(batch, heads, seq, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
+    sage_plugin.attention(q[:, :, :512], k[:, :, :512], v[:, :, :512], kernel=kernel)
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated() - 3 * q.numel() * 2
+    torch.cuda.reset_peak_memory_stats()
+    elements = q.numel()
+    operands = elements * (2 + (2 if kernel == "sage" else 1))
+    scales = batch * heads * seq * 4 * 4
+    if two_step:
+        prepared = sage_plugin.prepare(q, k, v, kernel=kernel)
+        del q, k, v
+        torch.cuda.reset_peak_memory_stats()
+        out = sage_plugin.launch(prepared)
+        allowed = operands + scales + elements * 2
+    else:
+        out = sage_plugin.attention(q, k, v, kernel=kernel)
+        allowed = 3 * elements * 2 + operands + scales + elements * 2
+    assert torch.cuda.max_memory_allocated() - base <= 1.05 * allowed
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("kernel", ["fav2", "fav3_sage"])
+def test_report_75_a_masked_call_compiles_for_every_length(kernel):
+    compiled = []
+
+    def counting(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, dynamic=None, backend=counting)
+    def attend(q, k, v, mask):
+        return sage_plugin.attention(q, k, v, attn_mask=mask, kernel=kernel) + 1
+
+    for seq in (256, 300, 512, 777):
+        q, k, v = (torch.randn(1, 2, seq, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+        mask = torch.rand(1, 1, 1, seq, device="cuda") > 0.3
+        expected = sage_plugin.attention(q, k, v, attn_mask=mask, kernel=kernel) + 1
+        assert torch.equal(attend(q, k, v, mask), expected)
+    assert len(compiled) <= 2
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_report_76_a_replayed_graph_reads_the_mask_anew(kernel):
+    q, k, v = inputs(64)
+    mask = mask_of("dense")
+    sage_plugin.attention(q, k, v, attn_mask=mask, kernel=kernel)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sage_plugin.attention(q, k, v, attn_mask=mask, kernel=kernel)
+    mask.copy_(~mask)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, sage_plugin.attention(q, k, v, attn_mask=mask, kernel=kernel))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_report_74_opcheck(kernel, masked):
+    q, k, v = (t.transpose(1, 2) for t in inputs(80, torch.float16))
+    q, k, v = (t.contiguous().transpose(1, 2) for t in (q, k, v))
+    mask = mask_of("padding") if masked else None
+    arguments = (q, k, v, mask, None, 0.1, False, -1, -1, 0.0, kernel, "portable", "bhsd", "", "")
+    for op in (torch.ops.sage_plugin.attention, torch.ops.sage_plugin.attention_with_lse):
+        torch.library.opcheck(op, (*arguments, None))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("current", [0, 1])
+def test_report_81_82_a_second_gpu_works_while_another_is_current(kernel, current):
+    q, k, v = inputs(128)
+    mask = mask_of("padding")
+    expected = sage_plugin.attention(q, k, v, attn_mask=mask, kernel=kernel)
+    torch.cuda.set_device(current)
+    try:
+        there = [t.to("cuda:1") for t in (q, k, v, mask)]
+        out = sage_plugin.attention(*there, kernel=kernel)
+        assert torch.cuda.current_device() == current
+        assert out.device == torch.device("cuda", 1)
+        assert torch.equal(out.to("cuda:0"), expected)
+        packed = implementation(kernel, "portable")
+        assert packed is implementation(kernel, "portable")
+    finally:
+        torch.cuda.set_device(0)
+
+
+def test_packed_problems_and_batches_share_a_form():
+    cu = torch.tensor([0, SEQ_K], dtype=torch.int32, device="cuda")
+    q, k, v = (t[:1, :, :SEQ_Q].transpose(1, 2) for t in inputs(64))
+    k, v = (t[:1].transpose(1, 2) for t in inputs(64)[1:])
+    cu_q = torch.tensor([0, SEQ_Q], dtype=torch.int32, device="cuda")
+    built = implementation("fav3_sage", "portable", torch.float8_e4m3fn)
+    config = _config_of_packed("fav3_sage", q[0], k[0])
+    results = []
+    for packed in (None, Packed(cu_q, cu, SEQ_Q, SEQ_K)):
+        problem = Problem(0.125, True, "bshd", packed=packed)
+        operands = built.prepare(q, k, v, problem=problem, launch=config)
+        results.append(built.launch(operands)[0])
+    assert torch.equal(*results)
