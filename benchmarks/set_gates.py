@@ -26,9 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from sage_plugin import device as devices  # noqa: E402
 from sage_plugin.accuracy.gate import Gate, failures, worst  # noqa: E402
-from sage_plugin.kernels import dispatch  # noqa: E402
 from sage_plugin.measure.inputs import self_attention, synthetic  # noqa: E402
-from sage_plugin.schema import CallKey, ErrorMetrics, LaunchConfig  # noqa: E402
+from sage_plugin.schema import ErrorMetrics, LaunchConfig  # noqa: E402
 from tests.real import captured, faults, inputs, judged, rule, weights  # noqa: E402
 from tests.real.captured import Captured  # noqa: E402
 from tests.real.hook import Call  # noqa: E402
@@ -67,22 +66,11 @@ FAULT_LAYERS = {"smollm2": (0, 10, 18, 28), "minilm": (1, 4), "whisper": (0, 3),
 Row = dict[str, Any]
 
 
-def default_launch(kernel: str, one: Captured) -> LaunchConfig:
-    """What the emulation of a kernel runs with where nothing was tuned."""
-    call = one.call
-    key = CallKey(
-        kernel, "emulation", call.q.shape[3], call.v.shape[3], "bfloat16",
-        call.q.shape[1] // call.k.shape[1], call.causal, "none", "bhsd", call.q.shape[2],
-        call.k.shape[2], call.q.shape[0] * call.q.shape[1],
-    )  # fmt: skip
-    return dispatch.default_launch(key, devices.facts("cpu"))
-
-
 def launches(kernel: str, one: Captured) -> list[LaunchConfig | None]:
     """The configs under which a kernel has to keep its gate."""
     if kernel == "sdpa":
         return [None]
-    return [default_launch(kernel, one).replaced(block_n=block_n) for block_n in BLOCKS]
+    return [judged.default_launch(one, kernel).replaced(block_n=block_n) for block_n in BLOCKS]
 
 
 def random_sets() -> Iterator[Captured]:
@@ -127,7 +115,9 @@ def option_rows(sets: Sequence[Captured]) -> list[Row]:
             for model in dict.fromkeys(one.model for one in sets):
                 found = [
                     judge(
-                        one, kernel, _changed(kernel, one, changes) or default_launch(kernel, one)
+                        one,
+                        kernel,
+                        _changed(kernel, one, changes) or judged.default_launch(one, kernel),
                     )
                     for one in sets
                     if one.model == model
@@ -139,7 +129,7 @@ def option_rows(sets: Sequence[Captured]) -> list[Row]:
 
 def _changed(kernel: str, one: Captured, changes: Row) -> LaunchConfig | None:
     """The default with an option changed, `None` where that is the default."""
-    default = default_launch(kernel, one)
+    default = judged.default_launch(one, kernel)
     changed = default.replaced(**changes)
     changed = changed.replaced(hadamard=min(changed.hadamard, one.call.q.shape[3]))
     return None if changed == default else changed
@@ -171,7 +161,7 @@ def fault_rows(gates: dict[str, Gate], drawn: Sequence[Captured]) -> list[Row]:
         for kernel in fault.kernels:
             found, lse = [], 0.0
             for one in sets:
-                out, sums = faults.output(fault, one, kernel, default_launch(kernel, one))
+                out, sums = faults.output(fault, one, kernel, judged.default_launch(one, kernel))
                 found.append(judged.errors(one, out))
                 lse = max(lse, judged.lse_error(one, sums))
             everything = worst(found)
@@ -197,7 +187,7 @@ def gates_of(rows: Sequence[Row]) -> tuple[dict[str, Gate], dict[str, ErrorMetri
 
     bases = {"sdpa": worst_of("sdpa", "fav2"), "fav2": worst_of("fav2")}
     bases |= {kernel: worst_of(kernel) for kernel in QUANTISED}
-    gates = {kernel: rule.gate_of(base, centred=kernel != "sdpa") for kernel, base in bases.items()}
+    gates = {kernel: rule.gate_of(base, host=kernel == "sdpa") for kernel, base in bases.items()}
     return gates, bases
 
 
@@ -231,7 +221,7 @@ def identity() -> Row:
         "tokens": inputs.TOKENS,
         "dtype": "bfloat16",
         "block_n": list(BLOCKS),
-        "margin": rule.MARGIN,
+        "margin": {"kernels": rule.MARGIN, "host": rule.HOST_MARGIN},
     }
 
 

@@ -40,6 +40,8 @@ from sage_plugin.kernels.support import (  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "compile_matrix.json"
 DIMS = (40, 64, 96, 128, 256)
 MASKED_DIMS = (64, 128)
+BRIEF = ("sm_87", "sm_103", "sm_110", "gfx908", "gfx90a", "gfx1151")
+"""Compiled with each default config once: the form of a call differs as on their neighbours."""
 CALL = ("arch", "kernel", "dim", "dtype", "causal", "mask", "form")
 TILE = ("block_m", "block_n", "num_warps", "num_stages", "loads", "maxnreg")
 MADE = ("name", "smem_bytes", "registers", "spill_bytes", "products")
@@ -68,8 +70,15 @@ def calls(row: Architecture, name: str) -> list[dict[str, Any]]:
     wanted = []
     for kernel in row.kernels:
         for form in forms(kernel):
-            plain = not ({*form} - {"dim", "attention_only"}) and form["dim"] in MASKED_DIMS
-            if name == row.names[0] or plain:
+            plain = {*form} <= {"dim", "attention_only"}
+            brief = form["dim"] in (64, 128, 256) and (
+                plain or form.get("mask") == "dense" or "dtype" in form
+            )
+            if name != row.names[0]:
+                chosen = plain and form["dim"] in MASKED_DIMS
+            else:
+                chosen = brief or name not in BRIEF
+            if chosen:
                 wanted.append({"kernel": kernel, "arch": name, "attention_only": True} | form)
     return [one | {"with_resources": True, "keep_going": True} for one in wanted]
 

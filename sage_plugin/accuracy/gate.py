@@ -1,9 +1,10 @@
 """The accuracy limits of each kernel, and what breaks them.
 
-They are start values, to be calibrated on captures. On random zero-mean data the output of a long
-sequence is itself near zero and rounding weighs more: FP8 P alone gives a relative L2 error of
-about 0.04, a cosine of 0.9992, which still passes. Every gate limits the relative L1 too, since a
-cosine does not see an output that is too small.
+They come from real tensors: the worst errors of each kernel's emulation on every attention layer of
+SmolLM2, MiniLM and Whisper and on calls of the demo model, and a margin. `benchmarks/set_gates.py`
+measures and derives them, `docs/accuracy.md` explains the rule and shows what they refuse. A gate
+judges what quantisation loses; whether the device code computes what it should is judged against
+the kernel's own emulation, which is far stricter.
 """
 
 from __future__ import annotations
@@ -37,17 +38,43 @@ class Gate(JsonRecord):
     max_bad_values: int = 0
 
 
-EXACT = Gate(min_cosine=0.9999, max_worst_head_rel_l1=0.02)
-INT8 = Gate(min_cosine=0.999, min_row_cosine_p10=0.99, max_worst_head_rel_l1=0.05)
-FP8 = Gate(min_cosine=0.998, min_row_cosine_p10=0.98, max_worst_head_rel_l1=0.15)
+HOST = Gate(
+    min_cosine=0.999983,
+    min_row_cosine_p10=0.999978,
+    max_worst_head_rel_l1=0.0057,
+)
+FAV2 = Gate(
+    min_cosine=0.9999979,
+    min_row_cosine_p10=0.9999972,
+    max_worst_head_rel_l1=0.0021,
+    max_centred_rel_l1=0.0037,
+)
+SAGE = Gate(
+    min_cosine=0.9979,
+    min_row_cosine_p10=0.9933,
+    max_worst_head_rel_l1=0.052,
+    max_centred_rel_l1=0.034,
+)
+FAV3_SAGE = Gate(
+    min_cosine=0.9915,
+    min_row_cosine_p10=0.985,
+    max_worst_head_rel_l1=0.098,
+    max_centred_rel_l1=0.11,
+)
+FAV3_FP8 = Gate(
+    min_cosine=0.953,
+    min_row_cosine_p10=0.83,
+    max_worst_head_rel_l1=0.25,
+    max_centred_rel_l1=0.13,
+)
 
 _GATES = {
-    "torch": EXACT,
-    "sdpa": EXACT,
-    "fav2": EXACT,
-    "sage": INT8,
-    "fav3_sage": FP8,
-    "fav3_fp8": FP8,
+    "torch": HOST,
+    "sdpa": HOST,
+    "fav2": FAV2,
+    "sage": SAGE,
+    "fav3_sage": FAV3_SAGE,
+    "fav3_fp8": FAV3_FP8,
 }
 
 
@@ -58,8 +85,8 @@ def gate_for(kernel: str) -> Gate:
         UnknownKernelError: no kernel has this name.
 
     Example:
-        >>> gate_for("qk_int8").min_cosine
-        0.999
+        >>> gate_for("qk_int8").max_worst_head_rel_l1
+        0.052
     """
     return _GATES[resolve_kernel(kernel)]
 
@@ -69,7 +96,7 @@ def failures(gate: Gate, metrics: ErrorMetrics) -> list[str]:
 
     Example:
         >>> bad = ErrorMetrics(1, 0, 1, 1, 0, 1, 0, 0, 1, 0, bad_values=3)
-        >>> failures(EXACT, bad)[0]
+        >>> failures(HOST, bad)[0]
         '3 NaN or infinite values in the output, allowed are 0'
     """
     found = []
@@ -85,11 +112,11 @@ def failures(gate: Gate, metrics: ErrorMetrics) -> list[str]:
     rel_l1 = max(metrics.rel_l1, metrics.worst_head_rel_l1)
     # `not >=` rather than `<`: a NaN must fail.
     if not cosine >= gate.min_cosine:
-        found.append(f"cosine of the worst head is {cosine:.6f}, at least {gate.min_cosine} needed")
+        found.append(f"cosine of the worst head is {cosine:.7f}, at least {gate.min_cosine} needed")
     limit = gate.min_row_cosine_p10
     if limit is not None and not row_p10 >= limit:
         found.append(
-            f"10th percentile of the row cosine is {row_p10:.6f} in the worst head, "
+            f"10th percentile of the row cosine is {row_p10:.7f} in the worst head, "
             f"at least {limit} needed"
         )
     limit = gate.max_worst_head_rel_l1

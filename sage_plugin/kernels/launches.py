@@ -122,7 +122,8 @@ def _quantisation_checks(config: LaunchConfig, key: CallKey) -> tuple[tuple[bool
         (turned == 0 or (turned in HADAMARD_BLOCKS and key.head_dim % turned == 0),
          f"hadamard {turned} is neither 0 nor one of {', '.join(map(str, HADAMARD_BLOCKS))} that "
          f"divides head dim {key.head_dim}"),
-        (granule in Q_GRANULES, f"q_granule {granule} is not a power of two up to {Q_GRANULES[-1]}"),
+        (granule in Q_GRANULES,
+         f"q_granule {granule} is not a power of two up to {Q_GRANULES[-1]}"),
     )  # fmt: skip
 
 

@@ -131,15 +131,21 @@ def support(
         return Support(kernel, "host")
     if reason := device_reason(kernel, facts):
         return Support(kernel, None, reason=reason)
-    on_cpu = facts.kind == "cpu"
-    space = importlib.import_module(f"sage_plugin.kernels.attention.{kernel}.space").SPACE
-    region = space.region(
-        "emulation" if on_cpu else facts.arch, head_dim, 4 if dtype == "float32" else 2
-    )
-    if region is None:
+    arch = "emulation" if facts.kind == "cpu" else facts.arch
+    config = default_config(kernel, arch, head_dim, dtype)
+    if config is None:
         return Support(kernel, None, reason=f"{kernel} takes no head dim {head_dim}")
     fp8 = facts.fp8_dtype if kernel in FP8_KERNELS else None
-    return Support(kernel, "emulation" if on_cpu else "portable", fp8, region.default)
+    return Support(kernel, "emulation" if facts.kind == "cpu" else "portable", fp8, config)
+
+
+def default_config(
+    kernel: str, arch: str, head_dim: int, dtype: str = "bfloat16"
+) -> LaunchConfig | None:
+    """The default launch config of a call without a mask; `None` where the kernel has none."""
+    space = importlib.import_module(f"sage_plugin.kernels.attention.{kernel}.space").SPACE
+    region = space.region(arch, head_dim, 4 if dtype == "float32" else 2)
+    return None if region is None else region.default
 
 
 def device_reason(kernel: str, facts: DeviceFacts) -> str | None:

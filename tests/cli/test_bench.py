@@ -177,7 +177,7 @@ def test_gate_fails_a_wrong_kernel_with_exit_1_after_writing(monkeypatch):
     assert failed.exit_code == 1
     assert error_of(failed).startswith("accuracy gate: sage:emulation on 1x2x48x32")
     assert "cosine of the worst head is -0.99" in error_of(failed)
-    assert "(and 2 more)" in error_of(failed)
+    assert "(and 3 more)" in error_of(failed)
     verdicts = {line["kernel"]: line["gate"] for line in rows_of(failed.stdout)}
     assert verdicts["sage"] == "fail"
     assert verdicts["fav2"] == "pass"

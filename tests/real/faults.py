@@ -196,7 +196,7 @@ FAULTS = (
         problem=lambda problem, _: dataclasses.replace(problem, scale=problem.scale / 2**0.5),
     ),
     Fault("older sums not scaled to the new maximum", sums=partial(_summed, decays=False)),
-    Fault("mean of V not added back", FP8_KERNELS, operands=_without("values", "mean")),
+    Fault("mean of V not added back", FP8_KERNELS, operands=_without("values", "owed")),
     Fault("V scale of the channel before", FP8_KERNELS, operands=_rolled("values", "scale", 2)),
     Fault("P not raised to FP8's range", FP8_KERNELS, recipe=FlatP),
     Fault("P V summed in 13 bits (one level)", FP8_KERNELS, sums=partial(_summed, one_level=True)),

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 
 import sage_plugin
+from sage_plugin import device as devices
 from sage_plugin.accuracy.metrics import compare
 from sage_plugin.accuracy.reference import sample_rows, visible_mean
+from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.contract import Problem
 from sage_plugin.kernels.oracle import oracle
-from sage_plugin.schema import ErrorMetrics, LaunchConfig
+from sage_plugin.schema import CallKey, ErrorMetrics, LaunchConfig
 from tests.real.captured import Captured
 from tests.real.hook import Call
 
@@ -58,6 +60,26 @@ def problem_of(call: Call) -> Problem:
     """The call without its tensors, as implementations take it."""
     scale = 1 / math.sqrt(call.q.shape[3]) if call.scale is None else call.scale
     return Problem(scale, call.causal, "bhsd", call.mask)
+
+
+def default_launch(one: Captured, kernel: str) -> LaunchConfig:
+    """What the emulation of a kernel runs a call with where nothing was tuned."""
+    q, k = one.call.q, one.call.k
+    key = CallKey(
+        kernel=kernel,
+        variant="emulation",
+        head_dim=q.shape[3],
+        dv=q.shape[3],
+        dtype="bfloat16",
+        gqa_ratio=q.shape[1] // k.shape[1],
+        causal=one.call.causal,
+        mask_kind="none" if one.call.mask is None else "dense",
+        layout="bhsd",
+        seq_q=q.shape[2],
+        seq_k=k.shape[2],
+        batch_heads=q.shape[0] * q.shape[1],
+    )
+    return dispatch.default_launch(key, devices.facts("cpu"))
 
 
 def output(

@@ -118,4 +118,7 @@ def _renamed(name: str) -> tuple[str, str]:
 
 
 def _ready(model: Any, device: str, dtype: torch.dtype) -> Any:
-    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    """Cast the weights, and not the buffers: frequencies of RoPE need their fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.to(device).eval().requires_grad_(False)

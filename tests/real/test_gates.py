@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from sage_plugin.accuracy.gate import failures, gate_for
-from sage_plugin.kernels import dispatch
 from tests.real import captured, faults, judged, weights
 
 if weights.missing():
@@ -21,7 +22,7 @@ SEEN = {
     "mask off by one key": "smollm2",
     "key length taken for a whole number of blocks": "smollm2",
     "last key block left out": "minilm",
-    "K scale of the block before": "whisper",
+    "K scale of the block before": "minilm",
     "Q scale of the row before": "minilm",
     "K and V of the head before": "whisper",
     "scale of a head dim padded to twice its size": "smollm2",
@@ -29,7 +30,8 @@ SEEN = {
     "mean of V not added back": "whisper",
     "V scale of the channel before": "whisper",
 }
-"""Mistakes that a gate has to refuse, and the model whose first layers show them."""
+"""Mistakes that a gate has to refuse, and the model whose second layer shows them; the others are
+under what quantisation loses (docs/accuracy.md)."""
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -45,15 +47,18 @@ def test_every_layer_keeps_the_gate(model, kernel):
             assert errors.rel_l1 > 1e-3, one.name
 
 
-@pytest.mark.parametrize("kernel", faults.ALL_KERNELS)
-@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    ("fault", "kernel"),
+    [
+        pytest.param(fault, kernel, id=f"{fault.name.replace(' ', '-')}-{kernel}")
+        for fault in faults.FAULTS
+        for kernel in fault.kernels
+        if fault.name in SEEN
+    ],
+)
 def test_a_kernel_with_a_mistake_is_refused(fault, kernel):
-    if kernel not in fault.kernels:
-        pytest.skip(f"{kernel} has nothing that this could happen to")
-    if fault.name not in SEEN:
-        pytest.skip("no gate on these captures shows it: see docs/accuracy.md")
     one = captured.captured(SEEN[fault.name])[1]
-    launch = launch_of(one, kernel)
+    launch = judged.default_launch(one, kernel)
     right, _ = faults.output(faults.Fault("none"), one, kernel, launch)
     assert failures(gate_for(kernel), judged.errors(one, right)) == []
     wrong, _ = faults.output(fault, one, kernel, launch)
@@ -64,14 +69,12 @@ def test_a_kernel_with_a_mistake_is_refused(fault, kernel):
 def test_an_lse_without_the_mean_of_k_is_seen(kernel):
     fault = next(fault for fault in faults.FAULTS if fault.name == "LSE without the mean of K")
     one = captured.captured("smollm2")[18]
-    _, lse = faults.output(fault, one, kernel, launch_of(one, kernel))
+    _, lse = faults.output(fault, one, kernel, judged.default_launch(one, kernel))
     assert judged.lse_error(one, lse) > 3 * LARGEST_LSE_ERROR[kernel]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_dense_mask_of_equal_rows_is_the_same_as_key_padding(kernel):
-    import dataclasses
-
     one = captured.captured("minilm")[0]
     mask = one.call.mask
     assert mask.shape[2] > 1
@@ -81,15 +84,3 @@ def test_a_dense_mask_of_equal_rows_is_the_same_as_key_padding(kernel):
     out, lse = judged.output(padding, kernel, device=DEVICE)
     torch.testing.assert_close(out, dense_out, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(lse, dense_lse, atol=1e-4, rtol=1e-4)
-
-
-def launch_of(one, kernel):
-    from sage_plugin import device as devices
-    from sage_plugin.schema import CallKey
-
-    q, k = one.call.q, one.call.k
-    key = CallKey(
-        kernel, "emulation", q.shape[3], q.shape[3], "bfloat16", q.shape[1] // k.shape[1],
-        one.call.causal, "none", "bhsd", q.shape[2], k.shape[2], q.shape[0] * q.shape[1],
-    )  # fmt: skip
-    return dispatch.default_launch(key, devices.facts("cpu"))

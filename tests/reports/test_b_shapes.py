@@ -94,9 +94,11 @@ def test_report_17_causal_is_aligned_at_the_last_key(machine, kernel, seq_q, seq
 def test_report_22_and_23_tails_of_every_block_beside_nan(machine, kernel, block_n):
     config = launch(16, block_n, num_warps=4, num_stages=1)
     lengths = (1, block_n - 1, block_n + 1)
-    for seq_k in machine.pick(lengths, (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255)):
+    lengths = machine.pick(lengths, (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255))
+    for turn, seq_k in enumerate(lengths):
         q, k, v = machine.draw(Shape(1, 1, 1, 16, seq_k, machine.pick(32, 64)))
-        padded = [torch.full((1, 1, 512, x.shape[3]), math.nan).to(x) for x in (k, v)]
+        beyond = (math.nan, 6e4)[turn % 2]  # what is not finite is in no statistic anyway
+        padded = [torch.full((1, 1, 512, x.shape[3]), beyond).to(x) for x in (k, v)]
         for buffer, x in zip(padded, (k, v), strict=True):
             buffer[:, :, :seq_k] = x
         keys, values = (x[:, :, :seq_k] for x in padded)
@@ -157,7 +159,8 @@ def test_report_19_scale_is_from_the_true_head_dim(machine, kernel, dim):
 @pytest.mark.parametrize("dim", [1, 3, 160, 256])
 def test_report_18_head_dims_that_others_refuse(machine, kernel, dim):
     shape = machine.pick(Shape(1, 1, 1, 20, 40, dim), Shape(1, 2, 2, 300, 500, dim))
-    machine.checked(kernel, *machine.draw(shape), times=3)
+    # Errors of few channels do not average out.
+    machine.checked(kernel, *machine.draw(shape), times=3 if dim > 8 else 6)
 
 
 @pytest.mark.parametrize("dim", [257, 384, 512])

@@ -169,7 +169,12 @@ def test_report_41_causality_and_padding_hold_together(machine, kernel, form, mo
     if not more_keys:
         shape = shape_of(machine, seq_q=shape.seq_k, seq_k=shape.seq_q)
     mask = keeping(machine, 2, 1, 1 if form == "key" else shape.seq_q, shape.seq_k)
-    tensors = machine.draw(shape)
+    q, k, v = machine.draw(shape)
+    v += 2 * torch.linspace(-1, 1, shape.seq_k, device=v.device)[:, None].half()
+    v[:, :, ::5] += 1.0
+    mask[..., ::5] = False
+    mask[..., 0] = True
+    tensors = (q, k, v)
     out, _ = machine.checked(kernel, *tensors, mask, is_causal=True, times=3)
     for dropped in (exact(*tensors, mask)[0], exact(*tensors, causal=True)[0]):
         assert relative_l1(out, dropped) > 2 * allowed(kernel)

@@ -55,7 +55,7 @@ def test_report_56_and_57_nothing_is_lost_beyond_160_thousand_keys(gpu, kernel):
     v = 1.0 + 0.1 * v
     v[:, :, -10_000:] += 3.0  # keys past the reported limit make up a sixth of the output
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    out, _ = gpu.checked(kernel, q, k, v)
+    out, _ = gpu.checked(kernel, q, k, v, times=3)
     gain = out.mean() / exact(q, k, v)[0].mean()
     assert abs(gain.item() - 1.0) < 0.003
 

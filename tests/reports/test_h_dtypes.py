@@ -85,7 +85,8 @@ def test_report_92_positions_and_names_are_those_of_sdpa(machine):
 @pytest.mark.parametrize("scale", [0.5, 0.0, -0.25])
 def test_report_94_scale_is_used(machine, kernel, scale):
     q, k, v = machine.draw(shape_of(machine))
-    out, _ = machine.checked(kernel, q, k, v, scale=scale, times=5)
+    times = 10 if kernel == "fav3_fp8" else 5  # scores of 4 and more, with 3 bits of mantissa
+    out, _ = machine.checked(kernel, q, k, v, scale=scale, times=times)
     assert relative_l1(out, exact(q, k, v)[0]) > 2 * allowed(kernel)
     if scale == 0.0:
         mean = v.float().mean(2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1)

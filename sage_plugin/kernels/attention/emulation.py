@@ -158,7 +158,7 @@ class QuantisedEmulation:
             p_dtype=self.recipe.pv_dtype,
             p_offset=self.recipe.p_offset,
         )
-        out = sums.mean() * values.scale[:, :, None] + values.mean[:, :, None]
+        out = sums.mean() * values.scale[:, :, None] + values.owed[:, :, None]
         # Under a softcap the scores have their shift already.
         lse2 = sums.lse2(None if problem.softcap else part.shift)
         return finished(out, lse2, problem.sinks, heads_q=heads_q, seq_q=seq_q)

@@ -19,7 +19,11 @@ from itertools import pairwise
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention.checks import wants_gradient
+from sage_plugin.kernels.attention.checks import (
+    check_out_dtype,
+    check_tensors,
+    wants_gradient,
+)
 from sage_plugin.kernels.attention.run import as_promised, empty_as, run_now, shape_of
 from sage_plugin.kernels.contract import HOST, Decision, Packed, Problem, empty_lse
 from sage_plugin.schema import LaunchConfig
@@ -68,6 +72,19 @@ def _refuse_gradient(
         )
 
 
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, variant: str,
+    out_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    """What a kernel would otherwise read or write wrongly, for those who call an op themselves."""
+    check_out_dtype(out_dtype)
+    check_tensors(q, k, v, layout)
+    if variant != HOST and v.shape[3] != q.shape[3]:
+        raise UnsupportedInputError(
+            f"V has {v.shape[3]} channels and Q {q.shape[3]}; only the host's attention takes that"
+        )
+
+
 def _run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     sinks: torch.Tensor | None, scale: float, causal: bool, left: int, right: int, softcap: float,
@@ -75,6 +92,7 @@ def _run(
     out_dtype: torch.dtype | None, *, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     _refuse_gradient(q, k, v, mask, sinks)
+    _check(q, k, v, layout, variant, out_dtype)
     out, lse = run_now(
         q, k, v, Problem(scale, causal, layout, mask, (left, right), softcap, sinks),
         Decision(kernel, variant), launch=_parsed(launch) if launch else None,
@@ -90,6 +108,7 @@ def _run_varlen(
     launch: str, config_dir: str, out_dtype: torch.dtype | None, *, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     _refuse_gradient(q, k, v, None, sinks)
+    _check(q[None], k[None], v[None], "bshd", variant, out_dtype)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if q.device.type == "cpu":  # reading them on a GPU would wait for it
         _check_lengths("q", cu_seqlens_q.tolist(), max_seqlen_q, q.shape[0])
@@ -163,6 +182,7 @@ def _fake_varlen_with_lse(
 
 
 def _out_dtype(rest: tuple[object, ...], v: torch.Tensor) -> torch.dtype:
+    check_out_dtype(rest[-1])  # type: ignore[arg-type]
     return rest[-1] if isinstance(rest[-1], torch.dtype) else v.dtype
 
 

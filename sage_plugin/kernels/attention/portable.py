@@ -75,7 +75,8 @@ class QuantisedPortable:
         cu_q, cu_k = _cu_seqlens(problem)
         quantised_attention_kernel[(row_blocks * ops.sequences * ops.heads_q,)](
             q8, k8, v8, view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term,
-            ops.v_scale, ops.v_mean, ops.shift, mask, problem.sinks, cu_q, cu_k,
+            ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.shift,
+            mask, problem.sinks, cu_q, cu_k,
             *view.stride(), *mask_strides, ops.heads_q, ops.heads_q // ops.heads_k,
             ops.seq_q, ops.seq_k, ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2],
             problem.left, problem.right, problem.softcap * LOG2E,

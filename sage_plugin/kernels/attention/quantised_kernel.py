@@ -98,7 +98,8 @@ def _step(
     ]
 )  # fmt: skip
 def quantised_attention_kernel(
-    q, k, v, o, lse, q_scale, k_scale, k_scale_finite, key_term, v_scale, v_mean, shift,
+    q, k, v, o, lse, q_scale, k_scale, k_scale_finite, key_term, v_scale, v_mean, v_residual,
+    v_unit, shift,
     mask, sinks, cu_seqlens_q, cu_seqlens_k,
     stride_ob, stride_oh, stride_os, stride_od, stride_mb, stride_mh, stride_mq, stride_mk,
     heads_q, ratio, seq_q, seq_k, q_rows, k_rows, row_blocks, lse_rows, left, right, softcap,
@@ -167,7 +168,11 @@ def quantised_attention_kernel(
             v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA,
             LEFT, RIGHT, MASK, SOFTCAP, True,
         )  # fmt: skip
-    mean = tl.load(v_mean + kv_head * DP + d)[None, :]
+    mean = tl.load(v_mean + kv_head * DP + d)
+    if PV8:
+        gained = tl.load(v_residual + kv_head * DP + d).to(tl.float32)
+        mean -= gained * tl.load(v_unit + kv_head * DP + d)
+    mean = mean[None, :]
     scale = tl.load(v_scale + kv_head * DP + d)[None, :]
     alive = l != 0.0  # NaN is alive: it has to be seen
     if SINKS:

@@ -39,8 +39,8 @@ HOPPER_TILES = (Tile(64, 128, 4), Tile(64, 64, 4), Tile(128, 128, 8))
 QUARTER_SM, THIRD_SM = 128, 168
 """Register limits that let four and three programs of four warps share an SM."""
 DENSE = ("dense",)
-FOR_TILES = {"num_warps": 8, "maxnreg": 0}
-"""What a mask of tiles changes: its values take the registers that the limits leave out."""
+"""A mask of tiles takes the registers that those limits leave out, so its configs have none."""
+DENSE_TILES = (*HOPPER_TILES, Tile(64, 128, 8), Tile(64, 64, 8))
 HOPPER_64_AXES = {"num_stages": (2, 3), "maxnreg": (0, QUARTER_SM)}
 HOPPER_128_AXES = {"num_stages": (2, 3), "maxnreg": (0, THIRD_SM)}
 NVIDIA_TILES = (

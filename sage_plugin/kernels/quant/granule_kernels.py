@@ -10,7 +10,11 @@ import triton
 import triton.language as tl
 
 from sage_plugin.kernels.attention.primitives import scratch_row, sequence
-from sage_plugin.kernels.quant.statistics_kernels import first_seen_key, key_terms
+from sage_plugin.kernels.quant.statistics_kernels import (
+    RESIDUAL_UNITS,
+    first_seen_key,
+    key_terms,
+)
 
 
 @triton.jit
@@ -30,17 +34,13 @@ def _to_granule(x, amax, QMAX: tl.constexpr, QK8: tl.constexpr):
 
 
 @triton.jit
-def _rotated(x, ROWS: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """Walsh-Hadamard transform of every block of channels; its matrix is exact in any format."""
-    i = tl.arange(0, BLOCK)
-    parity = i[:, None] & i[None, :]
-    parity = parity ^ (parity >> 4)
-    parity = parity ^ (parity >> 2)
-    parity = (parity ^ (parity >> 1)) & 1
-    signs = tl.where(parity == 1, -1.0, 1.0)
-    blocks = x.reshape([ROWS * (DP // BLOCK), BLOCK])
-    turned = tl.dot(blocks, signs, input_precision=PRECISION)
-    return turned.reshape([ROWS, DP]) * (1.0 / tl.sqrt(BLOCK * 1.0))
+def _rotated(x, ROWS: tl.constexpr, DP: tl.constexpr, TURNS: tl.constexpr):
+    """Walsh-Hadamard transform of every block of 2^TURNS channels: sums and differences."""
+    for stage in tl.static_range(TURNS):
+        pairs = x.reshape([ROWS, DP // (2 << stage), 2, 1 << stage]).permute(0, 1, 3, 2)
+        a, b = tl.split(pairs)
+        x = tl.join(a + b, a - b).permute(0, 1, 3, 2).reshape([ROWS, DP])
+    return x * (1.0 / tl.sqrt((1 << TURNS) * 1.0))
 
 
 @triton.jit
@@ -59,8 +59,8 @@ def quantise_q_kernel(
     q, q8, q_scale, shift, k_mean, cu_seqlens, stride_qb, stride_qh, stride_qs, stride_qd,
     heads, ratio, seq, q_rows, blocks, multiplier,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, QK8: tl.constexpr,
-    QMAX: tl.constexpr, TINY: tl.constexpr, SHIFT: tl.constexpr, HADAMARD: tl.constexpr,
-    GRANULE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    QMAX: tl.constexpr, TINY: tl.constexpr, SHIFT: tl.constexpr, TURNS: tl.constexpr,
+    GRANULE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: scale folded in, a scale a granule of rows, and q . mean(K)."""
     bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -84,8 +84,8 @@ def quantise_q_kernel(
     if SHIFT:
         mean = tl.load(k_mean + (b * (heads // ratio) + h // ratio) * DP + d)
         tl.store(shift + rows, tl.sum(x * mean[None, :], 1), mask=inside)
-    if HADAMARD > 0:
-        x = _rotated(x, ROWS, DP, HADAMARD, PRECISION)
+    if TURNS > 0:
+        x = _rotated(x, ROWS, DP, TURNS)
     magnitude = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
     amax = tl.maximum(_shared_scale(magnitude, ROWS, GRANULE), TINY)
     y = _to_granule(x, amax[:, None], QMAX, QK8)
@@ -96,13 +96,13 @@ def quantise_q_kernel(
 
 @triton.jit(do_not_specialize=["heads", "seq_q", "seq", "left", "blocks"])
 def quantise_kv_kernel(
-    k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, key_mask,
-    cu_seqlens_q, cu_seqlens,
+    k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
+    key_mask, cu_seqlens_q, cu_seqlens,
     stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
     stride_mb, stride_mh, stride_mk, heads, seq_q, seq, left, k_rows, blocks,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
     TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, K_MEAN: tl.constexpr,
-    MASKED: tl.constexpr, LEFT: tl.constexpr, HADAMARD: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, LEFT: tl.constexpr, TURNS: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of keys and values; what is past the end, unseen or not finite is zero."""
@@ -140,8 +140,8 @@ def quantise_kv_kernel(
     if K_MEAN:
         x -= tl.load(k_mean + bh * DP + d)[None, :]
     x = tl.where(live, x, 0.0)
-    if HADAMARD > 0:
-        x = _rotated(x, BN, DP, HADAMARD, PRECISION)
+    if TURNS > 0:
+        x = _rotated(x, BN, DP, TURNS)
     amax = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), TINY)
     y = _to_granule(x, amax, QMAX, QK8)
     tl.store(k8 + rows[:, None] * DP + d[None, :], y.to(k8.dtype.element_ty))
@@ -152,7 +152,12 @@ def quantise_kv_kernel(
 
     w = tl.load(v_at, mask=live, other=0.0).to(tl.float32)  # again: two tiles would not fit
     w = (w - tl.load(v_mean + bh * DP + d)[None, :]) / tl.load(v_scale + bh * DP + d)[None, :]
-    w = tl.where(live, tl.minimum(tl.maximum(w, -VMAX), VMAX), 0.0).to(v8.dtype.element_ty)
+    w = tl.where(live, tl.minimum(tl.maximum(w, -VMAX), VMAX), 0.0)
+    if PV8:
+        lost = tl.sum(w.to(v8.dtype.element_ty).to(tl.float32) - w, 0)
+        lost = _round_even(lost * RESIDUAL_UNITS).to(tl.int32)
+        tl.atomic_add(v_residual + bh * DP + d, lost, sem="relaxed")
+    w = w.to(v8.dtype.element_ty)
     if PV8:
         w = w.reshape([BN // 16, 2, 4, 2, DP]).permute(0, 2, 1, 3, 4).reshape([BN, DP])
         if PACKED:

@@ -25,6 +25,8 @@ class QuantisedOperands:
         key_term: `(B*Hk, k_rows)` fp32, what a key adds to every score in log2 units.
         v_scale: `(B*Hk, DP)` fp32; v_mean likewise.
         v_mean: what was subtracted from V.
+        v_residual: `(B*Hk, DP)` int32, sum of what FP8 V gained by rounding; broad weights would
+            carry its mean into every row. In units of `v_unit`, `(B*Hk, DP)` fp32, per key.
         shift: `(B*Hq, q_rows)` fp32, q . mean(K) in log2 units, for what needs true scores.
         form: shape and memory order of the output.
     """
@@ -38,6 +40,8 @@ class QuantisedOperands:
     key_term: torch.Tensor
     v_scale: torch.Tensor
     v_mean: torch.Tensor
+    v_residual: torch.Tensor
+    v_unit: torch.Tensor
     shift: torch.Tensor
     form: OutputForm
     heads_q: int

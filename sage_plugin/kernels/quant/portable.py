@@ -16,7 +16,7 @@ from sage_plugin.kernels.contract import OutputForm, Problem, bhsd
 from sage_plugin.kernels.quant.granule_kernels import quantise_kv_kernel, quantise_q_kernel
 from sage_plugin.kernels.quant.key_mask import KeyMask
 from sage_plugin.kernels.quant.operands import QuantisedOperands, Sizes
-from sage_plugin.kernels.quant.recipe import FP16_HEADROOM, LOG2E, TINY, Recipe
+from sage_plugin.kernels.quant.recipe import FP16_FLOOR, FP16_HEADROOM, LOG2E, TINY, Recipe
 from sage_plugin.kernels.quant.statistics_kernels import reduce_kernel, statistics_kernel
 from sage_plugin.schema import LaunchConfig
 
@@ -60,6 +60,8 @@ def quantise(
         key_term=new(torch.float32, rows_k, sizes.k_rows),
         v_scale=new(torch.float32, sizes.sequences * heads_k, width),
         v_mean=new(torch.float32, sizes.sequences * heads_k, width),
+        v_residual=new(torch.int32, sizes.sequences * heads_k, width),
+        v_unit=new(torch.float32, sizes.sequences * heads_k, width),
         shift=new(torch.float32, rows_q, sizes.q_rows),
         form=OutputForm.of(q, problem.layout),
         heads_q=heads_q,
@@ -90,9 +92,9 @@ class _Allocator:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
 
-def _precision(device: torch.device) -> str:
-    """How a product of fp32 matrices is exact enough and uses the matrix units where it can."""
-    return "ieee" if device.type == "cpu" or torch.version.hip else "tf32x3"
+def _turns(launch: LaunchConfig) -> int:
+    """Passes of sums and differences that a rotation takes: log2 of its block."""
+    return max(launch.hadamard, 1).bit_length() - 1
 
 
 def _statistics(
@@ -107,8 +109,7 @@ def _statistics(
     per_split = -(-seq // (splits * STATISTICS_ROWS)) * STATISTICS_ROWS
     k_sum, v_sum, v_min, v_max = (new(torch.float32, heads, splits, width) for _ in range(4))
     left = operands.problem.left
-    counted = masked or left >= 0
-    alive = new(torch.float32, heads, splits) if counted else None
+    alive = new(torch.float32, heads, splits)
     k_mean = new(torch.float32, heads, width)
     packed = operands.problem.packed
     statistics_kernel[(heads * splits,)](
@@ -120,11 +121,12 @@ def _statistics(
         MASKED=masked, LEFT=left >= 0, PACKED=packed is not None, num_warps=FEW_WARPS,
     )  # fmt: skip
     reduce_kernel[(heads,)](
-        k_sum, v_sum, v_min, v_max, alive, k_mean, operands.v_mean, operands.v_scale, splits,
+        k_sum, v_sum, v_min, v_max, alive, k_mean, operands.v_mean, operands.v_scale,
+        operands.v_residual, operands.v_unit, splits,
         D=operands.head_dim, DP=width, SPLITS=triton.next_power_of_2(splits),
         K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v, PV8=recipe.pv == "fp8",
-        LIMIT=recipe.fp8_max if recipe.pv == "fp8" else FP16_HEADROOM, TINY=TINY,
-        COUNTED=counted,
+        LIMIT=recipe.fp8_max if recipe.pv == "fp8" else FP16_HEADROOM, FLOOR=FP16_FLOOR,
+        TINY=TINY,
         num_warps=FEW_WARPS,
     )  # fmt: skip
     return k_mean
@@ -141,8 +143,9 @@ def _quantise_q(q: torch.Tensor, operands: QuantisedOperands, k_mean: torch.Tens
         operands.heads_q, operands.heads_q // operands.heads_k, operands.seq_q, q_rows, blocks,
         operands.problem.scale * LOG2E,
         D=operands.head_dim, DP=width, ROWS=Q_ROWS, BM=launch.block_m, QK8=recipe.qk == "int8",
-        QMAX=recipe.qk_max, TINY=TINY, SHIFT=launch.smooth_k, HADAMARD=launch.hadamard,
-        GRANULE=launch.q_granule, PRECISION=_precision(q.device), PACKED=packed is not None,
+        QMAX=recipe.qk_max, TINY=TINY, SHIFT=launch.smooth_k,
+        TURNS=_turns(launch),
+        GRANULE=launch.q_granule, PACKED=packed is not None,
         num_warps=MANY_WARPS,
     )  # fmt: skip
 
@@ -159,7 +162,8 @@ def _quantise_kv(
     blocks = -(-operands.seq_k // launch.block_n)
     quantise_kv_kernel[(blocks * operands.sequences * operands.heads_k,)](
         k, v, operands.k8, operands.v8, operands.k_scale, operands.k_scale_finite,
-        operands.key_term, k_mean, operands.v_mean, operands.v_scale, key_mask.values,
+        operands.key_term, k_mean, operands.v_mean, operands.v_scale, operands.v_residual,
+        key_mask.values,
         packed.cu_seqlens_q if packed else None, packed.cu_seqlens_k if packed else None,
         *k.stride(), *v.stride(), *key_mask.strides, operands.heads_k, operands.seq_q,
         operands.seq_k, operands.problem.left, k_rows, blocks,
@@ -167,6 +171,6 @@ def _quantise_kv(
         QMAX=recipe.qk_max, TINY=TINY, PV8=recipe.pv == "fp8",
         VMAX=recipe.fp8_max if recipe.pv == "fp8" else 65504.0, K_MEAN=launch.smooth_k,
         MASKED=key_mask.values is not None, LEFT=operands.problem.left >= 0,
-        HADAMARD=launch.hadamard, PRECISION=_precision(k.device), PACKED=packed is not None,
+        TURNS=_turns(launch), PACKED=packed is not None,
         num_warps=MANY_WARPS if launch.block_n * width > 4096 else FEW_WARPS,
     )  # fmt: skip

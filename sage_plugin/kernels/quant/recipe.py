@@ -14,6 +14,9 @@ TINY = 1e-30
 FP16_HEADROOM = 32768.0
 """Largest |V| that is kept unscaled in fp16; wider channels (bf16, fp32) get a scale."""
 
+FP16_FLOOR = 2.0**-6
+"""Channels whose largest |V| is smaller get a scale too: fp16 has few digits far under it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.kernels.quant.hadamard import rotated
-from sage_plugin.kernels.quant.recipe import FP16_HEADROOM, LOG2E, TINY, Recipe
+from sage_plugin.kernels.quant.recipe import FP16_FLOOR, FP16_HEADROOM, LOG2E, TINY, Recipe
 
 HUGE = 1e37
 """Channels with larger values keep their mean: subtracting it could overflow."""
@@ -51,11 +51,14 @@ class QuantisedV:
         values: `(B, Hk, blocks, block_n, D)` in the recipe's PV type.
         scale: `(B, Hk, D)` fp32, one a channel.
         mean: `(B, Hk, D)` fp32, what was subtracted from every value (zero without smoothing).
+        owed: `(B, Hk, D)` fp32, what the output needs back: the mean, less what FP8 values gained
+            by rounding on average.
     """
 
     values: torch.Tensor
     scale: torch.Tensor
     mean: torch.Tensor
+    owed: torch.Tensor
 
 
 def quantise_q(
@@ -129,6 +132,8 @@ def quantise_v(
     """Quantise values, one scale a channel, after removing their mean over the sequence.
 
     The mean is added back to the output, which is exact because the weights of a row sum to one.
+    So is, with its sign changed, the mean rounding error of FP8 values: a mean near zero breaks the
+    ties of 16-bit inputs all to one side, and broad weights carry that into every row.
     `alive` and `poison` are as in `quantise_k`.
     Source: SageAttention2 (arXiv 2411.10958) section 3.3.
     """
@@ -137,11 +142,16 @@ def quantise_v(
     x = x - mean[:, :, None]
     amax = x.abs().where(_counted(x, alive), 0.0).amax(2)
     if recipe.pv == "fp16":
-        scale = (amax / FP16_HEADROOM).clamp_min(1.0)
+        fits = (amax >= FP16_FLOOR) & (amax <= FP16_HEADROOM)
+        scale = (amax.clamp_min(TINY) / FP16_HEADROOM).masked_fill(fits, 1.0)
     else:
         scale = amax.clamp_min(TINY) / recipe.fp8_max
-    x = _kept(x / scale[:, :, None], alive, poison)
-    return QuantisedV(round_to(_blocks(x, block_n), recipe.pv_dtype), scale, mean)
+    x = _blocks(_kept(x / scale[:, :, None], alive, poison), block_n)
+    values = round_to(x, recipe.pv_dtype)
+    if recipe.pv == "fp16":
+        return QuantisedV(values, scale, mean, mean)
+    gained = (values.float() - x).sum((2, 3)) / _count(v, alive)
+    return QuantisedV(values, scale, mean, mean - gained * scale)
 
 
 def poisoned_keys(
@@ -167,9 +177,13 @@ def _counted(x: torch.Tensor, alive: torch.Tensor | None) -> torch.Tensor:
 def _mean(x: torch.Tensor, alive: torch.Tensor | None) -> torch.Tensor:
     """Sum of what counts over the number of keys that someone sees; 0 where there are none."""
     counted = x.where(_counted(x, alive), 0.0)
-    count = x.shape[2] if alive is None else alive.sum(-1).clamp_min(1)[..., None]
-    mean = (counted.double().sum(2) / count).float()
+    mean = (counted.double().sum(2) / _count(x, alive)).float()
     return mean.where(counted.abs().amax(2) < HUGE, 0.0)
+
+
+def _count(x: torch.Tensor, alive: torch.Tensor | None) -> torch.Tensor | int:
+    """Keys that someone sees, at least one."""
+    return x.shape[2] if alive is None else alive.sum(-1).clamp_min(1)[..., None]
 
 
 def _kept(x: torch.Tensor, alive: torch.Tensor | None, poison: torch.Tensor | None) -> torch.Tensor:

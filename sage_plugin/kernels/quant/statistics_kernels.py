@@ -13,6 +13,12 @@ from sage_plugin.kernels.attention.primitives import mask_term, sequence, visibl
 HUGE = tl.constexpr(1e37)
 """Channels with larger values keep their mean: subtracting it could overflow."""
 
+SHARE = tl.constexpr(2.0**-17)
+"""Part of each value that is summed, so that a sum overflows in no channel that loses its mean."""
+
+RESIDUAL_UNITS = tl.constexpr(64.0)
+"""Fixed point of the sums of rounding errors: integers add up to the same bits in any order."""
+
 
 @triton.jit(do_not_specialize=["heads", "ratio", "seq_q", "seq_k", "blocks", "left", "right"])
 def seen_keys_kernel(
@@ -91,51 +97,49 @@ def statistics_kernel(
     low = tl.full([ROWS, DP], float("inf"), tl.float32)
     high = tl.full([ROWS, DP], float("-inf"), tl.float32)
     count = tl.zeros([ROWS], tl.float32)
-    share = 1.0 / tl.maximum(seq, 1)
     first = split * per_split
     for start in range(first, tl.minimum(first + per_split, seq), ROWS):
         n = (start + row).to(tl.int64)
         here = (n < seq) & (n >= first_seen)
         if MASKED:
             here = key_terms(key_mask, n, here, stride_mk, True) != float("-inf")
-        if MASKED or LEFT:
-            count += here.to(tl.float32)
+        count += here.to(tl.float32)
         live = here[:, None] & (d < D)[None, :]
         x = tl.load(v_head + n[:, None] * stride_vs, mask=live, other=0.0).to(tl.float32)
         live_v = live & (tl.abs(x) < float("inf"))
-        sums_v += tl.where(live_v, x, 0.0) * share
+        sums_v += tl.where(live_v, x, 0.0) * SHARE
         low = tl.minimum(low, tl.where(live_v, x, float("inf")))
         high = tl.maximum(high, tl.where(live_v, x, float("-inf")))
         if K_MEAN:
             y = tl.load(k_head + n[:, None] * stride_ks, mask=live, other=0.0).to(tl.float32)
-            sums_k += tl.where(tl.abs(y) < float("inf"), y, 0.0) * share
+            sums_k += tl.where(tl.abs(y) < float("inf"), y, 0.0) * SHARE
     at = (bh * splits + split) * DP + d
     tl.store(v_sum + at, tl.sum(sums_v, 0))
     tl.store(v_min + at, tl.min(low, 0))
     tl.store(v_max + at, tl.max(high, 0))
     if K_MEAN:
         tl.store(k_sum + at, tl.sum(sums_k, 0))
-    if MASKED or LEFT:
-        tl.store(alive + bh * splits + split, tl.sum(count, 0) * share)
+    tl.store(alive + bh * splits + split, tl.sum(count, 0))
 
 
 @triton.jit(do_not_specialize=["splits"])
 def reduce_kernel(
-    k_sum, v_sum, v_min, v_max, alive, k_mean, v_mean, v_scale, splits,
+    k_sum, v_sum, v_min, v_max, alive, k_mean, v_mean, v_scale, v_residual, v_unit, splits,
     D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, K_MEAN: tl.constexpr,
-    V_MEAN: tl.constexpr, PV8: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
-    COUNTED: tl.constexpr,
+    V_MEAN: tl.constexpr, PV8: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
+    TINY: tl.constexpr,
 ):  # fmt: skip
-    """Partial statistics of one head to the mean of K, and the mean and scale of V."""
+    """Partial statistics of one head to the mean of K, and the mean and scale of V.
+
+    `v_unit` turns the sum of rounding errors, which starts at zero here, into their mean.
+    """
     bh = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DP)
     part = tl.arange(0, SPLITS)
     live = (part < splits)[:, None] & (d < D)[None, :]
     at = (bh * splits + part)[:, None] * DP + d[None, :]
-    share = tl.full([], 1.0, tl.float32)
-    if COUNTED:
-        seen = tl.sum(tl.load(alive + bh * splits + part, mask=part < splits, other=0.0), 0)
-        share = 1.0 / tl.where(seen > 0.0, seen, 1.0)
+    seen = tl.sum(tl.load(alive + bh * splits + part, mask=part < splits, other=0.0), 0)
+    seen = tl.maximum(seen, 1.0)
     low = tl.min(tl.load(v_min + at, mask=live, other=float("inf")), 0)
     high = tl.max(tl.load(v_max + at, mask=live, other=float("-inf")), 0)
     some = low <= high
@@ -143,15 +147,17 @@ def reduce_kernel(
     high = tl.where(some, high, 0.0)
     mean = tl.zeros([DP], tl.float32)
     if V_MEAN:
-        mean = tl.sum(tl.load(v_sum + at, mask=live, other=0.0), 0) * share
+        mean = tl.sum(tl.load(v_sum + at, mask=live, other=0.0), 0) / (SHARE * seen)
         mean = tl.where(tl.maximum(tl.abs(low), tl.abs(high)) < HUGE, mean, 0.0)
     amax = tl.where(d < D, tl.maximum(tl.abs(high - mean), tl.abs(low - mean)), 0.0)
-    if PV8:
-        scale = tl.maximum(amax, TINY) / LIMIT
-    else:
-        scale = tl.maximum(amax / LIMIT, 1.0)
+    scale = tl.maximum(amax, TINY) / LIMIT
+    if not PV8:
+        scale = tl.where((amax >= FLOOR) & (amax <= LIMIT), 1.0, scale)
     tl.store(v_mean + bh * DP + d, mean)
     tl.store(v_scale + bh * DP + d, scale)
+    if PV8:
+        tl.store(v_residual + bh * DP + d, tl.zeros([DP], tl.int32))
+        tl.store(v_unit + bh * DP + d, scale / (RESIDUAL_UNITS * seen))
     if K_MEAN:
-        mean = tl.sum(tl.load(k_sum + at, mask=live, other=0.0), 0) * share
+        mean = tl.sum(tl.load(k_sum + at, mask=live, other=0.0), 0) / (SHARE * seen)
         tl.store(k_mean + bh * DP + d, tl.where(tl.abs(mean) < HUGE, mean, 0.0))

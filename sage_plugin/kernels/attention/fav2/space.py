@@ -1,7 +1,8 @@
 """Launch configs of `fav2`: data only, read from the top.
 
-Those of hardware that was not at hand are the tiles that spill least (`make compile-matrix`). On
-RDNA 3 each lane holds its factors twice, so that heads of 256 channels spill whatever the tile.
+Those of hardware that was not at hand are the tiles that spill least (`make compile-matrix`): head
+dims that are padded need registers for the pointers of their loads, and dense masks for their
+values. On RDNA 3 each lane holds its factors twice: heads of 256 channels spill whatever the tile.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ SPACE = Space(
         Region("sm_90", 128, _config(128, 64, 8, 3), NVIDIA_TILES, NVIDIA_AXES, element_bytes=2),
         Region("sm_1[01]*", 128, _config(128, 64, 8, 2), NVIDIA_TILES, NVIDIA_AXES, 2),
         Region("sm_*", 128, _config(64, 32, 4, 2), WARP_TILES, NVIDIA_AXES, 2, DENSE),
+        Region("sm_*", 63, _config(64, 32, 4, 2), WARP_TILES, NVIDIA_AXES, element_bytes=2),
         Region("sm_*", 64, _config(128, 32, 4, 2), WARP_TILES, NVIDIA_AXES, element_bytes=2),
+        Region("sm_*", 127, _config(64, 32, 4, 2), WARP_TILES, NVIDIA_AXES, element_bytes=2),
         Region("sm_*", 128, _config(128, 32, 8, 2), WARP_TILES, NVIDIA_AXES, element_bytes=2),
         Region("sm_*", 256, _config(64, 32, 8, 2), (Tile(64, 64, 8),), element_bytes=2),
         Region("sm_*", 128, _config(32, 32, 4, 1), (Tile(64, 32, 4),), element_bytes=4),
@@ -50,6 +53,8 @@ SPACE = Space(
         Region("gfx12*", 64, _config(128, 32, 8, 1), RDNA_TILES, AMD_AXES, element_bytes=2),
         Region("gfx12*", 128, _config(64, 32, 8, 1), RDNA_TILES, AMD_AXES, element_bytes=2),
         Region("gfx12*", 256, _config(32, 16, 8, 1), (Tile(64, 16, 8),), element_bytes=2),
+        Region("gfx1[12]*", 128, _config(16, 16, 8, 1), (Tile(32, 16, 8),), element_bytes=4),
+        Region("gfx1[12]*", 256, _config(16, 16, 16, 1), (), element_bytes=4),
         Region("gfx*", 128, _config(128, 32, 4, 1), AMD_TILES, AMD_AXES, element_bytes=2),
         Region("gfx*", 256, _config(32, 16, 4, 1), (), element_bytes=4),
     )

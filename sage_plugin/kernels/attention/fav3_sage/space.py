@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sage_plugin.kernels.attention.quantised_space import (
     DENSE,
-    FOR_TILES,
+    DENSE_TILES,
     HOPPER_64_AXES,
     HOPPER_128_AXES,
     HOPPER_TILES,
@@ -17,12 +17,13 @@ from sage_plugin.kernels.space import Region, Space
 
 HOPPER_64 = launch(64, 128, 4, 3, loads="descriptor", smooth_v=True, maxnreg=QUARTER_SM)
 HOPPER_128 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=THIRD_SM)
-MASKED_64, MASKED_128 = (c.replaced(**FOR_TILES) for c in (HOPPER_64, HOPPER_128))
+MASKED_64 = launch(64, 128, 8, 3, loads="descriptor", smooth_v=True)
+MASKED_128 = launch(64, 128, 8, 2, loads="descriptor", smooth_v=True)
 
 SPACE = Space(
     (
-        Region("sm_90", 64, MASKED_64, HOPPER_TILES, HOPPER_64_AXES, mask_kinds=DENSE),
-        Region("sm_90", 128, MASKED_128, HOPPER_TILES, HOPPER_128_AXES, mask_kinds=DENSE),
+        Region("sm_90", 64, MASKED_64, DENSE_TILES, HOPPER_64_AXES, mask_kinds=DENSE),
+        Region("sm_90", 128, MASKED_128, DENSE_TILES, HOPPER_128_AXES, mask_kinds=DENSE),
         Region("sm_90", 64, HOPPER_64, HOPPER_TILES, HOPPER_64_AXES),
         Region("sm_90", 128, HOPPER_128, HOPPER_TILES, HOPPER_128_AXES),
         *common_regions(smooth_v=True),
