@@ -31,6 +31,7 @@ from sage_plugin.schema import (
 )
 
 __all__ = [
+    "SLOW_TILES",
     "Decision",
     "Found",
     "call_key",
@@ -49,6 +50,8 @@ __all__ = [
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
+SLOW_TILES = "a mask of rows and keys is faster on the host's attention"
+"""Why `auto` leaves dense masks: SDPA took a third of the time on an H100 (benchmarks/README.md)."""
 
 
 def resolve_kernel(name: str) -> str:
@@ -145,6 +148,8 @@ def decide(
     reason = _call_reason(kernel, shape, min_seq, dropout, needs_grad)
     if variant != "emulation":
         reason = reason or device_reason(kernel, facts)
+        if automatic and reason is None and shape.mask_kind == "dense":
+            reason = SLOW_TILES
     if reason is not None:
         return _host(reason)
     if kernel == "torch":

@@ -350,3 +350,13 @@ def test_facts_of_a_tensors_device():
     assert dispatch.facts_of("cpu", None) == device.facts("cpu")
     x = torch.empty(1)
     assert dispatch.facts_of(x.device.type, x.device.index).kind == "cpu"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("mask_kind", ["none", "key_bias", "dense"])
+def test_auto_leaves_dense_masks_to_the_host_and_a_named_kernel_takes_them(arch, mask_kind):
+    chosen = decide(arch, mask_kind=mask_kind)
+    assert (chosen.reason == dispatch.SLOW_TILES) == (mask_kind == "dense")
+    assert (chosen.kernel == "sdpa") == (mask_kind == "dense")
+    named = decide(arch, "sage", mask_kind=mask_kind)
+    assert named == dispatch.Decision("sage", "portable")

@@ -73,7 +73,8 @@ class Machine:
         assert torch.equal(lse.isfinite(), alive)
         assert (out[expected_lse == -math.inf] == 0).all()
         if alive.any():
-            assert (lse - expected_lse)[alive].abs().max() < 0.1 * times
+            scores = 0.3 if kernel == "fav3_fp8" else 0.1  # 3 bits of mantissa
+            assert (lse - expected_lse)[alive].abs().max() < scores * times
         return out, lse
 
     def nan_memory(self, like: int = 1 << 20) -> None:

@@ -25,9 +25,10 @@ from sage_plugin.kernels.attention.primitives import (
 @triton.jit
 def _step(
     k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, stride_mq, stride_mk, j, q, scale,
-    softcap, m, l, acc, rows, seq_q, seq_k, left, right,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, FLUSH: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, EDGE: tl.constexpr,
+    softcap, m, l, acc, first_row, seq_q, seq_k, left, right,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FLUSH: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
     """One key block; where a key can be hidden, what is not finite in V is kept out of P V."""
     d = tl.arange(0, DP)
@@ -59,9 +60,10 @@ def _step(
         term = mask_term(tl.load(mask + n64 * stride_mk, mask=n < seq_k, other=0))
         s = tl.where((term == float("-inf"))[None, :], float("-inf"), s + term[None, :])
     if MASK == 2:
-        tile = mask_tile(mask, rows, n, seq_q, seq_k, stride_mq, stride_mk)
+        tile = mask_tile(mask, first_row, j, seq_q, seq_k, stride_mq, stride_mk, BM, BN, EDGE)
         s = tl.where(tile == float("-inf"), float("-inf"), s + tile)
     if EDGE:
+        rows = first_row + tl.arange(0, BM)
         seen = visible_keys(rows, n, seq_q, seq_k, left, right, LEFT, RIGHT)
         s = tl.where(seen, s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
@@ -125,20 +127,20 @@ def plain_attention_kernel(
         for j in tl.range(begin, inner, num_stages=1):
             m, l, acc = _step(
                 k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, stride_mq, stride_mk, j,
-                q_tile, scale, softcap, m, l, acc, rows, seq_q, seq_k, left, right,
-                D, DP, BN, FLUSH, LEFT, RIGHT, MASK, SOFTCAP, True,
+                q_tile, scale, softcap, m, l, acc, first_row, seq_q, seq_k, left, right,
+                D, DP, BM, BN, FLUSH, LEFT, RIGHT, MASK, SOFTCAP, True,
             )  # fmt: skip
     for j in tl.range(inner, outer, num_stages=STAGES):
         m, l, acc = _step(
             k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, stride_mq, stride_mk, j,
-            q_tile, scale, softcap, m, l, acc, rows, seq_q, seq_k, left, right,
-            D, DP, BN, FLUSH, LEFT, RIGHT, MASK, SOFTCAP, False,
+            q_tile, scale, softcap, m, l, acc, first_row, seq_q, seq_k, left, right,
+            D, DP, BM, BN, FLUSH, LEFT, RIGHT, MASK, SOFTCAP, False,
         )  # fmt: skip
     for j in tl.range(outer, end, num_stages=1):
         m, l, acc = _step(
             k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, stride_mq, stride_mk, j,
-            q_tile, scale, softcap, m, l, acc, rows, seq_q, seq_k, left, right,
-            D, DP, BN, FLUSH, LEFT, RIGHT, MASK, SOFTCAP, True,
+            q_tile, scale, softcap, m, l, acc, first_row, seq_q, seq_k, left, right,
+            D, DP, BM, BN, FLUSH, LEFT, RIGHT, MASK, SOFTCAP, True,
         )  # fmt: skip
     alive = l != 0.0  # NaN is alive: it has to be seen
     if SINKS:

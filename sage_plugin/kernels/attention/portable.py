@@ -29,6 +29,9 @@ P_TYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e4m3fnuz: tl.float8e4b8,
 }
+LARGEST_STRIDE = 1 << 22
+"""Offsets inside a mask's tile are 32-bit; masks with larger steps between rows are copied."""
+
 NO_MASK, KEY_TERMS, TILES = 0, 1, 2
 """How a kernel gets its mask: not at all, a term a key, or a tile of rows and keys."""
 
@@ -148,6 +151,8 @@ def _mask_arguments(
         return None, (0, 0, 0, 0), NO_MASK
     if tiles_only and by_key(mask):
         return None, (0, 0, 0, 0), KEY_TERMS
+    if max(mask.stride(2), mask.stride(3)) >= LARGEST_STRIDE:
+        mask = mask.contiguous()
     strides = tuple(broadcast_stride(mask, dim) for dim in range(3))
     mode = TILES if tiles_only or mask_kind(mask) == "dense" else KEY_TERMS
     return as_readable(mask), (*strides, mask.stride(3)), mode

@@ -96,11 +96,24 @@ def mask_term(value):
 
 
 @triton.jit
-def mask_tile(mask, rows, keys, seq_q, seq_k, stride_q, stride_k):
-    """`(BM, BN)` of what a dense mask adds to the scores."""
-    at = mask + rows.to(tl.int64)[:, None] * stride_q + keys.to(tl.int64)[None, :] * stride_k
-    value = tl.load(at, mask=(rows < seq_q)[:, None] & (keys < seq_k)[None, :], other=0)
-    return mask_term(value)
+def mask_tile(
+    mask, first_row, j, seq_q, seq_k, stride_q, stride_k, BM: tl.constexpr, BN: tl.constexpr,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """`(BM, BN)` of what a dense mask adds to the scores.
+
+    Offsets are 64-bit up to the tile and 32-bit inside of it, and keys are compared at edges alone,
+    so that a row's keys are read many at a time.
+    """
+    m = tl.arange(0, BM)
+    n = tl.arange(0, BN)
+    first_key = j * BN
+    base = mask + first_row.to(tl.int64) * stride_q + first_key.to(tl.int64) * stride_k
+    at = base + (m[:, None] * stride_q + n[None, :] * stride_k)
+    live = (first_row + m < seq_q)[:, None]
+    if EDGE:
+        live = live & (first_key + n < seq_k)[None, :]
+    return mask_term(tl.load(at, mask=live, other=0))
 
 
 @triton.jit

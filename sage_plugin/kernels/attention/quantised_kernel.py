@@ -30,7 +30,7 @@ from sage_plugin.kernels.attention.primitives import (
 @triton.jit
 def _step(
     k, v, k_scale, k_scale_finite, key_term, mask, stride_mq, stride_mk, j, q, q_scale, row_shift,
-    softcap, m, l, acc, rows, seq_q, seq_k, left, right, kv_row, v_row, v_column, k_rows,
+    softcap, m, l, acc, first_row, seq_q, seq_k, left, right, kv_row, v_row, v_column, k_rows,
     DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, PV8: tl.constexpr,
     P_TYPE: tl.constexpr, OFFSET: tl.constexpr, FLUSH: tl.constexpr, TMA: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -58,9 +58,10 @@ def _step(
         if EDGE or MASK > 0:
             x += tl.load(key_term + kv_row + keys)[None, :]
         if MASK == 2:
-            term = mask_tile(mask, rows, keys, seq_q, seq_k, stride_mq, stride_mk)
+            term = mask_tile(mask, first_row, j, seq_q, seq_k, stride_mq, stride_mk, BM, BN, EDGE)
             x = tl.where(term == float("-inf"), float("-inf"), x + term)
         if EDGE:
+            rows = first_row + tl.arange(0, BM)
             seen = visible_keys(rows, keys, seq_q, seq_k, left, right, LEFT, RIGHT)
             x = tl.where(seen, x, float("-inf"))
         top = tl.maximum(m, tl.max(x, 1))
@@ -150,21 +151,21 @@ def quantised_attention_kernel(
         for j in tl.range(begin, inner, num_stages=1):
             m, l, acc = _step(
                 k, v, k_scale, k_scale_finite, key_term, mask, stride_mq, stride_mk, j, q_tile,
-                row_scale, row_shift, softcap, m, l, acc, rows, seq_q, seq_k, left, right, kv_row,
-                v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA,
+                row_scale, row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left, right,
+                kv_row, v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA,
                 LEFT, RIGHT, MASK, SOFTCAP, True,
             )  # fmt: skip
     for j in tl.range(inner, outer, num_stages=STAGES):
         m, l, acc = _step(
             k, v, k_scale, k_scale_finite, key_term, mask, stride_mq, stride_mk, j, q_tile,
-            row_scale, row_shift, softcap, m, l, acc, rows, seq_q, seq_k, left, right, kv_row,
+            row_scale, row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left, right, kv_row,
             v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA,
             LEFT, RIGHT, MASK, SOFTCAP, False,
         )  # fmt: skip
     for j in tl.range(outer, end, num_stages=1):
         m, l, acc = _step(
             k, v, k_scale, k_scale_finite, key_term, mask, stride_mq, stride_mk, j, q_tile,
-            row_scale, row_shift, softcap, m, l, acc, rows, seq_q, seq_k, left, right, kv_row,
+            row_scale, row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left, right, kv_row,
             v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA,
             LEFT, RIGHT, MASK, SOFTCAP, True,
         )  # fmt: skip
