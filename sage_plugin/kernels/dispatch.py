@@ -51,7 +51,7 @@ __all__ = [
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
 SLOW_TILES = "a mask of rows and keys is faster on the host's attention"
-"""Why `auto` leaves dense masks: SDPA took a third of the time on an H100 (benchmarks/README.md)."""
+"""Why `auto` leaves dense masks: SDPA took a third of the time on an H100."""
 
 
 def resolve_kernel(name: str) -> str:

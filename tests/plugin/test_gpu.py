@@ -42,9 +42,9 @@ def test_auto_takes_key_masks_and_leaves_dense_ones_and_short_calls_to_the_host(
     assert torch.equal(layer(q, k, v), F.scaled_dot_product_attention(q, k, v))
     assert handle.report().kernel_calls() == 0
     patch(layer, min_seq=0)
-    for mask, calls in ((mask, 0), (mask[:1], 1)):
-        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out = layer(q, k, v, attn_mask=mask)
+    for some, calls in ((mask, 0), (mask[:1], 1)):
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=some)
+        out = layer(q, k, v, attn_mask=some)
         assert (out - expected).abs().sum() < 0.08 * expected.abs().sum()
         assert (out - F.scaled_dot_product_attention(q, k, v)).abs().sum() > 0.2 * out.abs().sum()
         assert handle.report().kernel_calls() == calls

@@ -112,13 +112,14 @@ def _statistics(
     alive = new(torch.float32, heads, splits)
     k_mean = new(torch.float32, heads, width)
     packed = operands.problem.packed
+    warps = MANY_WARPS if width > 128 else FEW_WARPS
     statistics_kernel[(heads * splits,)](
         k, v, k_sum, v_sum, v_min, v_max, alive, key_mask.values,
         packed.cu_seqlens_q if packed else None, packed.cu_seqlens_k if packed else None,
         *k.stride(), *v.stride(), *key_mask.strides,
         operands.heads_k, operands.seq_q, seq, left, per_split, splits,
         D=operands.head_dim, DP=width, ROWS=STATISTICS_ROWS, K_MEAN=launch.smooth_k,
-        MASKED=masked, LEFT=left >= 0, PACKED=packed is not None, num_warps=FEW_WARPS,
+        MASKED=masked, LEFT=left >= 0, PACKED=packed is not None, num_warps=warps,
     )  # fmt: skip
     reduce_kernel[(heads,)](
         k_sum, v_sum, v_min, v_max, alive, k_mean, operands.v_mean, operands.v_scale,
