@@ -143,5 +143,6 @@ def test_bytes_of_quantised_operands_have_their_true_sizes(kernel, v_bytes):
     moved, config = cpu_bytes(kernel, shape)
     tensors = 2 * 256 * 64 * (1 + 1 + v_bytes + 2)  # INT8 or FP8 in, a bf16 output
     q_scales, k_scales = 2 * 256 * 4, 2 * (256 // config.block_n) * 4
-    channels = 3 * 2 * 64 * 4  # scale and mean of V, mean of K
+    # Scale and mean of V, mean of K; FP8 values have a mean rounding error as well.
+    channels = (3 if kernel == "sage" else 4) * 2 * 64 * 4
     assert moved == tensors + q_scales + k_scales + channels

@@ -169,11 +169,10 @@ def launches_of(call: Call) -> list[Launch]:
         for at, module in list(sys.modules.items())
         if at.startswith("sage_plugin.kernels.")
         for name, value in list(vars(module).items())
-        if name.endswith("_kernel") or name == "_precision"
+        if name.endswith("_kernel")
     ]
     for module, name, value in stock:
-        put = _precision_of(call) if name == "_precision" else Recorder(value, kept)
-        setattr(module, name, put)
+        setattr(module, name, Recorder(value, kept))
     try:
         operands = built.prepare(*call.tensors(), problem=call.problem(), launch=call.config())
         built.launch(operands, return_lse=call.return_lse)
@@ -181,11 +180,6 @@ def launches_of(call: Call) -> list[Launch]:
         for module, name, value in stock:
             setattr(module, name, value)
     return kept
-
-
-def _precision_of(call: Call) -> Any:
-    """What `_precision` would say on the GPU; it looks at the tensors, which are on the CPU."""
-    return lambda device: "tf32x3" if call.arch.startswith("sm_") else "ieee"
 
 
 def compile_launch(launch: Launch, arch: str) -> Any:

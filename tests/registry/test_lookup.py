@@ -160,6 +160,7 @@ def test_a_new_environment_is_seen_without_clearing(put, monkeypatch):
 
 
 def test_B9_no_file_access_after_the_first_look(put, monkeypatch):
+    monkeypatch.setattr(load, "shipped_dir", lambda: None)
     root = put(samples.file(*(wide(seq, 32) for seq in (600, 700, 800, 900, 1000))))
     known = [samples.key(seq_q=s, seq_k=s) for s in (600, 700, 800, 900, 1000)]
     unknown = [samples.key(seq_q=s, seq_k=s) for s in (1, 2, 3, 4, 5)]
