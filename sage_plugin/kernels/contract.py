@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
@@ -142,10 +143,8 @@ class OutputForm:
 
     def empty_lse(self) -> torch.Tensor:
         """An uninitialised contiguous fp32 `(B, H, Sq)` log-sum-exp."""
-        batch, heads, seq = self.shape[:3]
-        if self.layout == "bshd":
-            heads, seq = seq, heads
-        return torch.empty((batch, heads, seq), dtype=torch.float32, device=self.device)
+        shape = lse_shape(self.shape, self.layout)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
 
 class Operands(Protocol):
@@ -225,16 +224,7 @@ def bhsd(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return tensor if layout == "bhsd" else tensor.transpose(1, 2)
 
 
-def empty_output(q: torch.Tensor, dtype: torch.dtype, dv: int | None = None) -> torch.Tensor:
-    """An output in Q's memory order where it has Q's shape; the op's fake uses it too."""
-    if dv is None or dv == q.shape[3]:
-        return torch.empty_like(q, dtype=dtype)
-    return q.new_empty((*q.shape[:3], dv), dtype=dtype)
-
-
-def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
-    """A contiguous fp32 `(B, H, Sq)` buffer for the log-sum-exp."""
-    batch, heads, seq = (q.shape[0], q.shape[1], q.shape[2])
-    if layout == "bshd":
-        heads, seq = seq, heads
-    return torch.empty((batch, heads, seq), dtype=torch.float32, device=q.device)
+def lse_shape(shape: Sequence[int], layout: str) -> tuple[int, int, int]:
+    """`(B, H, Sq)` of queries of a shape in a layout."""
+    batch, heads, seq = shape[:3] if layout == "bhsd" else (shape[0], shape[2], shape[1])
+    return batch, heads, seq

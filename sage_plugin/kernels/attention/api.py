@@ -173,7 +173,7 @@ def run_decided(
         softcap: bound of the scores, 0 for none.
         sinks: one logit a query head.
     """
-    if launch is not None or decision.variant == "portable":
+    if launch is not None or (decision.variant == "portable" and q.device.type == "cpu"):
         shape = shape_of(
             q, k, v, causal=is_causal, scale=scale, layout=layout, mask_kind=mask_kind(mask)
         )

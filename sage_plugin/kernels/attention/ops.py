@@ -25,7 +25,7 @@ from sage_plugin.kernels.attention.checks import (
     wants_gradient,
 )
 from sage_plugin.kernels.attention.run import as_promised, empty_as, run_now, shape_of
-from sage_plugin.kernels.contract import HOST, Decision, Packed, Problem, empty_lse
+from sage_plugin.kernels.contract import HOST, Decision, Packed, Problem, lse_shape
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["library", "shape_of", "text_of"]
@@ -163,8 +163,8 @@ def _fake_attention_with_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     sinks: torch.Tensor | None, *rest: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    layout = str(rest[-4])
-    return _fake_attention(q, k, v, mask, sinks, *rest), empty_lse(q, layout)
+    lse = q.new_empty(lse_shape(q.shape, str(rest[-4])), dtype=torch.float32)
+    return _fake_attention(q, k, v, mask, sinks, *rest), lse
 
 
 def _fake_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
