@@ -108,16 +108,16 @@ def json_text(tables: Iterable[Table], device: DeviceFacts, toolchain: Toolchain
             for table in tables
         ],
     }
-    return json.dumps(_finite(body), indent=1, allow_nan=False) + "\n"
+    return json.dumps(finite(body), indent=1, allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:  # noqa: ANN401
+def finite(value: Any) -> Any:  # noqa: ANN401
     """The same with `null` for numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: finite(part) for key, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _clocks(state: ClockSnapshot | None) -> dict[str, Any] | None:

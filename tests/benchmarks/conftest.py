@@ -36,6 +36,11 @@ def accuracy() -> ModuleType:
 
 
 @pytest.fixture
+def accuracy_inputs() -> ModuleType:
+    return importlib.import_module("accuracy_inputs")
+
+
+@pytest.fixture
 def peers() -> ModuleType:
     return importlib.import_module("peers")
 

@@ -141,8 +141,10 @@ def test_a_failing_kernel_leaves_the_others(
     assert "sage failed: out of registers" in capsys.readouterr().out
 
 
-def test_rows_are_judged_against_exact_attention(peers: ModuleType, accuracy: ModuleType) -> None:
-    tensors = accuracy.drawn("biased", SHAPE, device="cpu")
+def test_rows_are_judged_against_exact_attention(
+    peers: ModuleType, accuracy: ModuleType, accuracy_inputs: ModuleType
+) -> None:
+    tensors = accuracy_inputs.drawn("biased", SHAPE, device="cpu")
     exact = accuracy.reference(*tensors, rows=torch.arange(128)).out
     half = peers.judge_peer(lambda: exact * 0.5, tensors, _args())
     assert half["rel_l1"] == pytest.approx(0.5)
