@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,3 +22,16 @@ def interpreted() -> None:
     from tests.interpreter import correct_casts
 
     correct_casts()
+
+
+@pytest.fixture
+def unconfigured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Launch configs from the defaults and the shipped files alone, and nothing remembered."""
+    from sage_plugin.kernels import launches
+
+    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
+        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    launches.forget()
+    yield
+    launches.forget()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import sage_plugin
 from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
-from sage_plugin.kernels import dispatch, launches
+from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention import ops
 from sage_plugin.kernels.attention.api import attention, run_decided
 from sage_plugin.kernels.contract import Decision
@@ -28,13 +28,8 @@ PLAIN = Shape(2, 4, 2, 33, 70, 64)
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
-        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    launches.forget()
-    yield
-    launches.forget()
+def _alone(unconfigured):
+    """No environment, no user's configs."""
 
 
 # -- the signature ----------------------------------------------------------------------------

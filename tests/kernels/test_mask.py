@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels import launches
 from sage_plugin.kernels.attention.api import attention
 from sage_plugin.kernels.attention.mask import mask_kind, normalised
 from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, relative_l1
-from tests.kernels.naive import naive
+from tests.kernels.written_out import naive
 
 EVERY = (*EMULATED, "torch", "sdpa", "auto")
 GROUPED = Shape(2, 4, 2, 33, 70, 64)
@@ -21,13 +20,8 @@ FORMS = ((33, 70), (2, 1, 1, 70), (2, 1, 33, 70), (2, 4, 33, 70), (1, 4, 1, 70),
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
-        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    launches.forget()
-    yield
-    launches.forget()
+def _alone(unconfigured):
+    """No environment, no user's configs."""
 
 
 def limit(kernel):

@@ -13,7 +13,6 @@ import torch._dynamo.testing
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels import launches
 from sage_plugin.kernels.attention import ops
 from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, launch, relative_l1
 
@@ -25,14 +24,9 @@ BOTH = pytest.mark.parametrize("op", [ATTENTION, WITH_LSE], ids=lambda op: op._s
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
-        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    launches.forget()
+def _alone(unconfigured):
+    """No environment, no user's configs."""
     torch._dynamo.reset()
-    yield
-    launches.forget()
 
 
 def arguments(

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 import sage_plugin
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
-from sage_plugin.kernels import launches
 from sage_plugin.kernels.attention.api import attention
 from sage_plugin.kernels.attention.two_step import Prepared, prepare
 from sage_plugin.kernels.attention.two_step import launch as finish
@@ -24,13 +23,8 @@ GROUPED = Shape(2, 4, 2, 33, 70, 64)
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
-        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    launches.forget()
-    yield
-    launches.forget()
+def _alone(unconfigured):
+    """No environment, no user's configs."""
 
 
 OPTIONS = {

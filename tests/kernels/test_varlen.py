@@ -11,11 +11,10 @@ import torch._dynamo.testing
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels import launches
 from sage_plugin.kernels.attention.api import attention
 from sage_plugin.kernels.attention.varlen import attention_varlen
 from tests.kernels.calls import EMULATED, LIMITS, launch, relative_l1
-from tests.kernels.naive import naive
+from tests.kernels.written_out import naive
 
 EVERY = (*EMULATED, "torch", "sdpa", "auto")
 EXACT = ("torch", "sdpa", "auto")
@@ -24,14 +23,9 @@ KEYS = (5, 70, 33)
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
-        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    launches.forget()
+def _alone(unconfigured):
+    """No environment, no user's configs."""
     torch._dynamo.reset()
-    yield
-    launches.forget()
 
 
 def ends(lengths):

@@ -54,3 +54,23 @@ def written_out(
         v = torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
     return weights @ v, torch.logsumexp(scores, -1)
+
+
+def naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by the arguments of `attention`; the mask is anything that broadcasts."""
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    problem = Problem(factor, causal, "bhsd", mask, window, softcap, sinks)
+    return written_out(q, k, v, problem)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import threading
@@ -15,29 +14,19 @@ from torch.overrides import TorchFunctionMode
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.attention.api import attention
 from sage_plugin.plugin import route
-from sage_plugin.plugin.call import MASK_DEVICE, MASK_SHAPE, SUBCLASS
+from sage_plugin.plugin.call import SUBCLASS
 from sage_plugin.plugin.patch import patch, patched, unpatch
-from tests.plugin import toys
-from tests.plugin.toys import Direct, Dispatching, ThreeCalls, ToyAttention, qkv
-
-
-def patched_toy(processor=Direct, **options):
-    layer = ToyAttention(processor())
-    handle = patch(layer, **{"kernel": "sage", "min_seq": 0, **options})
-    return layer, handle
-
-
-def counts(handle):
-    (row,) = handle.report().rows
-    return row.calls, row.fallbacks
-
-
-def only_reason(handle):
-    calls, fallbacks = counts(handle)
-    assert calls == {}
-    ((reason, count),) = fallbacks.items()
-    assert count == 1
-    return reason
+from tests.plugin.toys import (
+    Direct,
+    Dispatching,
+    Tagged,
+    ThreeCalls,
+    ToyAttention,
+    counts,
+    only_reason,
+    patched_toy,
+    qkv,
+)
 
 
 @pytest.mark.parametrize("processor", [Direct, Dispatching])
@@ -84,114 +73,6 @@ def test_report_92_the_entrance_has_the_signature_of_sdpa():
     layer, _ = patched_toy()
     with pytest.raises(TypeError, match="sm_scale"):
         layer(*qkv(), sm_scale=1.0)
-
-
-MASKS = [(24, 24), (2, 1, 1, 24), (2, 1, 24, 24), (2, 2, 24, 24), (1, 24)]
-
-
-@pytest.mark.parametrize("processor", [Direct, Dispatching])
-@pytest.mark.parametrize("shape", MASKS, ids=str)
-@pytest.mark.parametrize("kind", ["bool", "float", "expanded"])
-@pytest.mark.parametrize("kernel", ["sage", "fav2"])
-def test_report_32_35_a_mask_is_honoured_by_the_kernel(processor, shape, kind, kernel):
-    layer, handle = patched_toy(processor, kernel=kernel)
-    q, k, v = qkv()
-    v[:, :, -1] = 1e3
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.3
-    mask[..., :2], mask[..., -1] = True, False
-    if kind == "float":
-        mask = torch.linspace(-1, 1, 24).expand(shape).masked_fill(~mask, -torch.inf)
-    elif kind == "expanded":
-        mask = mask.expand(2, 2, 24, 24)
-    out = layer(q, k, v, attn_mask=mask)
-    exact = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    assert (out - exact).abs().sum() / exact.abs().sum() < 0.02
-    assert torch.equal(out, attention(q, k, v, mask, kernel=kernel))
-    assert counts(handle) == ({f"{kernel}:emulation": 1}, {})
-
-
-def test_report_35_two_dimensions_are_key_padding_where_diffusers_reads_them_so():
-    layer, handle = patched_toy(Dispatching)
-    q, k, v = qkv()
-    padding = torch.arange(24) < torch.tensor([[20], [9]])
-    out = layer(q, k, v, attn_mask=padding)
-    assert torch.equal(out, attention(q, k, v, padding[:, None, None], kernel="sage"))
-    assert counts(handle) == ({"sage:emulation": 1}, {})
-    layer, handle = patched_toy(Direct)
-    with pytest.raises(RuntimeError):  # to SDPA they are (Sq, Sk)
-        layer(q, k, v, attn_mask=padding)
-    assert counts(handle) == ({}, {MASK_SHAPE: 1})
-
-
-@pytest.mark.parametrize(
-    ("mask", "reason"),
-    [
-        (torch.ones(24, 23), MASK_SHAPE),
-        (torch.ones(3, 1, 1, 24), MASK_SHAPE),
-        (torch.ones(1, 1, 1, 24, 24), MASK_SHAPE),
-        (torch.ones(24, 24, dtype=torch.int32), "a mask of torch.int32"),
-        (torch.ones(24, 24, dtype=torch.float64), "a mask of torch.float64"),
-        (torch.ones(24, 24, device="meta"), MASK_DEVICE),
-    ],
-    ids=str,
-)
-def test_a_mask_that_no_kernel_takes_is_the_hosts(mask, reason):
-    layer, handle = patched_toy()
-    with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):  # the host's own
-        layer(*qkv(), attn_mask=mask)
-    assert counts(handle) == ({}, {reason: 1})
-
-
-def test_a_mask_of_a_subclass_stays_with_the_host():
-    layer, handle = patched_toy()
-    layer(*qkv(), attn_mask=torch.zeros(24, 24).as_subclass(Tagged))
-    assert only_reason(handle) == SUBCLASS
-
-
-def test_report_95_a_mask_that_learns_goes_to_the_host():
-    layer, handle = patched_toy()
-    bias = torch.zeros(24, 24, requires_grad=True)
-    layer(*qkv(), attn_mask=bias).square().sum().backward()
-    assert bias.grad.abs().sum() > 0
-    assert "gradient" in only_reason(handle)
-
-
-def test_masked_layers_compile_as_one_graph():
-    layer, _ = patched_toy(Dispatching)
-    q, k, v = qkv()
-    mask = torch.rand(2, 1, 1, 24) > 0.3
-    with torch.no_grad():
-        eager = layer(q, k, v, attn_mask=mask)
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(q, k, v, attn_mask=mask), eager)
-
-
-def test_report_41_mask_and_causal_hold_together():
-    """SDPA refuses the pair; nothing of it is dropped here."""
-    layer, handle = patched_toy()
-    q, k, v = qkv()
-    padding = torch.arange(24) < 20
-    both = padding & torch.ones(24, 24, dtype=torch.bool).tril()
-    exact = F.scaled_dot_product_attention(q, k, v, attn_mask=both)
-    out = layer(q, k, v, attn_mask=padding[None], is_causal=True)
-    assert (out - exact).abs().sum() / exact.abs().sum() < 0.02
-    assert counts(handle)[0] == {"sage:emulation": 1}
-
-
-def test_report_41_mask_and_causal_reach_the_host_together(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        toys, "dispatch_attention_fn", lambda *a, **kw: seen.append((a, kw)) or a[0]
-    )
-    layer, _ = patched_toy(Dispatching)
-    q, k, v = qkv()
-    mask = torch.ones(24, 24, dtype=torch.bool)
-    layer(q, k, v, attn_mask=mask, dropout_p=0.1, is_causal=True, scale=0.3)
-    (args, _), = seen  # fmt: skip
-    assert args[3] is mask
-    assert args[4:] == (0.1, True, 0.3, False, None)
-    monkeypatch.undo()
-    patch(layer, kernel="sage", min_seq=0)  # takes the original function up again
 
 
 @pytest.mark.parametrize("kernel", ["sage", "torch"])
@@ -290,10 +171,6 @@ def test_a_function_mode_still_sees_the_calls():
     with torch.device("cpu"):  # a function mode too, but one that does not care
         layer(*qkv())
     assert counts(handle)[0] == {"sage:emulation": 1}
-
-
-class Tagged(torch.Tensor):
-    pass
 
 
 def test_a_tensor_subclass_stays_with_the_host():

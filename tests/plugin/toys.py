@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from sage_plugin.plugin.patch import patch
+
 
 class ToyAttention(nn.Module):
     def __init__(self, processor: Any) -> None:
@@ -127,3 +129,26 @@ def _inner(depth, q, k, v, options):
     if depth:
         return _outer(depth - 1, q, k, v, options)
     return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def patched_toy(processor=Direct, **options):
+    layer = ToyAttention(processor())
+    handle = patch(layer, **{"kernel": "sage", "min_seq": 0, **options})
+    return layer, handle
+
+
+def counts(handle):
+    (row,) = handle.report().rows
+    return row.calls, row.fallbacks
+
+
+def only_reason(handle):
+    calls, fallbacks = counts(handle)
+    assert calls == {}
+    ((reason, count),) = fallbacks.items()
+    assert count == 1
+    return reason

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import sage_plugin
+from sage_plugin.errors import UnsupportedInputError
 
 NAME = "sage_real_models"
 """The implementation's name in transformers' process-wide registry."""
@@ -72,7 +73,7 @@ class KernelAttention:
         """Attention of one layer: (B, Hq, Sq, D) in, (B, Sq, Hq, D) out."""
         unknown = [name for name in NOT_PASSED_ON if others.get(name) is not None]
         if unknown or dropout:
-            raise NotImplementedError(
+            raise UnsupportedInputError(
                 f"{unknown or 'dropout'} in a call of {type(module).__name__}"
             )
         wanted = getattr(module, "is_causal", False) if is_causal is None else is_causal

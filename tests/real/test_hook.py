@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from sage_plugin.errors import UnsupportedInputError
 from tests.real.hook import NAME, running_on
 
 
@@ -72,7 +73,7 @@ def test_the_model_is_as_it_was(model):
 def test_what_would_be_ignored_is_refused(model):
     x = torch.ones(1, 1, 4, 16)
     with running_on(model, "torch") as hook:
-        with pytest.raises(NotImplementedError, match="softcap"):
+        with pytest.raises(UnsupportedInputError, match="softcap"):
             hook(model, x, x, x, None, softcap=50.0)
         assert hook.calls == 0
         hook(model, x, x, x, None, softcap=None)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_plugin.kernels import launches
 from tests.reports.machine import ON_GPU, Machine
 
 LEFT_OUT = dict.fromkeys(("test_a_layout", "test_c_masks"), ("fav3_sage", "fav3_fp8"))
@@ -35,13 +34,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
-        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    launches.forget()
-    yield
-    launches.forget()
+def _alone(unconfigured):
+    """No environment, no user's configs."""
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_GPU)])
