@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("diffusers")
 
+import sage_plugin
 from sage_plugin.cli import app
 from sage_plugin.kernels import dispatch
 
@@ -103,7 +104,7 @@ def test_a_block_is_skipped_for_a_gpu_or_weights_alone(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, *ROOT.glob("examples/*/README.md")],
+    [*PAGES, ROOT / "README.md", *ROOT.glob("examples/*/README.md")],
     ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
@@ -123,3 +124,19 @@ def test_a_changed_output_is_noticed() -> None:
         assert_shows("a 1 c\nend\n", ["a ... b", "end"], "here")
     with pytest.raises(AssertionError, match="here"):
         assert_shows("other\n", ["...", "end"], "here")
+
+
+def test_the_functions_of_the_readme_run() -> None:
+    (block,) = [b for b in markdown.blocks(ROOT / "README.md") if "sage_plugin.prepare(" in b.text]
+    q, k, v = (torch.randn(2, 4, 64, 32) for _ in range(3))
+    all_q, all_k, all_v = (x.transpose(1, 2).reshape(128, 4, 32) for x in (q, k, v))
+    known = {
+        "sage_plugin": sage_plugin, "q": q, "k": k, "v": v,
+        "padding": torch.arange(64).expand(2, 1, 1, 64) < 50,
+        "all_q": all_q, "all_k": all_k, "all_v": all_v,
+        "starts": torch.tensor([0, 64, 128], dtype=torch.int32), "longest": 64,
+    }  # fmt: skip
+    exec(block.text, known)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert (known["out"] - exact).abs().sum() < 0.1 * exact.abs().sum()
+    assert known["lse"].shape == (2, 4, 64)
