@@ -126,6 +126,10 @@ class LaunchConfig(JsonRecord):
         hadamard: channels of a block of Q and K that are rotated together before they are
             quantised, a power of two that divides the head dim; 0 for no rotation.
         q_granule: query rows that share a scale, a power of two up to 128; 1 is a scale a row.
+        exp_linear: eighths of a block's keys whose weights take their FP8 bits from a linear
+            exponential, which needs no special-function unit (Hopper variants with FP8 values).
+        overlap: start the scores of the next block before the values of this one are waited for
+            (Hopper variants, where registers allow it).
     """
 
     block_m: int
@@ -141,6 +145,8 @@ class LaunchConfig(JsonRecord):
     matrix_instr_nonkdim: int = 0
     hadamard: int = 0
     q_granule: int = 1
+    exp_linear: int = 0
+    overlap: bool = False
 
     def replaced(self, **changes: Any) -> Self:  # noqa: ANN401
         """A copy with some fields changed; an unknown field is a `ConfigError`."""

@@ -1,0 +1,72 @@
+"""Launch code of the Hopper variants: the portable pre-pass, and attention in Gluon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sage_plugin.kernels.attention.gluon_names import TensorDescriptor, gl
+from sage_plugin.kernels.attention.hopper_kernel import hopper_attention_kernel
+from sage_plugin.kernels.attention.portable import QuantisedPortable
+from sage_plugin.kernels.contract import bhsd
+from sage_plugin.kernels.quant.operands import QuantisedOperands
+
+GROUP_ROWS = 64
+"""Query rows of a warpgroup."""
+
+_GLUON_TYPES = {
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float16: gl.float16,
+}
+
+
+class QuantisedHopper(QuantisedPortable):
+    """The Hopper variant of a kernel that quantises by a `Recipe`.
+
+    It takes causal calls, biases and padding by key, grouped heads and any lengths; the decision
+    table leaves windows, caps, sinks, packed sequences and masks of tiles to the portable variant.
+    """
+
+    def launch(
+        self,
+        operands: QuantisedOperands,
+        *,
+        out_dtype: torch.dtype | None = None,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One launch of attention on the quantised operands."""
+        ops, config, problem = operands, operands.launch_config, operands.problem
+        out = ops.form.empty(out_dtype or ops.v_dtype)
+        view = bhsd(out, problem.layout)
+        lse = ops.form.empty_lse() if return_lse else None
+        row_blocks = -(-ops.seq_q // config.block_m)
+        hopper_attention_kernel[(row_blocks * ops.sequences * ops.heads_q,)](
+            *_descriptors(ops), view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite,
+            ops.key_term, ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.shift,
+            *view.stride(), ops.heads_q, ops.heads_q // ops.heads_k, ops.seq_q, ops.seq_k,
+            ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2],
+            D=ops.head_dim, DP=ops.k8.shape[-1], BN=config.block_n,
+            GROUPS=config.block_m // GROUP_ROWS, STAGES=config.num_stages,
+            QK8=self.recipe.qk == "int8", OFFSET=self.recipe.p_offset,
+            LINEAR=config.exp_linear * config.block_n // 128, FLUSH=config.pv_flush,
+            EARLY=config.overlap, TERM=problem.mask is not None, CAUSAL=problem.right >= 0, LSE=return_lse,
+            SHIFT=config.smooth_k, REGISTERS=config.maxnreg, num_warps=4,
+        )  # fmt: skip
+        return out, lse
+
+
+def _descriptors(ops: QuantisedOperands) -> tuple[Any, Any, Any]:
+    """TMA descriptors of Q by a warpgroup's rows, and of K and transposed V by blocks of keys."""
+    width, block_n = ops.q8.shape[-1], ops.launch_config.block_n
+    return (
+        _descriptor(ops.q8.view(-1, width), [GROUP_ROWS, width]),
+        _descriptor(ops.k8.view(-1, width), [block_n, width]),
+        _descriptor(ops.v8.view(-1, ops.v8.shape[-1]), [width, block_n]),
+    )
+
+
+def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:  # noqa: ANN401
+    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_TYPES[tensor.dtype])
+    return TensorDescriptor.from_tensor(tensor, block, layout)
