@@ -5,9 +5,17 @@ Values are read at every call of `current()`, which is never on the path of a tr
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+_OF_CALLS = (
+    "SAGE_PLUGIN_KERNEL",
+    "SAGE_PLUGIN_VARIANT",
+    "SAGE_PLUGIN_CONFIG_DIR",
+    "SAGE_PLUGIN_LAUNCH",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +39,13 @@ class Settings:
 
 def current() -> Settings:
     """Read the environment now."""
-    config_dir = _text("SAGE_PLUGIN_CONFIG_DIR")
-    return Settings(
-        kernel=_text("SAGE_PLUGIN_KERNEL"),
-        variant=_text("SAGE_PLUGIN_VARIANT"),
-        config_dir=Path(os.path.expanduser(config_dir)) if config_dir else None,
-        launch=_text("SAGE_PLUGIN_LAUNCH"),
-        disabled=(_text("SAGE_PLUGIN_DISABLE") or "0").lower() not in ("0", "false", "no", "off"),
-    )
+    return _settings(*of_calls(), os.environ.get("SAGE_PLUGIN_DISABLE"))
+
+
+def of_calls() -> tuple[str | None, ...]:
+    """What calls depend on, as it is now and not yet read: part of the key of a memo of answers."""
+    kernel, variant, folder, launch = map(os.environ.get, _OF_CALLS)
+    return kernel, variant, folder and os.path.expanduser(folder.strip()), launch
 
 
 def triton_interpreted() -> bool:
@@ -46,5 +53,13 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
-def _text(name: str) -> str | None:
-    return os.environ.get(name, "").strip() or None
+@functools.lru_cache(maxsize=64)
+def _settings(*raw: str | None) -> Settings:
+    kernel, variant, folder, launch, disabled = ((value or "").strip() for value in raw)
+    return Settings(
+        kernel=kernel or None,
+        variant=variant or None,
+        config_dir=Path(folder) if folder else None,
+        launch=launch or None,
+        disabled=(disabled or "0").lower() not in ("0", "false", "no", "off"),
+    )

@@ -20,7 +20,7 @@ from sage_plugin.kernels.launches import (
     illegal_reason,
     tune_command,
 )
-from sage_plugin.kernels.support import device_reason, kernels_of
+from sage_plugin.kernels.support import device_reason, hopper_reason, kernels_of
 from sage_plugin.schema import (
     KERNEL_ALIASES,
     KERNELS,
@@ -115,6 +115,7 @@ def decide(
     min_seq: int = 0,
     dropout: float = 0.0,
     needs_grad: bool = False,
+    special: bool = False,
 ) -> Decision:
     """Which kernel and variant one attention call runs on.
 
@@ -126,6 +127,8 @@ def decide(
         min_seq: calls whose shorter side is under it go to the host's attention.
         dropout: its dropout probability.
         needs_grad: whether a gradient has to flow through it.
+        special: whether it has a window, a cap, sinks, packed sequences or a bias of each head,
+            which the portable variants take.
 
     Returns:
         The decision; with a reason where the host's attention takes the call.
@@ -150,13 +153,27 @@ def decide(
         reason = reason or device_reason(kernel, facts)
         if automatic and reason is None and shape.mask_kind == "dense":
             reason = SLOW_TILES
+        if reason is None and kernel != "torch":
+            reason, variant = _gpu_variant(kernel, variant, shape, facts, special)
     if reason is not None:
         return _host(reason)
     if kernel == "torch":
         return Decision(kernel, HOST)
+    return Decision(kernel, "emulation" if variant == "auto" else variant)
+
+
+def _gpu_variant(
+    kernel: str, variant: str, shape: CallShape, facts: DeviceFacts, special: bool
+) -> tuple[str | None, str]:
+    """The variant that takes a call, or the one asked for and why it cannot."""
+    if variant == "portable" or (variant == "auto" and facts.kind == "cpu"):
+        return None, variant
+    reason = hopper_reason(
+        kernel, facts, shape.head_dim, mask_kind=shape.mask_kind, special=special
+    )
     if variant == "auto":
-        variant = "emulation" if facts.kind == "cpu" else "portable"
-    return Decision(kernel, variant)
+        return None, "portable" if reason else "hopper"
+    return reason, variant
 
 
 def call_key(shape: CallShape, decision: Decision) -> CallKey:
@@ -184,7 +201,7 @@ def _host(reason: str) -> Decision:
 def _checked_variant(kernel: str, variant: str) -> str:
     if variant == "auto" or (variant == HOST and kernel in ("torch", "sdpa")):
         return "auto" if kernel not in ("torch", "sdpa") else HOST
-    built = TRITON_KERNELS.get(kernel, (HOST,)) if kernel != "auto" else ("emulation", "portable")
+    built = TRITON_KERNELS.get(kernel, (HOST,)) if kernel != "auto" else VARIANTS
     if variant not in built:
         what = "not built in this version" if variant in VARIANTS else "not known"
         raise UnknownKernelError(

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import threading
+from typing import Any, TypeVar
 
 from sage_plugin import settings
 from sage_plugin.errors import ConfigError
@@ -20,13 +21,38 @@ SMALLEST_BLOCK = 16
 SMALLEST_8BIT_BLOCK = 32
 LARGEST_BLOCK = 256
 HADAMARD_BLOCKS = (16, 32, 64, 128)
+HOPPER_ROWS, HOPPER_KEYS = (128, 192), (64, 128)
+LARGEST_FLUSH = 4096
+MOST_LINEAR = 6
+"""A block keeps exact weights, in which a NaN of its keys shows."""
 Q_GRANULES = (1, 2, 4, 8, 16, 32, 64, 128)
 MEMO_LIMIT = 65_536
 """Keys remembered before the memo starts anew: language models see a new length a token."""
 
-_memo: dict[tuple[object, ...], Found] = {}
-_warned: set[tuple[object, ...]] = set()
+Answer = TypeVar("Answer")
+Checks = tuple[tuple[bool, str], ...]
+"""Conditions of legality, each with what is wrong where it does not hold."""
+
+
+class Memo(dict[tuple[object, ...], Answer]):
+    """Answers by key that `forget` drops, as many as `MEMO_LIMIT`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _memos.append(self)
+
+    def keep(self, key: tuple[object, ...], answer: Answer) -> None:
+        """Remember an answer."""
+        with _lock:
+            if len(self) >= MEMO_LIMIT:
+                self.clear()
+            self[key] = answer
+
+
+_memos: list[Memo[Any]] = []
 _lock = threading.Lock()
+_memo: Memo[Found] = Memo()
+_warned: set[tuple[object, ...]] = set()
 
 
 def find_launch(key: CallKey, facts: DeviceFacts, *, config_dir: str | None = None) -> Found:
@@ -43,10 +69,7 @@ def find_launch(key: CallKey, facts: DeviceFacts, *, config_dir: str | None = No
     found = _memo.get(at)
     if found is None:
         found = _look_up(key, facts, config_dir)
-        with _lock:
-            if len(_memo) >= MEMO_LIMIT:
-                _memo.clear()
-            _memo[at] = found
+        _memo.keep(at, found)
     return found
 
 
@@ -55,7 +78,8 @@ def forget() -> None:
     from sage_plugin.registry import lookup
 
     with _lock:
-        _memo.clear()
+        for memo in _memos:
+            memo.clear()
         _warned.clear()
     lookup.clear()
 
@@ -77,18 +101,14 @@ def candidates(key: CallKey, facts: DeviceFacts) -> tuple[LaunchConfig, ...]:
 
 def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> str | None:
     """Why a launch config cannot run a call on a device, in one sentence, or `None`."""
-    smallest_n = SMALLEST_BLOCK if key.kernel == "fav2" else SMALLEST_8BIT_BLOCK
+    tiles = {"hopper": _hopper_checks, "emulation": _emulation_checks}.get(
+        key.variant, _portable_checks
+    )
     checks = (
-        (_block(config.block_m, SMALLEST_BLOCK), f"block_m {config.block_m} is not a power of two "
-         f"between {SMALLEST_BLOCK} and {LARGEST_BLOCK}"),
-        (_block(config.block_n, smallest_n), f"block_n {config.block_n} is not a power of two "
-         f"between {smallest_n} and {LARGEST_BLOCK}"),
-        (config.num_warps in (1, 2, 4, 8, 16),
-         f"num_warps {config.num_warps} is not 1, 2, 4, 8 or 16"),
+        *tiles(config, key),
         (1 <= config.num_stages <= 8, f"num_stages {config.num_stages} is not between 1 and 8"),
         (config.loads in ("pointer", "descriptor"),
          f"loads {config.loads!r} is neither 'pointer' nor 'descriptor'"),
-        (config.pv_flush in (0, 1), f"pv_flush {config.pv_flush} is neither 0 nor 1"),
         *_quantisation_checks(config, key),
         (config.loads != "descriptor" or facts.arch in TMA_ARCHS or facts.kind == "cpu",
          f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
@@ -113,7 +133,56 @@ def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> st
     return None
 
 
-def _quantisation_checks(config: LaunchConfig, key: CallKey) -> tuple[tuple[bool, str], ...]:
+def _portable_checks(config: LaunchConfig, key: CallKey) -> Checks:
+    """Legality of the tile and of what the Hopper variants alone have."""
+    smallest_n = SMALLEST_BLOCK if key.kernel == "fav2" else SMALLEST_8BIT_BLOCK
+    return (
+        (_block(config.block_m, SMALLEST_BLOCK), f"block_m {config.block_m} is not a power of two "
+         f"between {SMALLEST_BLOCK} and {LARGEST_BLOCK}"),
+        (_block(config.block_n, smallest_n), f"block_n {config.block_n} is not a power of two "
+         f"between {smallest_n} and {LARGEST_BLOCK}"),
+        (config.num_warps in (1, 2, 4, 8, 16),
+         f"num_warps {config.num_warps} is not 1, 2, 4, 8 or 16"),
+        (config.pv_flush in (0, 1), f"pv_flush {config.pv_flush} is neither 0 nor 1"),
+        (config.exp_linear == 0 and not config.overlap,
+         "exp_linear and overlap belong to the Hopper variants"),
+    )  # fmt: skip
+
+
+def _hopper_checks(config: LaunchConfig, key: CallKey) -> Checks:
+    """Legality of the tile of a Hopper variant: warpgroups of 64 rows, whole groups of keys."""
+    return (
+        (config.block_m in HOPPER_ROWS, f"block_m {config.block_m} is not 128 or 192"),
+        (config.block_n in HOPPER_KEYS, f"block_n {config.block_n} is not 64 or 128"),
+        (config.num_warps * 16 == config.block_m,
+         f"num_warps {config.num_warps} is not block_m / 16, one warp to 16 rows"),
+        (config.num_stages >= 2, f"num_stages {config.num_stages} is under 2"),
+        (config.loads == "descriptor", f"loads {config.loads!r} is not 'descriptor'"),
+        (0 <= config.pv_flush <= LARGEST_FLUSH,
+         f"pv_flush {config.pv_flush} is not between 0 and {LARGEST_FLUSH}"),
+        *_linear_checks(config, key),
+        (not config.overlap or key.head_dim <= 64 or config.block_n == 64,
+         f"overlap leaves no registers at head dim {key.head_dim} with blocks of 128 keys"),
+    )  # fmt: skip
+
+
+def _emulation_checks(config: LaunchConfig, key: CallKey) -> Checks:
+    """The emulation stands for every variant's configs."""
+    hopper = config.num_warps * 16 == config.block_m and config.loads == "descriptor"
+    return (_hopper_checks if hopper else _portable_checks)(config, key)
+
+
+def _linear_checks(config: LaunchConfig, key: CallKey) -> Checks:
+    eighths, fp8 = config.exp_linear, key.kernel in ("fav3_sage", "fav3_fp8")
+    return (
+        (eighths == 0 or fp8, f"exp_linear needs FP8 weights, which {key.kernel} has not"),
+        (0 <= eighths <= MOST_LINEAR and eighths * config.block_n % 128 == 0,
+         f"exp_linear {eighths} is not a number of whole groups of 16 keys, at most {MOST_LINEAR} "
+         "eighths of the block"),
+    )  # fmt: skip
+
+
+def _quantisation_checks(config: LaunchConfig, key: CallKey) -> Checks:
     """Legality of the fields that choose how Q and K are quantised."""
     turned, granule = config.hadamard, config.q_granule
     return (
@@ -136,6 +205,10 @@ def smem_lower_bound(config: LaunchConfig, key: CallKey) -> int:
     k_bytes = element if key.kernel == "fav2" else 1
     v_bytes = {"fav2": element, "sage": 2}.get(key.kernel, 1)
     width = 1 << max(4, (key.head_dim - 1).bit_length())
+    if key.variant == "hopper":
+        totals = 4 * config.block_m * width if config.pv_flush else 0
+        ring = config.num_stages * config.block_n * width * (k_bytes + v_bytes)
+        return config.block_m * width + ring + totals
     return (config.num_stages - 1) * config.block_n * width * (k_bytes + v_bytes)
 
 
@@ -163,7 +236,7 @@ def _region(key: CallKey, facts: DeviceFacts) -> Region:
         f"sage_plugin.kernels.attention.{key.kernel}.space"
     ).SPACE
     element_bytes = 4 if key.dtype == "float32" else 2
-    region = space.region(arch, key.head_dim, element_bytes, key.mask_kind)
+    region = space.region(arch, key.head_dim, element_bytes, key.mask_kind, key.variant)
     if region is None:
         raise ConfigError(
             f"kernel {key.kernel}:{key.variant} has no launch config for {arch} at head dim "

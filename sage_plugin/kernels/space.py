@@ -33,6 +33,7 @@ class Region:
         axes: further fields to search, each with its values; the default's value is implied.
         element_bytes: largest element size of the inputs that the region serves.
         mask_kinds: kinds of masks that it serves; a dense one costs registers.
+        variant: the variant whose configs these are; the emulation takes the portable one's.
     """
 
     arch: str
@@ -42,6 +43,7 @@ class Region:
     axes: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     element_bytes: int = 4
     mask_kinds: tuple[str, ...] = ("none", "key_bias", "dense")
+    variant: str = "portable"
 
     def candidates(self) -> tuple[LaunchConfig, ...]:
         """The default first, then every other combination of tiles and axes, in a fixed order."""
@@ -67,11 +69,18 @@ class Space:
     regions: tuple[Region, ...]
 
     def region(
-        self, arch: str, head_dim: int, element_bytes: int, mask_kind: str = "none"
+        self,
+        arch: str,
+        head_dim: int,
+        element_bytes: int,
+        mask_kind: str = "none",
+        variant: str = "portable",
     ) -> Region | None:
         """The first region that serves such a call on an architecture, or `None`."""
         for region in self.regions:
             serves = head_dim <= region.max_head_dim and element_bytes <= region.element_bytes
+            if variant != region.variant and arch != "emulation":
+                continue
             if serves and mask_kind in region.mask_kinds and fnmatchcase(arch, region.arch):
                 return region
         return None

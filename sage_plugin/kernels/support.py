@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from sage_plugin import device
+from sage_plugin.kernels.attention.implementations import TRITON_KERNELS
 from sage_plugin.schema import KERNELS, DeviceFacts, LaunchConfig
 
 LOWEST_TRITON = "3.6"
@@ -131,21 +132,63 @@ def support(
         return Support(kernel, "host")
     if reason := device_reason(kernel, facts):
         return Support(kernel, None, reason=reason)
-    arch = "emulation" if facts.kind == "cpu" else facts.arch
-    config = default_config(kernel, arch, head_dim, dtype)
+    arch, variant = "emulation", "emulation"
+    if facts.kind != "cpu":
+        arch = facts.arch
+        variant = "portable" if hopper_reason(kernel, facts, head_dim) else "hopper"
+    config = default_config(kernel, arch, head_dim, dtype, variant)
     if config is None:
         return Support(kernel, None, reason=f"{kernel} takes no head dim {head_dim}")
     fp8 = facts.fp8_dtype if kernel in FP8_KERNELS else None
-    return Support(kernel, "emulation" if facts.kind == "cpu" else "portable", fp8, config)
+    return Support(kernel, variant, fp8, config)
 
 
 def default_config(
-    kernel: str, arch: str, head_dim: int, dtype: str = "bfloat16"
+    kernel: str, arch: str, head_dim: int, dtype: str = "bfloat16", variant: str = "portable"
 ) -> LaunchConfig | None:
     """The default launch config of a call without a mask; `None` where the kernel has none."""
     space = importlib.import_module(f"sage_plugin.kernels.attention.{kernel}.space").SPACE
-    region = space.region(arch, head_dim, 4 if dtype == "float32" else 2)
+    element_bytes = 4 if dtype == "float32" else 2
+    region = space.region(arch, head_dim, element_bytes, variant=variant)
     return None if region is None else region.default
+
+
+HOPPER_ARCH = "sm_90"
+HOPPER_HEAD_DIMS = (33, 128)
+"""Smallest and largest head dim of the Hopper variants, whose tiles have 64 or 128 channels."""
+
+
+def hopper_reason(
+    kernel: str,
+    facts: DeviceFacts,
+    head_dim: int,
+    *,
+    mask_kind: str = "none",
+    special: bool = False,
+) -> str | None:
+    """Why the Hopper variant of a kernel does not take a call, in one sentence, or `None`.
+
+    Args:
+        kernel: a kernel.
+        facts: the device.
+        head_dim: channels of a head.
+        mask_kind: kind of the call's mask.
+        special: the call has a window, a cap, sinks, packed sequences or a bias of each head.
+    """
+    if "hopper" not in TRITON_KERNELS.get(kernel, ()):
+        return f"{kernel} has no Hopper variant"
+    if facts.arch != HOPPER_ARCH:
+        return f"the Hopper variant runs on {HOPPER_ARCH} alone, and this is {facts.arch}"
+    if mask_kind not in ("none", "key_bias"):
+        return "the Hopper variant takes no mask of rows and keys"
+    if special:
+        return (
+            "the Hopper variant takes no window, cap, sinks, packed sequences or bias of each head"
+        )
+    low, high = HOPPER_HEAD_DIMS
+    if not low <= head_dim <= high:
+        return f"the Hopper variant takes head dims {low} to {high}, and this is {head_dim}"
+    return None
 
 
 def device_reason(kernel: str, facts: DeviceFacts) -> str | None:

@@ -173,6 +173,7 @@ def _decide(
         variant=options.variant,
         dropout=call.dropout_p,
         needs_grad=wants_gradient(call.q, call.k, call.v, call.attn_mask),
+        special=mask is not None and mask.shape[1] > 1,
     )
     return decision, mask
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention import checks
+from sage_plugin.kernels.attention import checks, ops
+from sage_plugin.kernels.attention.eager import runs_directly
 from sage_plugin.kernels.attention.host import host_attention
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.ops import text_of
+from sage_plugin.kernels.attention.plan import Plan, decided, settled
 from sage_plugin.kernels.attention.run import shape_of
-from sage_plugin.kernels.contract import NO_WINDOW, Decision
+from sage_plugin.kernels.contract import NO_WINDOW, Decision, Problem
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["attention", "host_attention", "run_decided"]
@@ -63,7 +67,7 @@ def attention(
         enable_gqa: accepted as SDPA does; grouped heads are recognised by their counts.
         kernel: `"auto"`, or one of `torch`, `sdpa`, `fav2`, `sage` (`qk_int8`), `fav3_sage`,
             `fav3_fp8`.
-        variant: `"auto"`, `"portable"` or `"emulation"`.
+        variant: `"auto"`, `"portable"`, `"hopper"` or `"emulation"`.
         layout: layout of inputs and output.
         return_lse: also return the natural-log LSE, fp32 `(B, Hq, Sq)`, contiguous.
         out_dtype: dtype of the output, V's if `None`; `torch.float32` shows the result before
@@ -98,23 +102,23 @@ def attention(
         >>> sage_plugin.attention(q, k, v, padding, kernel="sage").shape
         torch.Size([1, 2, 64, 32])
     """
-    checks.check_tensors(q, k, v, layout)
-    checks.check_dtypes(q, k, v, out_dtype)
-    mask = checks.checked_mask(attn_mask, q, k, layout)
-    sides, cap = checks.checked_window(window), checks.checked_softcap(softcap)
-    checks.check_sinks(sinks, q.shape[1 if layout == "bhsd" else 2], q.device)
-    factor = checks.checked_scale(scale, q.shape[3])
+    checks.check_out_dtype(out_dtype)
     needs_grad = checks.wants_gradient(q, k, v, attn_mask, sinks)
-    decision = dispatch.decide(
-        shape_of(q, k, v, causal=is_causal, scale=factor, layout=layout, mask_kind=mask_kind(mask)),
-        dispatch.facts_of(q.device.type, q.device.index),
-        kernel=kernel,
-        variant=variant,
-        min_seq=min_seq if kernel == "auto" else 0,
-        dropout=dropout_p,
-        needs_grad=needs_grad,
-    )
-    checks.refuse_named(decision, kernel)
+    special = checks.is_special(window, softcap, sinks)
+    plan: Plan | None = None
+    if runs_directly(q, k, v, attn_mask, sinks):
+        plan, mask = settled(
+            q, k, v, attn_mask, is_causal, layout, kernel, variant, launch, config_dir, min_seq,
+            dropout_p, needs_grad, special,
+        )  # fmt: skip
+        decision = plan.decision
+    else:
+        decision, _, mask = decided(
+            q, k, v, attn_mask, causal=is_causal, layout=layout, kernel=kernel, variant=variant,
+            min_seq=min_seq, dropout=dropout_p, needs_grad=needs_grad,
+            special=special,
+        )  # fmt: skip
+    sides, cap, factor = checks.checked_rest(q, layout, window, softcap, scale, sinks)
     flows = needs_grad or dropout_p > 0.0
     if decision.kernel == "sdpa" and flows and return_lse:
         raise UnsupportedInputError(
@@ -129,6 +133,10 @@ def attention(
             window=sides, softcap=cap, sinks=sinks,
         )  # fmt: skip
         return out if out_dtype is None else out.to(out_dtype)
+    if plan is not None:
+        problem = Problem(factor, is_causal, layout, mask, sides, cap, sinks)
+        out, lse = plan.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+        return out if lse is None else (out, lse)
     return run_decided(
         decision, q, k, v, is_causal=is_causal, scale=factor, layout=layout, return_lse=return_lse,
         out_dtype=out_dtype, launch=launch, config_dir=config_dir, mask=mask, window=sides,
@@ -154,7 +162,7 @@ def run_decided(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Run a call on the kernel and variant that `dispatch.decide` chose, through the torch op.
+    """Run a call on the kernel and variant that `dispatch.decide` chose, as the torch op does.
 
     Args:
         decision: what was decided.
@@ -173,13 +181,16 @@ def run_decided(
         softcap: bound of the scores, 0 for none.
         sinks: one logit a query head.
     """
-    if launch is not None or (decision.variant == "portable" and q.device.type == "cpu"):
-        shape = shape_of(
-            q, k, v, causal=is_causal, scale=scale, layout=layout, mask_kind=mask_kind(mask)
-        )
-        checks.check_runnable(decision, q.device, shape, launch)
-    op = torch.ops.sage_plugin.attention_with_lse if return_lse else torch.ops.sage_plugin.attention
-    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = op(
+    call: Callable[..., Any] = ops.attention_with_lse_now if return_lse else ops.attention_now
+    if not runs_directly(q, k, v, mask, sinks):
+        if launch is not None or (decision.variant == "portable" and q.device.type == "cpu"):
+            shape = shape_of(
+                q, k, v, causal=is_causal, scale=scale, layout=layout, mask_kind=mask_kind(mask)
+            )
+            checks.check_runnable(decision, q.device, shape, launch)
+        ours = torch.ops.sage_plugin
+        call = ours.attention_with_lse if return_lse else ours.attention
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = call(
         q, k, v, mask, sinks, scale, is_causal, window[0], window[1], softcap, decision.kernel,
         decision.variant, layout, text_of(launch), str(config_dir or ""), out_dtype,
     )  # fmt: skip

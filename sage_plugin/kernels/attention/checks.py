@@ -72,10 +72,8 @@ def check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
-def check_dtypes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_dtype: torch.dtype | None
-) -> None:
-    """Inputs and output are of floating types that attention is computed in.
+def check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The inputs are of floating types that attention is computed in.
 
     Raises:
         UnsupportedInputError: one of them is not.
@@ -85,7 +83,6 @@ def check_dtypes(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; each needs float16, bfloat16, "
             "float32 or, on the host's attention, float64"
         )
-    check_out_dtype(out_dtype)
 
 
 def check_out_dtype(out_dtype: torch.dtype | None) -> None:
@@ -122,6 +119,30 @@ def checked_mask(
     return normalised(
         attn_mask, batch=of_q[0], heads_q=of_q[heads], seq_q=of_q[seq], seq_k=k.shape[seq]
     )
+
+
+def checked_rest(
+    q: torch.Tensor,
+    layout: str,
+    window: tuple[int, int] | None,
+    softcap: float,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[tuple[int, int], float, float]:
+    """Window, soft cap and scale of a call as kernels take them; its sinks fit.
+
+    Raises:
+        UnsupportedInputError: one of them is wrong.
+    """
+    sides, cap = checked_window(window), checked_softcap(softcap)
+    if sinks is not None:
+        check_sinks(sinks, q.shape[-3 if layout == "bhsd" else -2], q.device)
+    return sides, cap, checked_scale(scale, q.shape[-1])
+
+
+def is_special(window: tuple[int, int] | None, softcap: float, sinks: torch.Tensor | None) -> bool:
+    """Whether a call has what portable variants alone take."""
+    return window is not None or bool(softcap) or sinks is not None
 
 
 def checked_window(window: tuple[int, int] | None) -> tuple[int, int]:
@@ -170,14 +191,12 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
     return factor
 
 
-def check_sinks(sinks: torch.Tensor | None, heads_q: int, device: torch.device) -> None:
+def check_sinks(sinks: torch.Tensor, heads_q: int, device: torch.device) -> None:
     """The sinks of a call are one number a query head, on the device of Q.
 
     Raises:
         UnsupportedInputError: they are not.
     """
-    if sinks is None:
-        return
     if len(sinks.shape) != 1 or sinks.shape[0] != heads_q:
         raise UnsupportedInputError(
             f"sinks is {tuple(sinks.shape)}; it needs one logit a query head, ({heads_q},)"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_plugin.kernels.attention.online_softmax import blockwise, finished
+from sage_plugin.kernels.attention.linear_exponential import linear_weights
+from sage_plugin.kernels.attention.online_softmax import blockwise, finished, rounded_weights
 from sage_plugin.kernels.attention.scores import ScoreRules
 from sage_plugin.kernels.attention.sequences import sequences
 from sage_plugin.kernels.attention.visibility import alive_keys
@@ -151,11 +152,15 @@ class QuantisedEmulation:
             product = rows @ keys.values[:, :, j].float().transpose(-1, -2)
             return rules.applied(product * (row_scale * keys.scale[:, :, j, None])[..., None], j)
 
+        p_dtype = self.recipe.pv_dtype
+        weigh = rounded_weights(p_dtype)
+        if launch.exp_linear:
+            weigh = linear_weights(problem, launch, p_dtype, seq_q=seq_q, seq_k=part.seq_k)
         sums = blockwise(
             scores,
             lambda j: values.values[:, :, j].float(),
             blocks=keys.values.shape[2],
-            p_dtype=self.recipe.pv_dtype,
+            weigh=weigh,
             p_offset=self.recipe.p_offset,
         )
         out = sums.mean() * values.scale[:, :, None] + values.owed[:, :, None]

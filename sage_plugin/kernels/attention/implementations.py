@@ -17,8 +17,8 @@ MODULES = {"emulation": "reference", "portable": "portable", "hopper": "hopper"}
 TRITON_KERNELS = {
     "fav2": ("emulation", "portable"),
     "sage": ("emulation", "portable"),
-    "fav3_sage": ("emulation", "portable"),
-    "fav3_fp8": ("emulation", "portable"),
+    "fav3_sage": ("emulation", "portable", "hopper"),
+    "fav3_fp8": ("emulation", "portable", "hopper"),
 }
 """Variants that are built, by kernel."""
 
@@ -31,7 +31,7 @@ def implementation(
 
     Args:
         kernel: a name of `schema.KERNELS`.
-        variant: `"emulation"` or `"portable"`; `"host"` for `torch` and `sdpa`.
+        variant: `"emulation"`, `"portable"` or `"hopper"`; `"host"` for `torch` and `sdpa`.
         fp8: FP8 type of the device's matrix units.
 
     Raises:

@@ -12,6 +12,7 @@ from sage_plugin.kernels.quant.recipe import LOG2E
 from sage_plugin.kernels.quant.reference import round_to
 
 Block = Callable[[int], torch.Tensor]
+Weights = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 FIRST_TOP = -3e38
 """A row's maximum before its first key: finite, and under any score that is not hidden."""
@@ -44,8 +45,18 @@ class RowSums:
         return total.masked_fill(self.norm == 0, -math.inf)
 
 
+def rounded_weights(p_dtype: torch.dtype) -> Weights:
+    """Weights rounded to a type, and exact ones for the row sums, from exponents and a block."""
+
+    def weigh(x: torch.Tensor, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+        p = torch.exp2(x)
+        return round_to(p, p_dtype).float(), p
+
+    return weigh
+
+
 def blockwise(
-    scores: Block, values: Block, *, blocks: int, p_dtype: torch.dtype, p_offset: float = 0.0
+    scores: Block, values: Block, *, blocks: int, weigh: Weights, p_offset: float = 0.0
 ) -> RowSums:
     """Online softmax over key blocks, as the kernels do it (FlashAttention-2, arXiv 2307.08691).
 
@@ -53,7 +64,8 @@ def blockwise(
         scores: block index -> `(B, Hk, G*Sq, block_n)` scores in log2 units, `-inf` where hidden.
         values: block index -> `(B, Hk, block_n, Dv)` fp32 values.
         blocks: number of key blocks, at least one.
-        p_dtype: type that P is rounded to before the second product.
+        weigh: exponents of a block's weights, `p_offset` at most, and its index -> weights as the
+            second product takes them, and as row sums do.
         p_offset: log2 of the value that a row's largest P is stored as.
     """
     acc = norm = top = torch.zeros(())
@@ -65,9 +77,9 @@ def blockwise(
             top = torch.full_like(norm, FIRST_TOP)
         new_top = torch.maximum(top, s.amax(-1))
         decay = torch.exp2(top - new_top)
-        p = torch.exp2(s - (new_top - p_offset)[..., None])
-        norm = norm * decay + p.sum(-1)
-        acc = acc * decay[..., None] + round_to(p, p_dtype).float() @ values(j)
+        p, summed = weigh(s - (new_top - p_offset)[..., None], j)
+        norm = norm * decay + summed.sum(-1)
+        acc = acc * decay[..., None] + p @ values(j)
         top = new_top
     return RowSums(acc, norm, top, p_offset)
 

@@ -24,11 +24,13 @@ from sage_plugin.kernels.attention.checks import (
     check_tensors,
     wants_gradient,
 )
-from sage_plugin.kernels.attention.run import as_promised, empty_as, run_now, shape_of
+from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.attention.plan import Plan, plan_of, planned
+from sage_plugin.kernels.attention.run import empty_as, shape_of
 from sage_plugin.kernels.contract import HOST, Decision, Packed, Problem, lse_shape
 from sage_plugin.schema import LaunchConfig
 
-__all__ = ["library", "shape_of", "text_of"]
+__all__ = ["attention_now", "attention_with_lse_now", "library", "shape_of", "text_of"]
 
 library = torch.library.Library("sage_plugin", "DEF")
 _INPUTS = "Tensor q, Tensor k, Tensor v, "
@@ -72,17 +74,30 @@ def _refuse_gradient(
         )
 
 
-def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, variant: str,
-    out_dtype: torch.dtype | None,
-) -> None:  # fmt: skip
-    """What a kernel would otherwise read or write wrongly, for those who call an op themselves."""
-    check_out_dtype(out_dtype)
-    check_tensors(q, k, v, layout)
-    if variant != HOST and v.shape[3] != q.shape[3]:
-        raise UnsupportedInputError(
-            f"V has {v.shape[3]} channels and Q {q.shape[3]}; only the host's attention takes that"
-        )
+def _plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, decision: Decision,
+    launch: str, config_dir: str,
+) -> Plan:  # fmt: skip
+    """The plan of a call that somebody decided, who may have called an op themselves."""
+    packed, layout, kind = problem.packed, problem.layout, mask_kind(problem.mask)
+
+    def make() -> Plan:
+        check_tensors(q, k, v, layout)
+        if decision.variant != HOST and v.shape[3] != q.shape[3]:
+            raise UnsupportedInputError(
+                f"V has {v.shape[3]} channels and Q {q.shape[3]}; only the host's attention takes "
+                "that"
+            )
+        shape = shape_of(
+            q, k, v, causal=problem.causal, scale=problem.scale, layout=layout, mask_kind=kind,
+            packed=packed,
+        )  # fmt: skip
+        config = _parsed(launch) if launch else None
+        return plan_of(decision, shape, q.device, config, config_dir or None)
+
+    lengths = packed and (packed.cu_seqlens_q.shape, packed.max_seqlen_q, packed.max_seqlen_k)
+    asked = (decision, problem.causal, layout, kind, lengths, launch, config_dir)
+    return planned(q, k, v, asked, make)
 
 
 def _run(
@@ -92,13 +107,10 @@ def _run(
     out_dtype: torch.dtype | None, *, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     _refuse_gradient(q, k, v, mask, sinks)
-    _check(q, k, v, layout, variant, out_dtype)
-    out, lse = run_now(
-        q, k, v, Problem(scale, causal, layout, mask, (left, right), softcap, sinks),
-        Decision(kernel, variant), launch=_parsed(launch) if launch else None,
-        config_dir=config_dir or None, out_dtype=out_dtype, return_lse=return_lse,
-    )  # fmt: skip
-    return (as_promised(q, out) if variant == HOST else out), lse
+    check_out_dtype(out_dtype)
+    problem = Problem(scale, causal, layout, mask, (left, right), softcap, sinks)
+    plan = _plan(q, k, v, problem, Decision(kernel, variant), launch, config_dir)
+    return plan.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
 
 
 def _run_varlen(
@@ -108,19 +120,16 @@ def _run_varlen(
     launch: str, config_dir: str, out_dtype: torch.dtype | None, *, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     _refuse_gradient(q, k, v, None, sinks)
-    _check(q[None], k[None], v[None], "bshd", variant, out_dtype)
+    check_out_dtype(out_dtype)
+    q, k, v = q[None], k[None], v[None]
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    problem = Problem(scale, causal, "bshd", None, (left, right), softcap, sinks, packed)
+    plan = _plan(q, k, v, problem, Decision(kernel, variant), launch, config_dir)
     if q.device.type == "cpu":  # reading them on a GPU would wait for it
-        _check_lengths("q", cu_seqlens_q.tolist(), max_seqlen_q, q.shape[0])
-        _check_lengths("k", cu_seqlens_k.tolist(), max_seqlen_k, k.shape[0])
-    out, lse = run_now(
-        q[None], k[None], v[None],
-        Problem(scale, causal, "bshd", None, (left, right), softcap, sinks, packed),
-        Decision(kernel, variant), launch=_parsed(launch) if launch else None,
-        config_dir=config_dir or None, out_dtype=out_dtype, return_lse=return_lse,
-    )  # fmt: skip
-    out = as_promised(q, out[0]) if variant == HOST else out[0]
-    return out, None if lse is None else lse[0]
+        _check_lengths("q", cu_seqlens_q.tolist(), max_seqlen_q, q.shape[1])
+        _check_lengths("k", cu_seqlens_k.tolist(), max_seqlen_k, k.shape[1])
+    out, lse = plan.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+    return out[0], None if lse is None else lse[0]
 
 
 def _check_lengths(name: str, ends: list[int], longest: int, total: int) -> None:
@@ -135,11 +144,13 @@ def _check_lengths(name: str, ends: list[int], longest: int, total: int) -> None
         )
 
 
-def _attention(*args: object) -> torch.Tensor:
+def attention_now(*args: object) -> torch.Tensor:
+    """What `torch.ops.sage_plugin.attention` does."""
     return _run(*args, return_lse=False)[0]  # type: ignore[arg-type]
 
 
-def _attention_with_lse(*args: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attention_with_lse_now(*args: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `torch.ops.sage_plugin.attention_with_lse` does."""
     return _run(*args, return_lse=True)  # type: ignore[arg-type]
 
 
@@ -187,8 +198,8 @@ def _out_dtype(rest: tuple[object, ...], v: torch.Tensor) -> torch.dtype:
 
 
 for _name, _arguments, _real, _fake in (
-    ("attention", _ARGUMENTS, _attention, _fake_attention),
-    ("attention_with_lse", _ARGUMENTS, _attention_with_lse, _fake_attention_with_lse),
+    ("attention", _ARGUMENTS, attention_now, _fake_attention),
+    ("attention_with_lse", _ARGUMENTS, attention_with_lse_now, _fake_attention_with_lse),
     ("attention_varlen", _VARLEN_ARGUMENTS, _varlen, _fake_varlen),
     ("attention_varlen_with_lse", _VARLEN_ARGUMENTS, _varlen_with_lse, _fake_varlen_with_lse),
 ):

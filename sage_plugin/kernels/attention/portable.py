@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from sage_plugin.kernels.attention.mask import mask_kind
@@ -104,10 +103,9 @@ class PlainPortable(ReadsInPlace):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One launch; fp32 inputs are multiplied in IEEE fp32."""
         ops, config, problem = operands, operands.config, operands.problem
-        form = OutputForm.of(ops.q, problem.layout)
-        out = form.empty(out_dtype or ops.v.dtype)
+        out = torch.empty_like(ops.q, dtype=out_dtype or ops.v.dtype)
         q, k, v, o = (bhsd(t, problem.layout) for t in (ops.q, ops.k, ops.v, out))
-        lse = form.empty_lse() if return_lse else None
+        lse = OutputForm.of(ops.q, problem.layout).empty_lse() if return_lse else None
         sizes = Sizes.of(q, k, problem, config)
         heads_q, head_dim = q.shape[1], q.shape[3]
         row_blocks = -(-sizes.seq_q // config.block_m)
@@ -118,7 +116,7 @@ class PlainPortable(ReadsInPlace):
             *q.stride(), *k.stride(), *v.stride(), *o.stride(), *mask_strides,
             heads_q, heads_q // k.shape[1], sizes.seq_q, sizes.seq_k, row_blocks, q.shape[2],
             problem.left, problem.right, problem.scale * LOG2E, problem.softcap * LOG2E,
-            D=head_dim, DP=max(16, triton.next_power_of_2(head_dim)),
+            D=head_dim, DP=max(16, 1 << (head_dim - 1).bit_length()),
             BM=config.block_m, BN=config.block_n, FLUSH=config.pv_flush, MASK=mask_mode,
             LSE=return_lse, STAGES=config.num_stages,
             **_switches(problem), **compiler_options(config),

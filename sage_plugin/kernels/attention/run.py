@@ -1,4 +1,4 @@
-"""One call on what was decided: its shape record, its launch config, and both steps at once."""
+"""The parts of running a call: its shape record, its implementation, its device, its output."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention.implementations import implementation
-from sage_plugin.kernels.attention.mask import mask_kind
-from sage_plugin.kernels.contract import HOST, Decision, Implementation, Packed, Problem
-from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
+from sage_plugin.kernels.contract import Decision, Implementation, Packed
+from sage_plugin.schema import CallShape, DeviceFacts
 
 _NOTHING = contextlib.nullcontext()
 _DTYPE_NAMES = {
@@ -57,52 +55,10 @@ def shape_of(
     )
 
 
-def launch_config(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    problem: Problem,
-    decision: Decision,
-    facts: DeviceFacts,
-    config_dir: str | None,
-) -> LaunchConfig | None:
-    """The launch config that is looked up for a call; `None` where nothing is tuned."""
-    if decision.variant == HOST:
-        return None
-    shape = shape_of(
-        q, k, v, causal=problem.causal, scale=problem.scale, layout=problem.layout,
-        mask_kind=mask_kind(problem.mask), packed=problem.packed,
-    )  # fmt: skip
-    key = dispatch.call_key(shape, decision)
-    return dispatch.find_launch(key, facts, config_dir=config_dir).config
-
-
 def built(decision: Decision, facts: DeviceFacts) -> Implementation[Any]:
     """The implementation of what was decided, with the FP8 type of the device."""
     fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
     return implementation(decision.kernel, decision.variant, fp8)
-
-
-def run_now(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    problem: Problem,
-    decision: Decision,
-    *,
-    launch: LaunchConfig | None,
-    config_dir: str | None,
-    out_dtype: torch.dtype | None,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both steps of a call at once, where its tensors are."""
-    facts = dispatch.facts_of(q.device.type, q.device.index)
-    if launch is None:
-        launch = launch_config(q, k, v, problem, decision, facts, config_dir)
-    kernel = built(decision, facts)
-    with on_device(q.device), without_autocast(q.device):
-        operands = kernel.prepare(q, k, v, problem=problem, launch=launch)
-        return kernel.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention import checks
 from sage_plugin.kernels.attention import run as runs
-from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.attention.plan import settled
 from sage_plugin.kernels.contract import HOST, Decision, Operands, OutputForm, Problem
 from sage_plugin.schema import LaunchConfig
 
@@ -108,26 +108,16 @@ def prepare(
         >>> sage_plugin.launch(prepared).shape
         torch.Size([1, 2, 64, 32])
     """
-    checks.check_tensors(q, k, v, layout)
-    checks.check_dtypes(q, k, v, None)
-    mask = checks.checked_mask(attn_mask, q, k, layout)
-    sides, cap = checks.checked_window(window), checks.checked_softcap(softcap)
-    checks.check_sinks(sinks, q.shape[1 if layout == "bhsd" else 2], q.device)
-    factor = checks.checked_scale(scale, q.shape[3])
     needs_grad = checks.wants_gradient(q, k, v, attn_mask, sinks)
-    shape = runs.shape_of(
-        q, k, v, causal=is_causal, scale=factor, layout=layout, mask_kind=mask_kind(mask)
-    )
-    facts = dispatch.facts_of(q.device.type, q.device.index)
-    decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant, needs_grad=needs_grad)
-    checks.refuse_named(decision, kernel)
-    checks.check_runnable(decision, q.device, shape, launch)
+    plan, mask = settled(
+        q, k, v, attn_mask, is_causal, layout, kernel, variant, launch, config_dir,
+        needs_grad=needs_grad, special=checks.is_special(window, softcap, sinks),
+    )  # fmt: skip
+    sides, cap, factor = checks.checked_rest(q, layout, window, softcap, scale, sinks)
     problem = Problem(factor, is_causal, layout, mask, sides, cap, sinks)
-    if launch is None:
-        launch = runs.launch_config(q, k, v, problem, decision, facts, config_dir)
     with runs.on_device(q.device), runs.without_autocast(q.device):
-        operands = runs.built(decision, facts).prepare(q, k, v, problem=problem, launch=launch)
-    return Prepared(decision, operands, OutputForm.of(q, layout), needs_grad)
+        operands = plan.kernel.prepare(q, k, v, problem=problem, launch=plan.launch)
+    return Prepared(plan.decision, operands, OutputForm.of(q, layout), needs_grad)
 
 
 def launch(

@@ -7,11 +7,10 @@ from itertools import pairwise
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention import checks
 from sage_plugin.kernels.attention.host import host_attention
 from sage_plugin.kernels.attention.ops import text_of
-from sage_plugin.kernels.attention.run import shape_of
+from sage_plugin.kernels.attention.plan import decided
 from sage_plugin.kernels.contract import Packed
 from sage_plugin.schema import LaunchConfig
 
@@ -85,15 +84,13 @@ def attention_varlen(
     """
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _check_packed(q, k, v, packed)
-    checks.check_dtypes(q, k, v, out_dtype)
-    sides, cap = checks.checked_window(window), checks.checked_softcap(softcap)
-    checks.check_sinks(sinks, q.shape[1], q.device)
-    factor = checks.checked_scale(scale, q.shape[2])
+    checks.check_out_dtype(out_dtype)
     needs_grad = checks.wants_gradient(q, k, v, None, sinks)
-    shape = shape_of(q, k, v, causal=is_causal, scale=factor, layout="bshd", packed=packed)
-    facts = dispatch.facts_of(q.device.type, q.device.index)
-    decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant, needs_grad=needs_grad)
-    checks.refuse_named(decision, kernel)
+    decision, shape, _ = decided(
+        q, k, v, None, packed, causal=is_causal, layout="bshd", kernel=kernel, variant=variant,
+        needs_grad=needs_grad,
+    )  # fmt: skip
+    sides, cap, factor = checks.checked_rest(q, "bshd", window, softcap, scale, sinks)
     if needs_grad and return_lse:
         raise UnsupportedInputError(
             "return_lse cannot be had together with a gradient; drop one of them"

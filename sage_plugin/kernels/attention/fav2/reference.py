@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin.kernels.attention.online_softmax import blockwise, finished
+from sage_plugin.kernels.attention.online_softmax import blockwise, finished, rounded_weights
 from sage_plugin.kernels.attention.scores import ScoreRules
 from sage_plugin.kernels.attention.sequences import sequences
 from sage_plugin.kernels.contract import OutputForm, PlainOperands, Problem, ReadsInPlace, bhsd
@@ -52,7 +52,10 @@ def _attended(
         return rules.applied(rows @ block(k, j).transpose(-1, -2) * (problem.scale * LOG2E), j)
 
     sums = blockwise(
-        scores, lambda j: block(v, j), blocks=-(-k.shape[2] // block_n), p_dtype=v.dtype
+        scores,
+        lambda j: block(v, j),
+        blocks=-(-k.shape[2] // block_n),
+        weigh=rounded_weights(v.dtype),
     )
     return finished(sums.mean(), sums.lse2(), problem.sinks, heads_q=heads_q, seq_q=seq_q)
 

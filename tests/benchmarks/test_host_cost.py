@@ -1,0 +1,127 @@
+"""`benchmarks/host_cost.py`: how a call is split, and what it says where there is no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from sage_plugin.measure.inputs import self_attention
+
+SHAPE = self_attention(1, 2, 32, 32)
+
+
+@pytest.fixture
+def host_cost() -> ModuleType:
+    return importlib.import_module("host_cost")
+
+
+def _args(**changes: object) -> argparse.Namespace:
+    known = {
+        "device": "cpu", "kernels": ["fav2", "sage:emulation"], "head_dims": [32], "heads": 2,
+        "length": 32, "calls": 6, "groups": 3,
+    }  # fmt: skip
+    return argparse.Namespace(**(known | changes))
+
+
+@pytest.fixture
+def launching(monkeypatch: pytest.MonkeyPatch):
+    """A call of two launches, of about 2 ms and 4 ms, and 3 ms beside them."""
+    jit = pytest.importorskip("triton.runtime.jit")
+
+    class Function:
+        def __init__(self, name: str, ms: float) -> None:
+            self.__name__, self.ms = name, ms
+
+    def run(function: Function, *args: object, grid: object, **options: object) -> str:
+        time.sleep(function.ms / 1e3)
+        return function.__name__
+
+    monkeypatch.setattr(jit.JITFunction, "run", run)
+
+    def call() -> None:
+        for one in (Function("first", 2), Function("second", 4)):
+            assert jit.JITFunction.run(one, 1, grid=(1,)) == one.__name__
+        time.sleep(3e-3)
+
+    return jit, run, call
+
+
+def test_a_call_is_split_into_its_launches_and_the_rest(host_cost: ModuleType, launching) -> None:
+    jit, run, call = launching
+    waits: list[int] = []
+    both = {"sdpa": lambda: time.sleep(1e-3), "ours": call}
+    total = host_cost.host_us(both, 6, 3, lambda: None)
+    launches = host_cost.launches_us(call, 6, 3, lambda: waits.append(1))
+    assert jit.JITFunction.run is run
+    assert [one["kernel"] for one in launches] == ["first", "second"]
+    first, second = (one["us"] for one in launches)
+    assert 2000 < first < 3500 < second < 6000
+    assert len(waits) == 3
+    parts = host_cost.split(total["ours"], launches, total)
+    assert parts["launches_us"] == pytest.approx(first + second)
+    assert parts["outside_us"] == pytest.approx(total["ours"] - first - second)
+    assert 2000 < parts["outside_us"] < 5000
+    assert parts["above_sdpa_us"] == pytest.approx(parts["outside_us"] - total["sdpa"])
+
+
+def test_the_device_is_waited_for_after_each_group(
+    host_cost: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(host_cost, "WARMUP", 1)
+    calls = {name: lambda name=name: order.append(name) for name in ("a", "b")}
+    host_cost.host_us(calls, 4, 2, lambda: order.append("wait"))
+    warm = ["a", "wait", "b", "wait"]
+    assert order == warm + 2 * ["a", "a", "wait", "b", "b", "wait"]
+
+
+def test_the_file_holds_every_variant_of_every_head_dim(
+    host_cost: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("triton")
+    path = tmp_path / "h.json"
+    monkeypatch.setattr(host_cost, "parsed", lambda argv: _args(output=path, commit="abc"))
+    assert host_cost.main([]) == 0
+    body = json.loads(path.read_text())
+    assert (body["commit"], body["calls"], body["groups"]) == ("abc", 6, 3)
+    sdpa, fav2, sage = body["rows"]
+    assert [row["variant"] for row in body["rows"]] == ["sdpa", "fav2", "sage:emulation"]
+    assert (fav2["ran"], sage["ran"]) == ("fav2:emulation", "sage:emulation")
+    assert sdpa["shape"]["seq_q"] == 32
+    for row in (fav2, sage):
+        assert row["launches"] == []
+        assert row["outside_us"] == row["total_us"] > 0
+        assert row["above_sdpa_us"] == pytest.approx(row["total_us"] - sdpa["total_us"])
+    assert "above SDPA) + no launch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--kernels", "fav4"], "'fav4' is not known"),
+        (["--head-dims", "0"], "needs numbers above zero"),
+        (["--groups", "0"], "need numbers above zero"),
+        (["--output", "no/such/out.json"], "no/such is not a folder"),
+        ([], "there is no GPU that torch can use, and without one nothing is launched"),
+    ],
+)
+def test_wrong_options_end_in_one_sentence(
+    options: list[str],
+    sentence: str,
+    host_cost: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        host_cost.main(["--output", str(tmp_path / "h.json"), *options])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
