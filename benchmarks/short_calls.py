@@ -1,0 +1,143 @@
+"""Short and small calls: from which size on our kernels beat the fastest of torch's SDPA backends.
+
+For each head dim, number of heads and length: the fastest SDPA backend (flash, cuDNN, memory
+efficient) and our kernels, interleaved, with warm caches as in a model. "eager" is a call as Python
+makes it, launch gaps included; "graph" is its replay in a CUDA graph. A ratio above 1 is in our
+favour.
+
+    python benchmarks/short_calls.py --output short_calls.json [--causal] [--lengths 256,512,...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import peer_kernels
+import torch
+import torch.nn.functional as F
+from accuracy import identity, kernels, launch_of, numbers, write
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sage_plugin
+from sage_plugin import device as devices
+from sage_plugin.kernels import dispatch
+from sage_plugin.measure.inputs import self_attention, synthetic
+from sage_plugin.measure.timing import measure
+from sage_plugin.schema import CallShape
+
+OURS = ("fav3_sage", "sage")
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+HEADS = (2, 8, 32)
+BACKENDS = {
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+METHODS = {"eager": "events", "graph": "graph"}
+
+Call = Callable[[], object]
+Facts = dict[str, Any]
+
+
+def calls_of(shape: CallShape, args: argparse.Namespace) -> dict[str, Call]:
+    """Every backend that takes the call, and our kernels as users call them."""
+    q, k, v = synthetic(shape, device=args.device, distribution="biased")
+    plain = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=shape.causal)
+    calls: dict[str, Call] = {}
+    for name, backend in BACKENDS.items():
+
+        def by_backend(backend: SDPBackend = backend) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return plain()
+
+        try:
+            by_backend()
+        except RuntimeError:
+            continue
+        calls[name] = by_backend
+    calls["sdpa"] = plain  # torch's own choice, without the switch
+    for label in args.kernels:
+        kernel, variant = dispatch.parse_kernel(label)
+        calls[label] = functools.partial(
+            sage_plugin.attention, q, k, v, is_causal=shape.causal, kernel=kernel, variant=variant
+        )
+    return calls
+
+
+def cell(shape: CallShape, args: argparse.Namespace) -> Facts:
+    """All variants of one size, by both methods."""
+    calls, facts = calls_of(shape, args), devices.facts(args.device)
+    found: Facts = {"shape": shape.to_json(), "us": {}, "ratio": {}}
+    found["ran"] = {one: launch_of(one, shape, facts)[0].label for one in args.kernels}
+    found["auto"] = dispatch.decide(shape, facts).label
+    for name, method in METHODS.items():
+        samples = measure(
+            calls, device=args.device, method=method, budget_s=args.budget, min_samples=5,
+            warmup=2, cold_l2=False,
+        )  # fmt: skip
+        us = {one: 1e3 * statistics.median(samples[one].ms) for one in calls}
+        best = min(value for one, value in us.items() if one.startswith("sdpa"))
+        found["us"][name] = us
+        found["ratio"][name] = {one: best / us[one] for one in args.kernels}
+    return found
+
+
+def line_of(found: Facts) -> str:
+    """One size as a line of the table."""
+    shape = found["shape"]
+    size = f"D{shape['head_dim']:<4d}H{shape['heads_q']:<4d}S{shape['seq_q']:<6d}"
+    ratios = "  ".join(
+        f"{name} " + " ".join(f"{one} x{ratio:.2f}" for one, ratio in ratios.items())
+        for name, ratios in found["ratio"].items()
+    )
+    return f"{size} {ratios}  auto {found['auto']}"
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="JSON file to write")
+    add("--kernels", type=kernels, default=list(OURS))
+    add("--head-dims", type=numbers, default=[64, 128])
+    add("--heads", type=numbers, default=list(HEADS))
+    add("--lengths", type=numbers, default=list(LENGTHS))
+    add("--causal", action="store_true")
+    add("--budget", type=float, default=0.25, help="seconds of timing a size and method")
+    add("--commit", help="in place of what git says, where the checkout has no history")
+    args = parser.parse_args(argv)
+    if not args.budget > 0:
+        parser.error("argument --budget: needs a number above zero")
+    if not args.output.parent.is_dir():
+        parser.error(f"argument --output: {args.output.parent} is not a folder")
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU that torch can use, and a CPU's times say nothing")
+    args.device = "cuda"
+    return args
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all sizes and write one JSON file."""
+    args = parsed(argv)
+    cells: list[Facts] = []
+    for dim in args.head_dims:
+        for heads in args.heads:
+            for length in args.lengths:
+                shape = self_attention(1, heads, length, dim)
+                shape = dataclasses.replace(shape, causal=args.causal)
+                cells.append(cell(shape, args))
+                print(line_of(cells[-1]), flush=True)
+    nobody = peer_kernels.Found((), {}, ())
+    write(args.output, identity(args.device, nobody, args.commit) | {"cells": cells})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
