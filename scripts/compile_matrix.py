@@ -29,8 +29,11 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from sage_plugin import __version__  # noqa: E402
+from sage_plugin.kernels.attention.implementations import TRITON_KERNELS  # noqa: E402
 from sage_plugin.kernels.support import (  # noqa: E402
     ARCHITECTURES,
+    HOPPER_ARCH,
+    HOPPER_HEAD_DIMS,
     LOWEST_TRITON,
     NEWEST_TRITON,
     Architecture,
@@ -42,11 +45,18 @@ DIMS = (40, 64, 96, 128, 256)
 MASKED_DIMS = (64, 128)
 BRIEF = ("sm_87", "sm_103", "sm_110", "gfx908", "gfx90a", "gfx1151")
 """Compiled with each default config once: the form of a call differs as on their neighbours."""
-CALL = ("arch", "kernel", "dim", "dtype", "causal", "mask", "form")
+CALL = ("arch", "kernel", "variant", "dim", "dtype", "causal", "mask", "form")
 TILE = ("block_m", "block_n", "num_warps", "num_stages", "loads", "maxnreg")
 MADE = ("name", "smem_bytes", "registers", "spill_bytes", "products")
 COLUMNS = ("triton", *CALL, *TILE, *MADE)
-DEFAULTS = {"dtype": "bfloat16", "causal": False, "mask": "", "form": ""}
+DEFAULTS = {
+    "variant": "portable",
+    "dtype": "bfloat16",
+    "causal": False,
+    "mask": "",
+    "form": "",
+}
+HOPPER_DIMS = tuple(dim for dim in DIMS if HOPPER_HEAD_DIMS[0] <= dim <= HOPPER_HEAD_DIMS[1])
 
 
 def forms(kernel: str) -> Iterator[dict[str, Any]]:
@@ -65,6 +75,18 @@ def forms(kernel: str) -> Iterator[dict[str, Any]]:
         yield {"dim": dim, "dtype": "float32"}
 
 
+def hopper_forms() -> Iterator[dict[str, Any]]:
+    """The calls of one Hopper variant, which takes no tiles and no other features."""
+    for dim in HOPPER_DIMS:
+        for causal in (False, True):
+            yield {"dim": dim, "causal": causal, "variant": "hopper", "return_lse": causal}
+    for dim in MASKED_DIMS:
+        yield {"dim": dim, "mask": "key_bias", "variant": "hopper"}
+        yield {"dim": dim, "mask": "padding", "causal": True, "variant": "hopper"}
+    for dtype in ("float16", "float32"):
+        yield {"dim": 128, "dtype": dtype, "variant": "hopper"}
+
+
 def calls(row: Architecture, name: str) -> list[dict[str, Any]]:
     """What is compiled for one architecture; less for those with the instructions of another."""
     wanted = []
@@ -79,6 +101,9 @@ def calls(row: Architecture, name: str) -> list[dict[str, Any]]:
             else:
                 chosen = brief or name not in BRIEF
             if chosen:
+                wanted.append({"kernel": kernel, "arch": name, "attention_only": True} | form)
+        if name == HOPPER_ARCH and "hopper" in TRITON_KERNELS[kernel]:
+            for form in hopper_forms():
                 wanted.append({"kernel": kernel, "arch": name, "attention_only": True} | form)
     return [one | {"with_resources": True, "keep_going": True} for one in wanted]
 

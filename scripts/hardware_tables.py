@@ -18,7 +18,12 @@ sys.path.insert(0, str(ROOT))
 
 from sage_plugin import device  # noqa: E402
 from sage_plugin.kernels.attention.implementations import TRITON_KERNELS  # noqa: E402
-from sage_plugin.kernels.support import ARCHITECTURES, default_config  # noqa: E402
+from sage_plugin.kernels.support import (  # noqa: E402
+    ARCHITECTURES,
+    HOPPER_ARCH,
+    HOPPER_HEAD_DIMS,
+    default_config,
+)
 
 PAGE = ROOT / "docs" / "hardware.md"
 MATRIX = ROOT / "benchmarks" / "results" / "compile_matrix.json"
@@ -55,14 +60,22 @@ def config_table() -> list[str]:
                 found[at].append(row.names[0])
         for tiles, names in found.items():
             lines.append(f"| `{kernel}` | {', '.join(names)} | {' | '.join(tiles)} |")
+        if "hopper" in TRITON_KERNELS[kernel]:
+            tiles = tuple(_tile(kernel, HOPPER_ARCH, dim, "hopper") for dim in DIMS)
+            lines.append(f"| `{kernel}:hopper` | {HOPPER_ARCH} | {' | '.join(tiles)} |")
     return lines
 
 
-def _tile(kernel: str, arch: str, dim: int) -> str:
-    config = default_config(kernel, arch, dim)
+def _tile(kernel: str, arch: str, dim: int, variant: str = "portable") -> str:
+    if variant == "hopper" and dim > HOPPER_HEAD_DIMS[1]:
+        return "portable"
+    config = default_config(kernel, arch, dim, variant=variant)
     assert config is not None
     text = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
     text += f" r{config.maxnreg}" if config.maxnreg else ""
+    text += f" f{config.pv_flush}" if config.pv_flush != 1 else ""
+    text += f" e{config.exp_linear}" if config.exp_linear else ""
+    text += " o" if config.overlap else ""
     return text + (" TMA" if config.loads == "descriptor" else "")
 
 

@@ -168,8 +168,8 @@ def _hopper_checks(config: LaunchConfig, key: CallKey) -> Checks:
 
 def _emulation_checks(config: LaunchConfig, key: CallKey) -> Checks:
     """The emulation stands for every variant's configs."""
-    hopper = config.num_warps * 16 == config.block_m and config.loads == "descriptor"
-    return (_hopper_checks if hopper else _portable_checks)(config, key)
+    hopper = _hopper_checks(config, key)
+    return hopper if all(legal for legal, _ in hopper) else _portable_checks(config, key)
 
 
 def _linear_checks(config: LaunchConfig, key: CallKey) -> Checks:

@@ -19,6 +19,7 @@ from sage_plugin.kernels.support import (
     default_config,
     release,
 )
+from tests.kernels.calls import HOPPER
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMED = [row for row in ARCHITECTURES if row.kernels]
@@ -60,7 +61,8 @@ def test_a_changed_table_is_noticed() -> None:
     page = tables.PAGE.read_text(encoding="utf-8")
     assert "e4m3fnuz" in page
     assert tables.rendered(page.replace("e4m3fnuz", "e5m2")) == tables.rendered(page)
-    assert tables.rendered(page).count("| sm_90 |") == 6  # support, four kernels, matrix
+    # Support, four kernels, their Hopper variants, matrix.
+    assert tables.rendered(page).count("| sm_90 |") == 6 + len(HOPPER)
 
 
 def test_the_matrix_names_what_it_was_made_with(matrix: dict[str, Any]) -> None:
@@ -96,8 +98,27 @@ def test_every_claimed_default_is_in_the_matrix_as_it_is_today(
                     {field: one[field] for field in ("block_m", "block_n", "num_warps", "maxnreg")}
                     for one in launched
                     if (one["arch"], one["kernel"], one["dim"]) == (name, kernel, dim)
+                    and one.get("variant", "portable") == "portable"
                     and (one["dtype"], one["mask"], one["causal"]) == ("bfloat16", "", False)
                 ]
                 own = config.to_json()
                 versions = 2 if release(lowest) == release(LOWEST_TRITON) else 1
                 assert found == [{field: own[field] for field in found[0]}] * versions
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+def test_every_hopper_default_is_in_the_matrix_as_it_is_today(
+    kernel: str, launched: list[dict[str, Any]]
+) -> None:
+    for dim in DIMS[:2]:
+        config = default_config(kernel, "sm_90", dim, variant="hopper")
+        assert config is not None
+        own = config.to_json()
+        found = [
+            {field: one[field] for field in ("block_m", "block_n", "num_warps", "num_stages")}
+            for one in launched
+            if (one.get("variant"), one["kernel"], one["dim"]) == ("hopper", kernel, dim)
+            and (one["dtype"], one["mask"], one["causal"]) == ("bfloat16", "", False)
+        ]
+        assert found, "run make compile-matrix"
+        assert found == [{field: own[field] for field in found[0]}] * 2

@@ -11,6 +11,7 @@ prints one line of JSON for each launch of each call; `-` reads the calls from s
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -44,7 +45,7 @@ TRITON_TYPES = {
     torch.float8_e4m3fnuz: "fp8e4b8",
 }
 SEQ = 512
-OPTIONS = ("attention_only", "with_resources", "keep_going")
+OPTIONS = ("attention_only", "with_resources", "with_loops", "keep_going")
 SMEM_KIB = {name: row.smem_kib for row in ARCHITECTURES for name in row.names}
 
 
@@ -70,6 +71,7 @@ class Call:
         mask: `""`, `"key_bias"` or `"dense"` (float), `"padding"` or `"tiles"` (bool).
         form: `""`; `"all"` for a window, a soft cap and sinks at once; `"packed"`.
         launch: fields changed in the default launch config.
+        variant: `"portable"` or `"hopper"`.
     """
 
     kernel: str
@@ -81,6 +83,7 @@ class Call:
     mask: str = ""
     form: str = ""
     launch: dict[str, Any] = field(default_factory=dict)
+    variant: str = "portable"
 
     def facts(self) -> DeviceFacts:
         """The device."""
@@ -124,7 +127,7 @@ class Call:
             mask_kind=mask_kind(problem.mask),
             packed=problem.packed,
         )
-        return dispatch.call_key(shape, Decision(self.kernel, "portable"))
+        return dispatch.call_key(shape, Decision(self.kernel, self.variant))
 
     def config(self) -> LaunchConfig:
         """The architecture's default, with the call's own changes."""
@@ -158,11 +161,14 @@ class Recorder:
 
 
 def launches_of(call: Call) -> list[Launch]:
-    """What the portable variant launches for a call: quantisation, then attention."""
+    """What a variant launches for a call: quantisation, then attention."""
     from sage_plugin.kernels.attention.implementations import implementation
 
     fp8 = getattr(torch, call.facts().fp8_dtype or "float8_e4m3fn")
-    built = implementation(call.kernel, "portable", fp8)
+    built: Any = implementation(call.kernel, call.variant, fp8)
+    if call.variant == "hopper":  # without the portable variant behind it
+        home = importlib.import_module("sage_plugin.kernels.attention.hopper")
+        built = home.QuantisedHopper(built.recipe)
     kept: list[Launch] = []
     stock = [
         (module, name, value)
@@ -200,6 +206,8 @@ def compile_launch(launch: Launch, arch: str) -> Any:
         elif aligned and specialised:
             attributes[at] = [["tt.divisibility", 16]]
         signature[parameter.name] = kind
+    if launch.function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(launch.function, signature, constants, attributes)
     if arch.startswith("sm_"):
         target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
@@ -213,7 +221,9 @@ def _type_of(value: Any) -> tuple[str, bool]:
     if isinstance(value, torch.Tensor):
         return f"*{TRITON_TYPES[value.dtype]}", value.data_ptr() % 16 == 0
     if hasattr(value, "block_shape"):
-        return f"tensordesc<{TRITON_TYPES[value.base.dtype]}{list(value.block_shape)}>", False
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+        element = TRITON_TYPES[value.base.dtype]
+        return f"tensordesc<{element}{list(value.block_shape)}{layout}>", False
     if isinstance(value, float):
         return "fp32", False
     if isinstance(value, bool):
@@ -221,8 +231,11 @@ def _type_of(value: Any) -> tuple[str, bool]:
     return "i32", isinstance(value, int) and value % 16 == 0
 
 
-def resources(assembly: str) -> dict[str, int]:
-    """Registers a thread and bytes of spills, as the assembler of Triton's own toolchain tells."""
+def resources(assembly: str) -> dict[str, Any]:
+    """Registers a thread and bytes of spills, as the assembler of Triton's own toolchain tells.
+
+    Of NVIDIA kernels also its warnings of products that it runs one after another (C75xx).
+    """
     if ".amdgcn_target" in assembly:
         return {
             "registers": _amd(assembly, "vgpr_count"),
@@ -242,7 +255,51 @@ def resources(assembly: str) -> dict[str, int]:
     return {
         "registers": int(re.search(r"Used (\d+) registers", told)[1]),
         "spill_bytes": max(int(spills[2]), int(spills[3])),
+        "serialised": sorted(set(re.findall(r"C75\d\d[^\n]*", told))),
     }
+
+
+def loops(cubin: bytes) -> list[dict[str, int]]:
+    """The innermost loops with products in the machine code of an NVIDIA kernel.
+
+    Of each: all instructions, products, special functions, comparisons of keys with positions, and
+    accesses to local memory, which is where spilt values are.
+    """
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        told = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    code = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ +)?(\S+)([^;]*);", told)
+    places = [(int(at, 16), name.split(".")[0], rest) for at, name, rest in code]
+    spans = [
+        (int(target[1], 16), at)
+        for at, name, rest in places
+        if name == "BRA" and (target := re.search(r"0x([0-9a-f]+)", rest))
+        if int(target[1], 16) < at
+    ]
+    found = []
+    for first, last in spans:
+        inner = any(first <= a and b <= last and (a, b) != (first, last) for a, b in spans)
+        names = [name for at, name, _ in places if first <= at <= last]
+        products = sum(name.endswith("GMMA") for name in names)
+        if products and not inner:
+            found.append(
+                {
+                    "instructions": len(names),
+                    "products": products,
+                    "special": names.count("MUFU"),
+                    "selected": names.count("FSEL") + names.count("SEL"),
+                    "local": names.count("LDL") + names.count("STL"),
+                }
+            )
+    return found
 
 
 def ptxas(target: str) -> str:
@@ -265,7 +322,9 @@ def products(assembly: str) -> list[str]:
     return sorted({f"{name} {kind}" for name, kind in found})
 
 
-def builds(call: Call, *, attention_only: bool, with_resources: bool) -> Iterator[dict[str, Any]]:
+def builds(
+    call: Call, *, attention_only: bool, with_resources: bool, with_loops: bool
+) -> Iterator[dict[str, Any]]:
     """Compile the launches of a call and tell what came out."""
     for launch in launches_of(call):
         name = launch.function.__name__
@@ -278,6 +337,7 @@ def builds(call: Call, *, attention_only: bool, with_resources: bool) -> Iterato
             "smem_bytes": built.metadata.shared,
             "products": products(assembly),
             **(resources(assembly) if with_resources else {}),
+            **({"loops": loops(built.asm["cubin"])} if with_loops else {}),
         }
 
 

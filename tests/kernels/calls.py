@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from sage_plugin.kernels.attention.implementations import TRITON_KERNELS
 from sage_plugin.schema import LaunchConfig
 
 QUANTISED = ("sage", "fav3_sage", "fav3_fp8")
 EMULATED = ("fav2", *QUANTISED)
+HOPPER = tuple(kernel for kernel, variants in TRITON_KERNELS.items() if "hopper" in variants)
+"""The kernels with a Gluon variant."""
+FP8_WEIGHTS = ("fav3_sage", "fav3_fp8")
 
 LIMITS = {"fav2": 2e-3, "sage": 8e-3, "fav3_sage": 0.03, "fav3_fp8": 0.05}
 """Largest relative L1 error against the oracle on these small, nearly zero-mean inputs."""
@@ -60,6 +64,12 @@ def launch(block_m: int = 64, block_n: int = 32, **fields: object) -> LaunchConf
         "pv_flush": 1,
     }
     return LaunchConfig.from_json({"block_m": block_m, "block_n": block_n, **base, **fields})
+
+
+def hopper_launch(block_m: int = 192, block_n: int = 128, **fields: object) -> LaunchConfig:
+    """A launch config of the Hopper variant: one warp to 16 rows."""
+    base = {"num_warps": block_m // 16, "num_stages": 3, "loads": "descriptor", "pv_flush": 8}
+    return launch(block_m, block_n, **(base | fields))
 
 
 def relative_l1(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError
 from sage_plugin.kernels import dispatch
 from sage_plugin.schema import KERNELS, CallShape, DeviceFacts
+from tests.kernels.calls import HOPPER
 
 KIB = 2**10
 SHAPE = CallShape(
@@ -69,7 +70,7 @@ TABLE = {
     "sm_80": ("sage", ("fav2", "sage")),
     "sm_86": ("sage", ("fav2", "sage")),
     "sm_89": ("fav3_sage", ALL),
-    "sm_90": ("fav3_sage", ALL),
+    "sm_90": ("fav3_sage", ALL),  # as its Hopper variant
     "sm_100": ("fav3_sage", ALL),
     "sm_120": ("fav3_sage", ALL),
     "sm_121": ("fav3_sage", ALL),
@@ -84,12 +85,17 @@ TABLE = {
 }
 
 
+def variant_of(kernel: str, arch: str = "sm_90") -> str:
+    """The variant of a plain call of 128 channels."""
+    return "hopper" if arch == "sm_90" and kernel in HOPPER else "portable"
+
+
 @pytest.mark.parametrize("arch", TABLE)
 def test_report_106_auto_on_every_architecture(arch):
     expected, named = TABLE[arch]
     found = decide(arch)
     if named:
-        assert found == dispatch.Decision(expected, "portable", None)
+        assert found == dispatch.Decision(expected, variant_of(expected, arch), None)
     else:
         assert (found.kernel, found.variant) == ("sdpa", "host")
         assert expected in found.reason
@@ -102,8 +108,11 @@ def test_report_106_each_kernel_on_every_architecture(arch, kernel):
     _, named = TABLE[arch]
     found = decide(arch, kernel)
     if kernel in named:
-        assert found == dispatch.Decision(kernel, "portable", None)
-        assert found.label == f"{kernel}:portable"
+        variant = variant_of(kernel, arch)
+        assert found == dispatch.Decision(kernel, variant, None)
+        assert found.label == f"{kernel}:{variant}"
+        named_too = decide(arch, kernel, variant="portable")
+        assert named_too == dispatch.Decision(kernel, "portable", None)
     else:
         assert (found.kernel, found.variant) == ("sdpa", "host")
         assert arch in found.reason
@@ -208,12 +217,11 @@ def test_a_call_that_no_kernel_takes_has_its_reason(changes, words, kernel):
 def test_report_35_every_kernel_takes_masks(kind):
     for kernel in ALL:
         found = decide(kernel=kernel, mask_kind=kind)
-        assert found == dispatch.Decision(kernel, "portable")
+        variant = "portable" if kind == "dense" else variant_of(kernel)
+        assert found == dispatch.Decision(kernel, variant)
         shape = dataclasses.replace(SHAPE, mask_kind=kind)
         assert dispatch.call_key(shape, found).mask_kind == kind
-    assert decide(mask_kind=kind).label == (
-        "sdpa:host" if kind == "dense" else "fav3_sage:portable"
-    )
+    assert decide(mask_kind=kind).label == ("sdpa:host" if kind == "dense" else "fav3_sage:hopper")
     assert decide(kernel="torch", mask_kind=kind).reason is None
 
 
@@ -249,14 +257,17 @@ def test_the_dtypes_that_are_taken(dtype):
 @pytest.mark.parametrize(
     ("kernel", "variant", "expected"),
     [
-        ("sage", None, "sage:portable"),
-        ("qk_int8", None, "sage:portable"),
+        ("fav2", None, "fav2:portable"),
+        ("qk_int8", "portable", "sage:portable"),
+        ("fav3_fp8", None, "fav3_fp8:hopper"),
+        ("fav3_fp8", "portable", "fav3_fp8:portable"),
+        (None, "portable", "fav3_sage:portable"),
         ("sdpa", None, "sdpa:host"),
         ("torch", "emulation", "torch:host"),
         ("sdpa", "emulation", "sdpa:host"),
         (None, "emulation", "fav3_sage:emulation"),
         ("fav2", "emulation", "fav2:emulation"),
-        ("", "", "fav3_sage:portable"),
+        ("", "", "fav3_sage:hopper"),
     ],
 )
 def test_the_environment_stands_in_for_auto(monkeypatch, kernel, variant, expected):
@@ -360,5 +371,95 @@ def test_auto_leaves_dense_masks_to_the_host_and_a_named_kernel_takes_them(arch,
     chosen = decide(arch, mask_kind=mask_kind)
     assert (chosen.reason == dispatch.SLOW_TILES) == (mask_kind == "dense")
     assert (chosen.kernel == "sdpa") == (mask_kind == "dense")
-    named = decide(arch, "sage", mask_kind=mask_kind)
-    assert named == dispatch.Decision("sage", "portable")
+    named = decide(arch, "fav2", mask_kind=mask_kind)
+    assert named == dispatch.Decision("fav2", "portable")
+
+
+# -- the Hopper variants ----------------------------------------------------------------------
+
+LIMITED = "the Hopper variant takes head dims 33 to 128, and this is {}"
+NO_TILES = "the Hopper variant takes no mask of rows and keys"
+NO_SPECIAL = "the Hopper variant takes no window, cap, sinks, packed sequences or bias of each head"
+LEFT = [  # what the Hopper variant leaves to the portable one, and why
+    ({"head_dim": 32, "dv": 32}, LIMITED.format(32)),
+    ({"head_dim": 129, "dv": 129}, LIMITED.format(129)),
+    ({"head_dim": 256, "dv": 256}, LIMITED.format(256)),
+    ({"head_dim": 1, "dv": 1}, LIMITED.format(1)),
+    ({"mask_kind": "dense"}, NO_TILES),
+    ({"special": True}, NO_SPECIAL),
+    ({"special": True, "mask_kind": "key_bias"}, NO_SPECIAL),
+    ({"arch": "sm_100"}, "the Hopper variant runs on sm_90 alone, and this is sm_100"),
+    ({"arch": "sm_120"}, "the Hopper variant runs on sm_90 alone, and this is sm_120"),
+    ({"arch": "gfx942"}, "the Hopper variant runs on sm_90 alone, and this is gfx942"),
+]
+
+
+def test_the_kernels_with_a_hopper_variant():
+    assert {"fav3_sage", "fav3_fp8"} <= set(HOPPER) <= set(QUANTISED)
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize(("changes", "reason"), LEFT, ids=str)
+def test_what_the_hopper_variant_leaves_to_the_portable_one(kernel, changes, reason):
+    assert decide(kernel=kernel, **changes) == dispatch.Decision(kernel, "portable", None)
+    named = decide(kernel=kernel, variant="hopper", **changes)
+    assert named == dispatch.Decision("sdpa", "host", reason)
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("dim", [33, 40, 64, 65, 80, 96, 128])
+@pytest.mark.parametrize("mask_kind", ["none", "key_bias"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("variant", ["auto", "hopper"])
+def test_what_the_hopper_variant_takes(kernel, dim, mask_kind, causal, variant):
+    found = decide(
+        kernel=kernel, variant=variant, head_dim=dim, dv=dim, mask_kind=mask_kind, causal=causal
+    )
+    assert found == dispatch.Decision(kernel, "hopper", None)
+
+
+@pytest.mark.parametrize("changes", [{"heads_k": 2}, {"seq_q": 1}, {"seq_k": 1}, {"batch": 9}])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_grouped_heads_lengths_and_dtypes_do_not_matter_to_the_hopper_variant(changes, dtype):
+    assert decide(dtype=dtype, **changes).label == "fav3_sage:hopper"
+
+
+def test_a_special_call_of_auto_and_of_another_variant_stays_where_it_was():
+    assert decide(special=True).label == "fav3_sage:portable"
+    assert decide(special=True, variant="portable").label == "fav3_sage:portable"
+    assert decide(special=True, variant="emulation").label == "fav3_sage:emulation"
+    assert decide("x86_64", "fav3_sage", special=True).label == "fav3_sage:emulation"
+    assert decide("sm_80", special=True).label == "sage:portable"
+    assert decide(kernel="sdpa", special=True) == dispatch.Decision("sdpa", "host")
+    assert decide(kernel="torch", special=True) == dispatch.Decision("torch", "host")
+
+
+def test_a_hopper_variant_by_the_environment_is_one_asked_for_by_name(monkeypatch):
+    monkeypatch.setenv("SAGE_PLUGIN_VARIANT", "hopper")
+    assert decide().label == "fav3_sage:hopper"
+    assert decide(special=True) == dispatch.Decision("sdpa", "host", NO_SPECIAL)
+    assert decide(variant="portable", special=True).label == "fav3_sage:portable"
+
+
+def test_a_cpu_has_no_hopper_variant():
+    found = decide("x86_64", "fav3_sage", variant="hopper")
+    assert (found.kernel, found.variant) == ("sdpa", "host")
+    assert found.reason == "the Hopper variant runs on sm_90 alone, and this is x86_64"
+
+
+def test_fav2_has_no_hopper_variant():
+    with pytest.raises(UnknownKernelError, match="'hopper' of kernel 'fav2' is not built"):
+        decide(kernel="fav2", variant="hopper")
+    assert dispatch.parse_kernel("fav3_sage:hopper") == ("fav3_sage", "hopper")
+
+
+def test_what_no_kernel_takes_is_told_before_what_the_hopper_variant_leaves():
+    found = decide(kernel="fav3_sage", variant="hopper", special=True, needs_grad=True)
+    assert found.reason == "a gradient is needed"
+    found = decide("sm_80", "fav3_sage", variant="hopper")
+    assert found.reason == "sm_80 has no FP8 matrix units"
+
+
+def test_a_call_key_names_the_hopper_variant():
+    assert dispatch.call_key(SHAPE, decide()).variant == "hopper"
+    assert dispatch.call_key(SHAPE, decide(special=True)).variant == "portable"

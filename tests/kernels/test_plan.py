@@ -62,8 +62,20 @@ def test_a_second_call_of_a_key_makes_no_plan_and_checks_no_shape(made, monkeypa
     monkeypatch.setattr(dispatch, "decide", lambda *_, **__: pytest.fail("decided again"))
     monkeypatch.setattr(dispatch, "find_launch", lambda *_, **__: pytest.fail("looked up again"))
     assert torch.equal(attention(), first)
-    assert not torch.equal(attention(scale=0.7, softcap=3.0, window=(4, 4)), first)
+    assert not torch.equal(attention(scale=0.7), first)
     assert len(made) == 1
+
+
+def test_windows_caps_and_sinks_share_a_plan_that_is_not_that_of_plain_calls(made):
+    """A device has a variant for plain calls alone."""
+    first = attention()
+    outs = [
+        attention(window=(4, 4)), attention(softcap=3.0), attention(sinks=torch.zeros(4)),
+        attention(window=(2, 2), softcap=1.0),
+    ]  # fmt: skip
+    assert len(made) == 2
+    for one, other in itertools.combinations([first, *outs], 2):
+        assert not torch.equal(one, other)
 
 
 def test_other_strides_share_a_plan_but_not_an_answer(made):

@@ -10,7 +10,7 @@ import pytest
 
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.space import Region, Space, Tile
-from tests.kernels.calls import EMULATED, launch
+from tests.kernels.calls import EMULATED, FP8_WEIGHTS, HOPPER, launch
 
 A, B, C = (launch(block_m=m) for m in (16, 32, 64))
 
@@ -100,6 +100,7 @@ def test_regions_of_one_architecture_grow_so_that_none_is_unreachable(kernel):
                 and earlier.max_head_dim >= region.max_head_dim
                 and earlier.element_bytes >= region.element_bytes
                 and set(earlier.mask_kinds) >= set(region.mask_kinds)
+                and earlier.variant == region.variant
             )
             assert not shadowed, region
         seen.append(region)
@@ -115,10 +116,67 @@ def test_each_family_of_hardware_is_served_up_to_256_channels_in_fp32(kernel):
 
 @pytest.mark.parametrize("kernel", EMULATED)
 def test_a_smoothed_v_is_for_kernels_with_an_fp8_v(kernel):
-    configs = {c for region in space_of(kernel).regions for c in region.candidates()}
+    every = {variant: configs_of(kernel, variant) for variant in ("portable", "hopper")}
+    configs = every["portable"] | every["hopper"]
     assert {c.smooth_v for c in configs} == {kernel in ("fav3_sage", "fav3_fp8")}
     assert {c.smooth_k for c in configs} == {kernel != "fav2"}
-    assert {c.pv_flush for c in configs} == {1}
+    assert {c.pv_flush for c in every["portable"]} == {1}
+    assert {c.exp_linear for c in every["portable"]} == {0}
+    assert {c.overlap for c in every["portable"]} == {False}
+
+
+def configs_of(kernel, variant):
+    """Every config that the regions of a variant offer."""
+    regions = [region for region in space_of(kernel).regions if region.variant == variant]
+    return {config for region in regions for config in region.candidates()}
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+def test_a_hopper_region_serves_what_the_decision_table_gives_it(kernel):
+    space = space_of(kernel)
+    for dim in (33, 64, 65, 128):
+        for element_bytes in (2, 4):
+            for mask in ("none", "key_bias"):
+                region = space.region("sm_90", dim, element_bytes, mask, "hopper")
+                assert region.variant == "hopper"
+                assert region.max_head_dim == (64 if dim <= 64 else 128)
+    assert space.region("sm_90", 64, 2, "dense", "hopper") is None
+    assert space.region("sm_90", 129, 2, "none", "hopper") is None
+    for arch in ("sm_80", "sm_100", "sm_120", "gfx942"):
+        assert space.region(arch, 64, 2, "none", "hopper") is None
+    plain = space.region("sm_90", 64, 2)
+    assert plain.variant == "portable"
+    assert plain.default.block_m == 64
+
+
+def test_a_region_of_another_variant_is_passed_over_but_by_the_emulation():
+    space = Space((Region("*", 64, A, variant="hopper"), Region("*", 64, B)))
+    assert space.region("sm_90", 64, 2).default == B
+    assert space.region("sm_90", 64, 2, variant="hopper").default == A
+    assert space.region("sm_90", 64, 2, variant="emulation") is None
+    assert space.region("emulation", 64, 2, variant="emulation").default == A
+
+
+@pytest.mark.parametrize("kernel", sorted(set(EMULATED) - set(HOPPER)))
+def test_a_kernel_without_a_hopper_variant_has_no_hopper_region(kernel):
+    assert configs_of(kernel, "hopper") == set()
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_hopper_regions_search_what_they_are_for(kernel, dim):
+    region = space_of(kernel).region("sm_90", dim, 2, "none", "hopper")
+    found = region.candidates()
+    assert found[0] == region.default
+    assert {c.loads for c in found} == {"descriptor"}
+    assert {c.num_warps * 16 == c.block_m for c in found} == {True}
+    assert {c.block_m for c in found} >= {128, 192}
+    assert {c.smooth_v for c in found} == {kernel in FP8_WEIGHTS}
+    linear = {4, 6} if kernel in FP8_WEIGHTS else {0}
+    assert {c.exp_linear for c in found} == linear
+    if kernel in FP8_WEIGHTS:
+        assert {c.pv_flush for c in found} == {8}
+        assert {c.overlap for c in found} == ({False, True} if dim == 64 else {False})
 
 
 def test_the_tables_load_without_triton():

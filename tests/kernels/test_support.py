@@ -19,11 +19,13 @@ from sage_plugin.kernels.support import (
     UNQUANTISED,
     Support,
     architecture,
+    hopper_reason,
     kernels_of,
     release,
     support,
 )
 from sage_plugin.schema import KERNELS, CallShape, DeviceFacts
+from tests.kernels.calls import HOPPER
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_PRODUCT = (
@@ -66,9 +68,8 @@ TILES = {
     ("sm_80", "fav2"): (128, 32, 8, 2),
     ("sm_80", "sage"): (128, 32, 8, 2),
     ("sm_90", "fav2"): (128, 64, 8, 3),
-    ("sm_90", "sage"): (64, 64, 4, 2),
-    ("sm_90", "fav3_sage"): (64, 128, 4, 2),
-    ("sm_90", "fav3_fp8"): (64, 128, 4, 2),
+    ("sm_90", "fav3_sage"): (192, 128, 12, 3),
+    ("sm_90", "fav3_fp8"): (192, 128, 12, 3),
     ("sm_100", "fav2"): (128, 64, 8, 2),
     ("sm_110", "fav3_sage"): (128, 64, 8, 2),
     ("sm_121", "fav3_fp8"): (128, 32, 8, 2),
@@ -130,7 +131,8 @@ def test_report_106_every_row_of_the_table(arch):
     for kernel in ALL:
         found = support(kernel, facts(arch))
         if kernel in kernels:
-            assert (found.variant, found.reason) == ("portable", None)
+            variant = "hopper" if arch == "sm_90" and kernel in HOPPER else "portable"
+            assert (found.variant, found.reason) == (variant, None)
             assert found.fp8_dtype == (fp8 if kernel.startswith("fav3") else None)
             assert found.launch is not None
         else:
@@ -154,17 +156,52 @@ def test_report_118_every_claimed_default_is_legal_where_it_is_claimed():
                         shape = CallShape(
                             1, 8, 8, 64, 64, dim, dim, dtype, False, mask, "bhsd", 1.0
                         )
-                        key = dispatch.call_key(shape, Decision(kernel, "portable"))
-                        config = launches.default_launch(key, facts(arch))
-                        assert launches.illegal_reason(config, key, facts(arch)) is None, (
-                            arch,
-                            key,
-                        )
+                        chosen = dispatch.decide(shape, facts(arch), kernel=kernel)
+                        for variant in {"portable", chosen.variant}:
+                            key = dispatch.call_key(shape, Decision(kernel, variant))
+                            config = launches.default_launch(key, facts(arch))
+                            reason = launches.illegal_reason(config, key, facts(arch))
+                            assert reason is None, (arch, key)
                         if mask == "none":
                             found = support(kernel, facts(arch), head_dim=dim, dtype=dtype)
-                            assert found.launch == config
+                            key = dispatch.call_key(shape, chosen)
+                            assert found.variant == chosen.variant
+                            assert found.launch == launches.default_launch(key, facts(arch))
                             checked += 1
     assert checked == sum(len(kernels) for kernels, *_ in TABLE.values()) * len(DIMS) * 2
+
+
+@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("dim", [32, 33, 64, 128, 129, 256])
+def test_the_variant_of_an_h100_follows_the_head_dim(kernel, dim):
+    found = support(kernel, facts("sm_90"), head_dim=dim)
+    gluon = kernel in HOPPER and 33 <= dim <= 128
+    assert found.variant == ("hopper" if gluon else "portable")
+    assert (found.launch.block_m in (128, 192) and found.launch.num_warps >= 8) or not gluon
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"mask_kind": "key_bias"}, None),
+        ({"kernel": "fav2"}, "fav2 has no Hopper variant"),
+        ({"kernel": "sdpa"}, "sdpa has no Hopper variant"),
+        ({"arch": "sm_89"}, "the Hopper variant runs on sm_90 alone, and this is sm_89"),
+        ({"mask_kind": "dense"}, "the Hopper variant takes no mask of rows and keys"),
+        (
+            {"special": True},
+            "the Hopper variant takes no window, cap, sinks, packed sequences or bias of each head",
+        ),
+        ({"head_dim": 32}, "the Hopper variant takes head dims 33 to 128, and this is 32"),
+        ({"head_dim": 136}, "the Hopper variant takes head dims 33 to 128, and this is 136"),
+    ],
+    ids=str,
+)
+def test_why_a_hopper_variant_does_not_take_a_call(fields, reason):
+    given = {"kernel": "fav3_sage", "arch": "sm_90", "head_dim": 128} | fields
+    kernel, arch, dim = (given.pop(name) for name in ("kernel", "arch", "head_dim"))
+    assert hopper_reason(kernel, facts(arch), dim, **given) == reason
 
 
 @pytest.mark.parametrize("arch", UNKNOWN)

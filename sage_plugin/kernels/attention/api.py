@@ -11,6 +11,7 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import checks, ops
 from sage_plugin.kernels.attention.eager import runs_directly
 from sage_plugin.kernels.attention.host import host_attention
+from sage_plugin.kernels.attention.implementations import ON_GPUS
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.ops import text_of
 from sage_plugin.kernels.attention.plan import Plan, decided, settled
@@ -183,7 +184,7 @@ def run_decided(
     """
     call: Callable[..., Any] = ops.attention_with_lse_now if return_lse else ops.attention_now
     if not runs_directly(q, k, v, mask, sinks):
-        if launch is not None or (decision.variant == "portable" and q.device.type == "cpu"):
+        if launch is not None or (decision.variant in ON_GPUS and q.device.type == "cpu"):
             shape = shape_of(
                 q, k, v, causal=is_causal, scale=scale, layout=layout, mask_kind=mask_kind(mask)
             )

@@ -9,6 +9,7 @@ import torch
 from sage_plugin import settings
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention.implementations import ON_GPUS
 from sage_plugin.kernels.attention.mask import normalised
 from sage_plugin.kernels.contract import NO_WINDOW, UNBOUNDED, Decision
 from sage_plugin.schema import LAYOUTS, CallShape, LaunchConfig
@@ -249,7 +250,7 @@ def check_runnable(
     Raises:
         UnsupportedInputError: the kernel needs a GPU, or the launch config is not legal.
     """
-    on_cpu = decision.variant == "portable" and device.type == "cpu"
+    on_cpu = decision.variant in ON_GPUS and device.type == "cpu"
     if on_cpu and not settings.triton_interpreted():
         raise UnsupportedInputError(
             f"kernel {decision.label} runs on a GPU and the tensors are on the CPU; move them, use "

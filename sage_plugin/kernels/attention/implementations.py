@@ -22,6 +22,9 @@ TRITON_KERNELS = {
 }
 """Variants that are built, by kernel."""
 
+ON_GPUS = ("portable", "hopper")
+"""Variants that are written in Triton."""
+
 
 @functools.cache
 def implementation(

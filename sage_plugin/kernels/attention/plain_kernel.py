@@ -9,10 +9,13 @@ from sage_plugin.kernels.attention.primitives import (
     LN2,
     LOG2E,
     LOWEST,
+    add_row,
+    added_tile,
+    head_group,
+    hide,
     key_blocks,
-    mask_term,
-    mask_tile,
     program_block,
+    seen_bytes,
     sequence,
     soft_cap,
     store_rows,
@@ -24,20 +27,23 @@ from sage_plugin.kernels.attention.primitives import (
 
 @triton.jit
 def _step(
-    k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, stride_mq, stride_mk, j, q, scale,
+    k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, bits, stride_mq, stride_mk, j, q, scale,
     softcap, m, l, acc, first_row, seq_q, seq_k, left, right,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FLUSH: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    EDGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, UNIT: tl.constexpr,
+    SOFTCAP: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One key block; where a key can be hidden, what is not finite in V is kept out of P V."""
+    HIDES: tl.constexpr = EDGE or TILE > 0 or MASK == 3
+    if TILE > 0:
+        seen = seen_bytes(bits, j, BM, BN)
     d = tl.arange(0, DP)
     n = j * BN + tl.arange(0, BN)
     n64 = n.to(tl.int64)
     d64 = d.to(tl.int64)
     k_at = k + n64[:, None] * stride_ks + d64[None, :] * stride_kd
     v_at = v + n64[:, None] * stride_vs + d64[None, :] * stride_vd
-    if EDGE or D != DP:
+    if EDGE or TILE > 0 or D != DP:
         live = (n < seq_k)[:, None] & (d < D)[None, :]
         k_tile = tl.load(k_at, mask=live, other=0.0)
         v_tile = tl.load(v_at, mask=live, other=0.0)
@@ -51,17 +57,18 @@ def _step(
         s = tl.dot(q.to(tl.float32), wide, input_precision="ieee") * scale
     if SOFTCAP:
         s = soft_cap(s, softcap)
-    if EDGE or MASK > 0:
+    if HIDES:
         finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
         bad = tl.max(tl.where(finite, 0, 1), 1) > 0
         v_tile = tl.where(finite, v_tile, 0.0)
         s += tl.where(bad, float("nan"), 0.0)[None, :]
-    if MASK == 1:
-        term = mask_term(tl.load(mask + n64 * stride_mk, mask=n < seq_k, other=0))
-        s = tl.where((term == float("-inf"))[None, :], float("-inf"), s + term[None, :])
-    if MASK == 2:
-        tile = mask_tile(mask, first_row, j, seq_q, seq_k, stride_mq, stride_mk, BM, BN, EDGE)
-        s = tl.where(tile == float("-inf"), float("-inf"), s + tile)
+    if MASK == 3:
+        s = add_row(s, mask, n, seq_k, stride_mk)
+    if TILE == 2:
+        added = added_tile(mask, first_row, j, seq_q, seq_k, stride_mq, stride_mk, BM, BN, UNIT)
+        s += added.to(tl.float32) * LOG2E
+    if TILE > 0:
+        s = hide(s, seen, BN)
     if EDGE:
         rows = first_row + tl.arange(0, BM)
         seen = visible_keys(rows, n, seq_q, seq_k, left, right, LEFT, RIGHT)
@@ -84,17 +91,21 @@ def _step(
     ]
 )  # fmt: skip
 def plain_attention_kernel(
-    q, k, v, o, lse, mask, sinks, cu_seqlens_q, cu_seqlens_k,
+    q, k, v, o, lse, mask, bits, lists, sinks, cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_od,
-    stride_mb, stride_mh, stride_mq, stride_mk,
+    stride_mb, stride_mh, stride_mq, stride_mk, planes_b, planes_h,
     heads_q, ratio, seq_q, seq_k, row_blocks, lse_rows, left, right, scale, softcap,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FLUSH: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, PACKED: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr,
+    LSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """FlashAttention-2 on tensors read in place; `scale` and `softcap` have log2 e folded in."""
-    block, bh = program_block(tl.program_id(0), row_blocks, RIGHT)
+    if MASK == 2:
+        block, bh = head_group(tl.program_id(0), row_blocks, RIGHT, GROUP)
+    else:
+        block, bh = program_block(tl.program_id(0), row_blocks, RIGHT)
     b, h = bh // heads_q, bh % heads_q
     first_row = block * BM
     q_first, seq_q = sequence(cu_seqlens_q, b, seq_q, PACKED)
@@ -113,8 +124,8 @@ def plain_attention_kernel(
         v += b * stride_vb + (h // ratio) * stride_vh
         o += b * stride_ob + h * stride_oh
         lse_row = bh * lse_rows
-    if MASK > 0:
-        mask += b * stride_mb + h * stride_mh
+    if mask is not None:
+        mask += b * (stride_mb // UNIT * UNIT) + h * (stride_mh // UNIT * UNIT)
     rows = first_row + tl.arange(0, BM)
     d = tl.arange(0, DP)
     at = q + rows.to(tl.int64)[:, None] * stride_qs + d.to(tl.int64)[None, :] * stride_qd
@@ -122,26 +133,44 @@ def plain_attention_kernel(
     m = tl.full([BM], LOWEST, tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
-    begin, inner, outer, end = key_blocks(first_row, seq_q, seq_k, left, right, BM, BN, LEFT, RIGHT)
-    if LEFT:
-        for j in tl.range(begin, inner, num_stages=1):
+    if MASK == 2:
+        key_count = tl.cdiv(seq_k, BN)
+        row = (b * planes_b + h * planes_h) * row_blocks + block
+        counts = lists + row * (4 + 3 * key_count)
+        bits += row * key_count * (BM * BN // (32 if BN > 32 else BN))
+        for kind in tl.static_range(2 if mask is None else 3):
+            at = counts + 4 + kind * key_count
+            j = tl.load(at)
+            for i in tl.range(0, tl.load(counts + kind), num_stages=STAGES):
+                m, l, acc = _step(
+                    k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, bits, stride_mq,
+                    stride_mk, j, q_tile, scale, softcap, m, l, acc, first_row, seq_q, seq_k, left,
+                    right, D, DP, BM, BN, FLUSH, LEFT, RIGHT, MASK, UNIT, SOFTCAP, False, kind,
+                )  # fmt: skip
+                j = tl.load(at + i + 1)
+    else:
+        begin, inner, outer, end = key_blocks(
+            first_row, seq_q, seq_k, left, right, BM, BN, LEFT, RIGHT
+        )
+        if LEFT:
+            for j in tl.range(begin, inner, num_stages=1):
+                m, l, acc = _step(
+                    k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, bits, stride_mq,
+                    stride_mk, j, q_tile, scale, softcap, m, l, acc, first_row, seq_q, seq_k, left,
+                    right, D, DP, BM, BN, FLUSH, LEFT, RIGHT, MASK, UNIT, SOFTCAP, True, 0,
+                )  # fmt: skip
+        for j in tl.range(inner, outer, num_stages=STAGES):
             m, l, acc = _step(
-                k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, stride_mq, stride_mk, j,
-                q_tile, scale, softcap, m, l, acc, first_row, seq_q, seq_k, left, right,
-                D, DP, BM, BN, FLUSH, LEFT, RIGHT, MASK, SOFTCAP, True,
+                k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, bits, stride_mq, stride_mk,
+                j, q_tile, scale, softcap, m, l, acc, first_row, seq_q, seq_k, left, right, D, DP,
+                BM, BN, FLUSH, LEFT, RIGHT, MASK, UNIT, SOFTCAP, False, 0,
             )  # fmt: skip
-    for j in tl.range(inner, outer, num_stages=STAGES):
-        m, l, acc = _step(
-            k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, stride_mq, stride_mk, j,
-            q_tile, scale, softcap, m, l, acc, first_row, seq_q, seq_k, left, right,
-            D, DP, BM, BN, FLUSH, LEFT, RIGHT, MASK, SOFTCAP, False,
-        )  # fmt: skip
-    for j in tl.range(outer, end, num_stages=1):
-        m, l, acc = _step(
-            k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, stride_mq, stride_mk, j,
-            q_tile, scale, softcap, m, l, acc, first_row, seq_q, seq_k, left, right,
-            D, DP, BM, BN, FLUSH, LEFT, RIGHT, MASK, SOFTCAP, True,
-        )  # fmt: skip
+        for j in tl.range(outer, end, num_stages=1):
+            m, l, acc = _step(
+                k, v, stride_ks, stride_kd, stride_vs, stride_vd, mask, bits, stride_mq, stride_mk,
+                j, q_tile, scale, softcap, m, l, acc, first_row, seq_q, seq_k, left, right, D, DP,
+                BM, BN, FLUSH, LEFT, RIGHT, MASK, UNIT, SOFTCAP, True, 0,
+            )  # fmt: skip
     alive = l != 0.0  # NaN is alive: it has to be seen
     if SINKS:
         sink = tl.zeros([BM], tl.float32) + tl.load(sinks + h).to(tl.float32) * LOG2E

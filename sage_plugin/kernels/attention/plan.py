@@ -15,6 +15,7 @@ import torch
 from sage_plugin import settings
 from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention import checks, run
+from sage_plugin.kernels.attention.implementations import ON_GPUS
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.contract import HOST, Decision, Implementation, Packed, Problem
 from sage_plugin.kernels.launches import Memo
@@ -80,7 +81,7 @@ def planned(
         return make()
     if plan is None:
         plan = make()
-        if plan.decision.variant != "portable" or q.device.type != "cpu":  # TRITON_INTERPRET's say
+        if plan.decision.variant not in ON_GPUS or q.device.type != "cpu":  # TRITON_INTERPRET's say
             _plans.keep(key, plan)
     return plan
 

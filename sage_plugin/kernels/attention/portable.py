@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.attention.mask_blocks import MaskArguments
 from sage_plugin.kernels.attention.plain_kernel import plain_attention_kernel
 from sage_plugin.kernels.attention.quantised_kernel import quantised_attention_kernel
 from sage_plugin.kernels.contract import (
@@ -17,7 +17,6 @@ from sage_plugin.kernels.contract import (
     ReadsInPlace,
     bhsd,
 )
-from sage_plugin.kernels.quant.key_mask import as_readable, broadcast_stride, by_key
 from sage_plugin.kernels.quant.operands import QuantisedOperands, Sizes
 from sage_plugin.kernels.quant.portable import quantise
 from sage_plugin.kernels.quant.recipe import LOG2E, Recipe
@@ -28,11 +27,6 @@ P_TYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e4m3fnuz: tl.float8e4b8,
 }
-LARGEST_STRIDE = 1 << 22
-"""Offsets inside a mask's tile are 32-bit; masks with larger steps between rows are copied."""
-
-NO_MASK, KEY_TERMS, TILES = 0, 1, 2
-"""How a kernel gets its mask: not at all, a term a key, or a tile of rows and keys."""
 
 
 class QuantisedPortable:
@@ -60,7 +54,7 @@ class QuantisedPortable:
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One launch of attention on the quantised operands."""
+        """One launch of attention on the quantised operands, two with a mask of rows and keys."""
         ops, config, recipe, problem = (
             operands,
             operands.launch_config,
@@ -73,19 +67,20 @@ class QuantisedPortable:
         row_blocks = -(-ops.seq_q // config.block_m)
         tma = config.loads == "descriptor"
         q8, k8, v8 = _descriptors(ops) if tma else (ops.q8, ops.k8, ops.v8)
-        mask, mask_strides, mask_mode = _mask_arguments(problem, tiles_only=True)
+        mask = MaskArguments.of(problem, seq_q=ops.seq_q, launch=config, terms_by_key=True)
         cu_q, cu_k = _cu_seqlens(problem)
         quantised_attention_kernel[(row_blocks * ops.sequences * ops.heads_q,)](
             q8, k8, v8, view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term,
             ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.shift,
-            mask, problem.sinks, cu_q, cu_k,
-            *view.stride(), *mask_strides, ops.heads_q, ops.heads_q // ops.heads_k,
+            mask.values, mask.bits, mask.lists, problem.sinks, cu_q, cu_k,
+            *view.stride(), *mask.strides, *mask.planes, ops.heads_q, ops.heads_q // ops.heads_k,
             ops.seq_q, ops.seq_k, ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2],
             problem.left, problem.right, problem.softcap * LOG2E,
             D=ops.head_dim, DP=ops.k8.shape[-1], BM=config.block_m, BN=config.block_n,
             QK8=recipe.qk == "int8", PV8=recipe.pv == "fp8", P_TYPE=P_TYPES[recipe.pv_dtype],
-            OFFSET=recipe.p_offset, FLUSH=config.pv_flush, TMA=tma, MASK=mask_mode,
-            LSE=return_lse, SHIFT=config.smooth_k, STAGES=config.num_stages,
+            OFFSET=recipe.p_offset, FLUSH=config.pv_flush, TMA=tma, MASK=mask.mode,
+            UNIT=mask.unit, GROUP=mask.group, LSE=return_lse, SHIFT=config.smooth_k,
+            STAGES=config.num_stages,
             **_switches(problem), **compiler_options(config),
         )  # fmt: skip
         return out, lse
@@ -101,7 +96,7 @@ class PlainPortable(ReadsInPlace):
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One launch; fp32 inputs are multiplied in IEEE fp32."""
+        """One launch, two with a mask of rows and keys; fp32 is multiplied in IEEE fp32."""
         ops, config, problem = operands, operands.config, operands.problem
         out = torch.empty_like(ops.q, dtype=out_dtype or ops.v.dtype)
         q, k, v, o = (bhsd(t, problem.layout) for t in (ops.q, ops.k, ops.v, out))
@@ -109,16 +104,16 @@ class PlainPortable(ReadsInPlace):
         sizes = Sizes.of(q, k, problem, config)
         heads_q, head_dim = q.shape[1], q.shape[3]
         row_blocks = -(-sizes.seq_q // config.block_m)
-        mask, mask_strides, mask_mode = _mask_arguments(problem, tiles_only=False)
+        mask = MaskArguments.of(problem, seq_q=sizes.seq_q, launch=config, terms_by_key=False)
         cu_q, cu_k = _cu_seqlens(problem)
         plain_attention_kernel[(row_blocks * sizes.sequences * heads_q,)](
-            q, k, v, o, lse, mask, problem.sinks, cu_q, cu_k,
-            *q.stride(), *k.stride(), *v.stride(), *o.stride(), *mask_strides,
+            q, k, v, o, lse, mask.values, mask.bits, mask.lists, problem.sinks, cu_q, cu_k,
+            *q.stride(), *k.stride(), *v.stride(), *o.stride(), *mask.strides, *mask.planes,
             heads_q, heads_q // k.shape[1], sizes.seq_q, sizes.seq_k, row_blocks, q.shape[2],
             problem.left, problem.right, problem.scale * LOG2E, problem.softcap * LOG2E,
             D=head_dim, DP=max(16, 1 << (head_dim - 1).bit_length()),
-            BM=config.block_m, BN=config.block_n, FLUSH=config.pv_flush, MASK=mask_mode,
-            LSE=return_lse, STAGES=config.num_stages,
+            BM=config.block_m, BN=config.block_n, FLUSH=config.pv_flush, MASK=mask.mode,
+            UNIT=mask.unit, GROUP=mask.group, LSE=return_lse, STAGES=config.num_stages,
             **_switches(problem), **compiler_options(config),
         )  # fmt: skip
         return out, lse
@@ -133,27 +128,6 @@ def _switches(problem: Problem) -> dict[str, bool]:
         "SINKS": problem.sinks is not None,
         "PACKED": problem.packed is not None,
     }
-
-
-def _mask_arguments(
-    problem: Problem, *, tiles_only: bool
-) -> tuple[torch.Tensor | None, tuple[int, ...], int]:
-    """Mask, its strides with 0 where one entry serves all, and how the kernel shall read it.
-
-    Args:
-        problem: the call.
-        tiles_only: the kernel finds the terms of keys among its operands.
-    """
-    mask = problem.mask
-    if mask is None:
-        return None, (0, 0, 0, 0), NO_MASK
-    if tiles_only and by_key(mask):
-        return None, (0, 0, 0, 0), KEY_TERMS
-    if max(mask.stride(2), mask.stride(3)) >= LARGEST_STRIDE:
-        mask = mask.contiguous()
-    strides = tuple(broadcast_stride(mask, dim) for dim in range(3))
-    mode = TILES if tiles_only or mask_kind(mask) == "dense" else KEY_TERMS
-    return as_readable(mask), (*strides, mask.stride(3)), mode
 
 
 def _cu_seqlens(problem: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:

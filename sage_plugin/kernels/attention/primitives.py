@@ -96,24 +96,108 @@ def mask_term(value):
 
 
 @triton.jit
-def mask_tile(
-    mask, first_row, j, seq_q, seq_k, stride_q, stride_k, BM: tl.constexpr, BN: tl.constexpr,
-    EDGE: tl.constexpr,
-):  # fmt: skip
-    """`(BM, BN)` of what a dense mask adds to the scores.
+def add_row(x, mask, keys, seq_k, stride_k):
+    """Scores with a mask added that has one row for all."""
+    at = mask + keys.to(tl.int64) * stride_k
+    term = mask_term(tl.load(at, mask=keys < seq_k, other=0))[None, :]
+    return tl.where(term == float("-inf"), float("-inf"), x + term)
 
-    Offsets are 64-bit up to the tile and 32-bit inside of it, and keys are compared at edges alone,
-    so that a row's keys are read many at a time.
+
+@triton.jit
+def head_group(pid, row_blocks, REVERSED: tl.constexpr, GROUP: tl.constexpr):
+    """`program_block` with GROUP heads side by side, which read the same part of their mask."""
+    span = row_blocks * GROUP
+    first = pid // span * GROUP
+    width = tl.minimum(tl.num_programs(0) // row_blocks - first, GROUP)
+    block = pid % span // width
+    if REVERSED:
+        block = row_blocks - 1 - block
+    return block, (first + pid % span % width).to(tl.int64)
+
+
+@triton.jit
+def key_bit(n):
+    """Which bit of its word tells of a key.
+
+    The keys that a thread holds of the accumulator of a product on NVIDIA, two of every eight, have
+    the bits of one byte: each is tested with a constant.
     """
-    m = tl.arange(0, BM)
+    return n // 2 % 4 * 8 + n // 8 % 4 * 2 + n % 2
+
+
+@triton.jit
+def seen_bytes(bits, tile, BM: tl.constexpr, BN: tl.constexpr):
+    """`(BM, BN)`: the word of each row and key of a tile, its key's byte shifted to the front."""
+    WORDS: tl.constexpr = BN // 32 if BN > 32 else 1
     n = tl.arange(0, BN)
-    first_key = j * BN
-    base = mask + first_row.to(tl.int64) * stride_q + first_key.to(tl.int64) * stride_k
-    at = base + (m[:, None] * stride_q + n[None, :] * stride_k)
-    live = (first_row + m < seq_q)[:, None]
-    if EDGE:
-        live = live & (first_key + n < seq_k)[None, :]
-    return mask_term(tl.load(at, mask=live, other=0))
+    at = bits + tile.to(tl.int64) * (BM * WORDS) + tl.arange(0, BM)
+    words = tl.broadcast_to(tl.load(at)[:, None], [BM, BN])
+    for part in tl.static_range(1, WORDS):
+        later = tl.load(at + part * BM)
+        words = tl.where((n >= part * 32)[None, :], later[:, None], words)
+    return words >> (n // 2 % 4 * 8)[None, :]
+
+
+@triton.jit
+def hide(x, seen, BN: tl.constexpr):
+    """A tile of scores, -inf for keys that their row does not see.
+
+    In integers: a choice by bits becomes a vector of bits, which LLVM packs and unpacks.
+    """
+    n = tl.arange(0, BN)
+    shown = (seen << (31 - n // 8 % 4 * 2 - n % 2)[None, :]) >> 31
+    bits = (x.to(tl.int32, bitcast=True) & shown) | (~shown & -0x800000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def hide_finite(x, seen, BN: tl.constexpr):
+    """`hide` for numbers that are all finite: -inf is added, for which other units have time.
+
+    A product moves the bit of a hidden key to the exponent and all bits above.
+    """
+    n = tl.arange(0, BN)
+    bit = n // 8 % 4 * 2 + n % 2
+    hidden = ~seen & (1 << bit)[None, :]
+    return x + (hidden * (-(1 << (23 - bit)))[None, :]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def offset_of_rows(
+    scale, term, bits, tile, OFFSET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """`(BM)`: NaN for rows of a tile that see a key that is not finite, else OFFSET.
+
+    A NaN in the scale of the tile's keys tells that it has one, and the keys' terms which.
+    """
+    WORD: tl.constexpr = 32 if BN > 32 else BN
+    n = tl.arange(0, WORD)
+    at = bits + tile.to(tl.int64) * (BM * BN // WORD) + tl.arange(0, BM)
+    hit = tl.zeros([BM], tl.int32)
+    for part in tl.static_range(BN // WORD):
+        bad = tl.full([], 0, tl.int32)
+        if scale != scale:
+            value = tl.load(term + part * WORD + n)
+            bad = tl.sum(tl.where(value != value, 1 << key_bit(n), 0), 0)
+        hit |= tl.load(at + part * BM) & bad
+    return tl.where(hit != 0, float("nan"), OFFSET)
+
+
+@triton.jit
+def added_tile(
+    mask, first_row, j, seq_q, seq_k, stride_q, stride_k, BM: tl.constexpr, BN: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """`(BM, BN)` of the values of a float mask; UNIT divides its lengths and strides.
+
+    Offsets are 64-bit up to the tile and 32-bit inside of it.
+    """
+    m = tl.minimum(tl.arange(0, BM), seq_q - 1 - first_row)
+    n = tl.arange(0, BN)
+    stride_q = stride_q // UNIT * UNIT
+    base = mask + first_row.to(tl.int64) * stride_q + j.to(tl.int64) * BN * stride_k
+    live = (n < seq_k // UNIT * UNIT - j * BN)[None, :]
+    return tl.load(base + (m[:, None] * stride_q + n[None, :] * stride_k), mask=live, other=0)
 
 
 @triton.jit

@@ -14,10 +14,16 @@ from sage_plugin.kernels.attention.primitives import (
     LN2,
     LOG2E,
     LOWEST,
+    add_row,
+    added_tile,
+    head_group,
+    hide,
+    hide_finite,
     key_blocks,
-    mask_tile,
+    offset_of_rows,
     program_block,
     scratch_row,
+    seen_bytes,
     sequence,
     soft_cap,
     store_rows,
@@ -26,46 +32,65 @@ from sage_plugin.kernels.attention.primitives import (
     with_sink,
 )
 
+SMALLEST = tl.constexpr(1e-37)
+"""Added to a scale, so that -inf times it is -inf."""
+
 
 @triton.jit
 def _step(
-    k, v, k_scale, k_scale_finite, key_term, mask, stride_mq, stride_mk, j, q, q_scale, row_shift,
-    softcap, m, l, acc, first_row, seq_q, seq_k, left, right, kv_row, v_row, v_column, k_rows,
+    k, v, k_scale, k_scale_finite, key_term, mask, bits, stride_mq, stride_mk, j, q, q_scale,
+    row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left, right, kv_row, v_row, v_column,
+    k_rows,
     DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, PV8: tl.constexpr,
     P_TYPE: tl.constexpr, OFFSET: tl.constexpr, FLUSH: tl.constexpr, TMA: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    EDGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, UNIT: tl.constexpr,
+    SOFTCAP: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One key block: scores, online softmax, P V."""
+    TERMS: tl.constexpr = EDGE or MASK == 1 or MASK == 3
+    block = kv_row // BN + j
+    keys = j * BN + tl.arange(0, BN)
     if TMA:
         k_tile = k.load([(kv_row + j * BN).to(tl.int32), 0])
     else:
-        n = j * BN + tl.arange(0, BN)
-        k_tile = tl.load(k + (kv_row + n)[:, None] * DP + tl.arange(0, DP)[None, :])
+        k_tile = tl.load(k + (kv_row + keys)[:, None] * DP + tl.arange(0, DP)[None, :])
     if QK8:
         s = tl.dot(q, tl.trans(k_tile), out_dtype=tl.int32)
     else:
         s = tl.dot(q, tl.trans(k_tile))
-    if EDGE or MASK > 0:
-        scale = q_scale * tl.load(k_scale_finite + kv_row // BN + j)
+    whole_scale = tl.load(k_scale + block)
+    offset = OFFSET
+    if TILE > 0:
+        seen = seen_bytes(bits, j, BM, BN)
+        offset = offset_of_rows(whole_scale, key_term + kv_row + j * BN, bits, j, OFFSET, BM, BN)
+    if TERMS or TILE > 0:
+        scale = q_scale * tl.load(k_scale_finite + block)
     else:
-        scale = q_scale * tl.load(k_scale + kv_row // BN + j)
-    if EDGE or MASK > 0 or SOFTCAP:
+        scale = q_scale * whole_scale
+    if TERMS or SOFTCAP or TILE == 2:
         x = s.to(tl.float32) * scale[:, None]
         if SOFTCAP:
             x = soft_cap(x + row_shift[:, None], softcap)
-        keys = j * BN + tl.arange(0, BN)
-        if EDGE or MASK > 0:
+        if TERMS:
             x += tl.load(key_term + kv_row + keys)[None, :]
-        if MASK == 2:
-            term = mask_tile(mask, first_row, j, seq_q, seq_k, stride_mq, stride_mk, BM, BN, EDGE)
-            x = tl.where(term == float("-inf"), float("-inf"), x + term)
+        if MASK == 3:
+            x = add_row(x, mask, keys, seq_k, stride_mk)
+        if TILE == 2:
+            added = added_tile(mask, first_row, j, seq_q, seq_k, stride_mq, stride_mk, BM, BN, UNIT)
+            x += added.to(tl.float32) * LOG2E
+        if TILE > 0:
+            x = hide(x, seen, BN)
         if EDGE:
             rows = first_row + tl.arange(0, BM)
-            seen = visible_keys(rows, keys, seq_q, seq_k, left, right, LEFT, RIGHT)
-            x = tl.where(seen, x, float("-inf"))
+            inside = visible_keys(rows, keys, seq_q, seq_k, left, right, LEFT, RIGHT)
+            x = tl.where(inside, x, float("-inf"))
         top = tl.maximum(m, tl.max(x, 1))
-        p = tl.math.exp2(x - (top - OFFSET)[:, None])
+        p = tl.math.exp2(x - (top - offset)[:, None])
+    elif TILE == 1:
+        x = hide_finite(s.to(tl.float32), seen, BN)
+        scale += SMALLEST
+        top = tl.maximum(m, tl.max(x, 1) * scale)
+        p = tl.math.exp2(x * scale[:, None] - (top - offset)[:, None])
     else:
         top = tl.maximum(m, tl.max(s, 1).to(tl.float32) * scale)
         p = tl.math.exp2(s.to(tl.float32) * scale[:, None] - (top - OFFSET)[:, None])
@@ -77,15 +102,14 @@ def _step(
         if TMA:
             v_tile = v.load([v_row.to(tl.int32), (v_column + j * BN).to(tl.int32)])
         else:
-            n = v_column + j * BN + tl.arange(0, BN)
+            n = v_column + keys
             v_tile = tl.load(v + (v_row + tl.arange(0, DP))[:, None] * k_rows + n[None, :])
         v_tile = tl.trans(v_tile)
     else:
         if TMA:
             v_tile = v.load([(kv_row + j * BN).to(tl.int32), 0])
         else:
-            n = j * BN + tl.arange(0, BN)
-            v_tile = tl.load(v + (kv_row + n)[:, None] * DP + tl.arange(0, DP)[None, :])
+            v_tile = tl.load(v + (kv_row + keys)[:, None] * DP + tl.arange(0, DP)[None, :])
     if FLUSH == 1:
         acc = two_level(acc, decay, tl.dot(pv, v_tile))
     else:
@@ -101,17 +125,21 @@ def _step(
 def quantised_attention_kernel(
     q, k, v, o, lse, q_scale, k_scale, k_scale_finite, key_term, v_scale, v_mean, v_residual,
     v_unit, shift,
-    mask, sinks, cu_seqlens_q, cu_seqlens_k,
+    mask, bits, lists, sinks, cu_seqlens_q, cu_seqlens_k,
     stride_ob, stride_oh, stride_os, stride_od, stride_mb, stride_mh, stride_mq, stride_mk,
+    planes_b, planes_h,
     heads_q, ratio, seq_q, seq_k, q_rows, k_rows, row_blocks, lse_rows, left, right, softcap,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr,
     PV8: tl.constexpr, P_TYPE: tl.constexpr, OFFSET: tl.constexpr, FLUSH: tl.constexpr,
     TMA: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr, LSE: tl.constexpr,
-    SHIFT: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, GROUP: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    PACKED: tl.constexpr, LSE: tl.constexpr, SHIFT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention on quantised operands; q, k, v are pointers, or TMA descriptors when TMA is set."""
-    block, bh = program_block(tl.program_id(0), row_blocks, RIGHT)
+    if MASK == 2:
+        block, bh = head_group(tl.program_id(0), row_blocks, RIGHT, GROUP)
+    else:
+        block, bh = program_block(tl.program_id(0), row_blocks, RIGHT)
     b, h = bh // heads_q, bh % heads_q
     heads_k = heads_q // ratio
     kv_head = b * heads_k + h // ratio
@@ -141,34 +169,53 @@ def quantised_attention_kernel(
         row_shift = tl.load(shift + q_row + rows)
     elif SOFTCAP or SINKS or LSE:
         row_shift = tl.zeros([BM], tl.float32)
-    if MASK == 2:
-        mask += b * stride_mb + h * stride_mh
+    if mask is not None:
+        mask += b * (stride_mb // UNIT * UNIT) + h * (stride_mh // UNIT * UNIT)
     m = tl.full([BM], LOWEST, tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
-    begin, inner, outer, end = key_blocks(first_row, seq_q, seq_k, left, right, BM, BN, LEFT, RIGHT)
-    if LEFT:
-        for j in tl.range(begin, inner, num_stages=1):
+    if MASK == 2:
+        key_count = tl.cdiv(seq_k, BN)
+        row = (b * planes_b + h * planes_h) * row_blocks + block
+        counts = lists + row * (4 + 3 * key_count)
+        bits += row * key_count * (BM * BN // (32 if BN > 32 else BN))
+        for kind in tl.static_range(2 if mask is None else 3):
+            at = counts + 4 + kind * key_count
+            j = tl.load(at)
+            for i in tl.range(0, tl.load(counts + kind), num_stages=STAGES):
+                m, l, acc = _step(
+                    k, v, k_scale, k_scale_finite, key_term, mask, bits, stride_mq, stride_mk, j,
+                    q_tile, row_scale, row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left,
+                    right, kv_row, v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET,
+                    FLUSH, TMA, LEFT, RIGHT, MASK, UNIT, SOFTCAP, False, kind,
+                )  # fmt: skip
+                j = tl.load(at + i + 1)
+    else:
+        begin, inner, outer, end = key_blocks(
+            first_row, seq_q, seq_k, left, right, BM, BN, LEFT, RIGHT
+        )
+        if LEFT:
+            for j in tl.range(begin, inner, num_stages=1):
+                m, l, acc = _step(
+                    k, v, k_scale, k_scale_finite, key_term, mask, bits, stride_mq, stride_mk, j,
+                    q_tile, row_scale, row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left,
+                    right, kv_row, v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET,
+                    FLUSH, TMA, LEFT, RIGHT, MASK, UNIT, SOFTCAP, True, 0,
+                )  # fmt: skip
+        for j in tl.range(inner, outer, num_stages=STAGES):
             m, l, acc = _step(
-                k, v, k_scale, k_scale_finite, key_term, mask, stride_mq, stride_mk, j, q_tile,
-                row_scale, row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left, right,
-                kv_row, v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA,
-                LEFT, RIGHT, MASK, SOFTCAP, True,
+                k, v, k_scale, k_scale_finite, key_term, mask, bits, stride_mq, stride_mk, j,
+                q_tile, row_scale, row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left,
+                right, kv_row, v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH,
+                TMA, LEFT, RIGHT, MASK, UNIT, SOFTCAP, False, 0,
             )  # fmt: skip
-    for j in tl.range(inner, outer, num_stages=STAGES):
-        m, l, acc = _step(
-            k, v, k_scale, k_scale_finite, key_term, mask, stride_mq, stride_mk, j, q_tile,
-            row_scale, row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left, right, kv_row,
-            v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA,
-            LEFT, RIGHT, MASK, SOFTCAP, False,
-        )  # fmt: skip
-    for j in tl.range(outer, end, num_stages=1):
-        m, l, acc = _step(
-            k, v, k_scale, k_scale_finite, key_term, mask, stride_mq, stride_mk, j, q_tile,
-            row_scale, row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left, right, kv_row,
-            v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH, TMA,
-            LEFT, RIGHT, MASK, SOFTCAP, True,
-        )  # fmt: skip
+        for j in tl.range(outer, end, num_stages=1):
+            m, l, acc = _step(
+                k, v, k_scale, k_scale_finite, key_term, mask, bits, stride_mq, stride_mk, j,
+                q_tile, row_scale, row_shift, softcap, m, l, acc, first_row, seq_q, seq_k, left,
+                right, kv_row, v_row, v_column, k_rows, DP, BM, BN, QK8, PV8, P_TYPE, OFFSET, FLUSH,
+                TMA, LEFT, RIGHT, MASK, UNIT, SOFTCAP, True, 0,
+            )  # fmt: skip
     mean = tl.load(v_mean + kv_head * DP + d)
     if PV8:
         gained = tl.load(v_residual + kv_head * DP + d).to(tl.float32)

@@ -65,7 +65,7 @@ HOPPER_TILES = (Tile(64, 128, 4), Tile(64, 64, 4), Tile(128, 128, 8))
 QUARTER_SM, THIRD_SM = 128, 168
 """Register limits that let four and three programs of four warps share an SM."""
 DENSE = ("dense",)
-"""A mask of tiles takes the registers that those limits leave out, so its configs have none."""
+"""A mask of rows and keys has configs of its own: one that adds is loaded ahead like K and V."""
 DENSE_TILES = (*HOPPER_TILES, Tile(64, 128, 8), Tile(64, 64, 8))
 HOPPER_64_AXES = {"num_stages": (2, 3), "maxnreg": (0, QUARTER_SM)}
 HOPPER_128_AXES = {"num_stages": (2, 3), "maxnreg": (0, THIRD_SM)}

@@ -1,4 +1,4 @@
-"""Triton code that quantises: one read of Q, K and V each, one write of what attention multiplies.
+"""Triton code that quantises a block: one read, one write of what attention multiplies.
 
 FP8 V stores its keys permuted inside groups of 16, in the order in which P leaves the first
 product's registers, so that P needs no shuffle (SageAttention2, section 3.4).
@@ -9,12 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sage_plugin.kernels.attention.primitives import scratch_row, sequence
-from sage_plugin.kernels.quant.statistics_kernels import (
-    RESIDUAL_UNITS,
-    first_seen_key,
-    key_terms,
-)
+from sage_plugin.kernels.quant.statistics_kernels import RESIDUAL_UNITS
+
+READ_ONCE = tl.constexpr("evict_first")
+"""Cache policy of what no later program reads."""
 
 
 @triton.jit
@@ -24,13 +22,21 @@ def _round_even(x):
 
 
 @triton.jit
-def _to_granule(x, amax, QMAX: tl.constexpr, QK8: tl.constexpr):
-    """Values on the grid of INT8 or in the range of FP8; 0 where the granule is not finite."""
+def _store_granule(to, x, amax, mask, QMAX: tl.constexpr, QK8: tl.constexpr, MASKED: tl.constexpr):
+    """Quantise and store finite values that are at most `amax`, which may be infinite.
+
+    The last byte of an fp32 number just over 1.5 * 2^23 is what was added, rounded, in INT8. What
+    passes the limit of FP8 by an error of the product rounds to the limit.
+    """
     y = x * (QMAX / amax)
-    y = tl.where(y == y, y, 0.0)
     if QK8:
-        return _round_even(y)
-    return tl.minimum(tl.maximum(y, -QMAX), QMAX)
+        y = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        y = y.to(to.dtype.element_ty)
+    if MASKED:
+        tl.store(to, y, mask=mask)
+    else:
+        tl.store(to, y)
 
 
 @triton.jit
@@ -54,118 +60,143 @@ def _shared_scale(magnitude, ROWS: tl.constexpr, GRANULE: tl.constexpr):
     return tl.where(finite, largest.reshape([ROWS]), magnitude)
 
 
-@triton.jit(do_not_specialize=["heads", "ratio", "seq", "q_rows", "blocks"])
-def quantise_q_kernel(
-    q, q8, q_scale, shift, k_mean, cu_seqlens, stride_qb, stride_qh, stride_qs, stride_qd,
-    heads, ratio, seq, q_rows, blocks, multiplier,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, QK8: tl.constexpr,
-    QMAX: tl.constexpr, TINY: tl.constexpr, SHIFT: tl.constexpr, TURNS: tl.constexpr,
-    GRANULE: tl.constexpr, PACKED: tl.constexpr,
+@triton.jit
+def quantise_queries(
+    at, to, q_scale, live, inside, multiplier, ROWS: tl.constexpr, DP: tl.constexpr,
+    QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr, TURNS: tl.constexpr,
+    GRANULE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries: scale folded in, a scale a granule of rows, and q . mean(K)."""
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = bh // heads, bh % heads
-    first, seq = sequence(cu_seqlens, b, seq, PACKED)
-    start = (tl.program_id(0) % blocks) * ROWS
-    padded = tl.cdiv(seq, BM) * BM
-    if PACKED:
-        if start >= padded:
-            return
-        q += first * stride_qs + h * stride_qh
-    else:
-        q += b * stride_qb + h * stride_qh
-    d = tl.arange(0, DP)
-    n = (start + tl.arange(0, ROWS)).to(tl.int64)
-    live = (n < seq)[:, None] & (d < D)[None, :]
-    at = q + n[:, None] * stride_qs + d.to(tl.int64)[None, :] * stride_qd
-    x = tl.load(at, mask=live, other=0.0).to(tl.float32) * multiplier
-    rows = scratch_row(first, b, h, heads, q_rows, BM, PACKED) + n
-    inside = n < padded
-    if SHIFT:
-        mean = tl.load(k_mean + (b * (heads // ratio) + h // ratio) * DP + d)
-        tl.store(shift + rows, tl.sum(x * mean[None, :], 1), mask=inside)
-    if TURNS > 0:
-        x = _rotated(x, ROWS, DP, TURNS)
-    magnitude = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
-    amax = tl.maximum(_shared_scale(magnitude, ROWS, GRANULE), TINY)
-    y = _to_granule(x, amax[:, None], QMAX, QK8)
-    to = q8 + rows[:, None] * DP + d[None, :]
-    tl.store(to, y.to(q8.dtype.element_ty), mask=inside[:, None])
-    tl.store(q_scale + rows, amax / QMAX, mask=inside)
+    """Quantise a block of queries, and return it with the softmax scale folded in.
 
-
-@triton.jit(do_not_specialize=["heads", "seq_q", "seq", "left", "blocks"])
-def quantise_kv_kernel(
-    k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
-    key_mask, cu_seqlens_q, cu_seqlens,
-    stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_mb, stride_mh, stride_mk, heads, seq_q, seq, left, k_rows, blocks,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
-    TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, K_MEAN: tl.constexpr,
-    MASKED: tl.constexpr, LEFT: tl.constexpr, TURNS: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """One block of keys and values; what is past the end, unseen or not finite is zero."""
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
-    b, h = bh // heads, bh % heads
-    first, seq = sequence(cu_seqlens, b, seq, PACKED)
-    if PACKED:
-        if block * BN >= seq:
-            return
-        k += first * stride_ks + h * stride_kh
-        v += first * stride_vs + h * stride_vh
-    else:
-        k += b * stride_kb + h * stride_kh
-        v += b * stride_vb + h * stride_vh
+    Rows that are not finite become 0 and have an infinite scale.
+    """
     if MASKED:
-        key_mask += b * stride_mb + h * stride_mh
+        x = tl.load(at, mask=live, other=0.0, eviction_policy=READ_ONCE)
+    else:
+        x = tl.load(at, eviction_policy=READ_ONCE)
+    x = x.to(tl.float32) * multiplier
+    y = x
+    if TURNS > 0:
+        y = _rotated(x, ROWS, DP, TURNS)
+    bits = tl.abs(y).to(tl.int32, bitcast=True)  # in the order of the numbers, NaN above them all
+    magnitude = tl.max(bits, 1).to(tl.float32, bitcast=True)
+    finite = magnitude < float("inf")
+    magnitude = tl.where(finite, magnitude, float("inf"))
+    amax = tl.maximum(_shared_scale(magnitude, ROWS, GRANULE), TINY)
+    y = tl.where(finite[:, None], y, 0.0)
+    _store_granule(to, y, amax[:, None], inside[:, None], QMAX, QK8, MASKED)
+    tl.store(q_scale, amax / QMAX, mask=inside)
+    return x
+
+
+@triton.jit
+def _store_keys(
+    k8, k_scale, k_scale_finite, x, poisoned, BN: tl.constexpr, DP: tl.constexpr,
+    QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Quantise a block of keys, which are finite and without their mean."""
+    if TURNS > 0:
+        x = _rotated(x, BN, DP, TURNS)
+    amax = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), TINY)
+    to = k8 + tl.arange(0, BN)[:, None] * DP + tl.arange(0, DP)[None, :]
+    if amax < float("inf"):
+        _store_granule(to, x, amax, None, QMAX, QK8, False)
+    else:
+        tl.store(to, tl.zeros([BN, DP], tl.float32).to(k8.dtype.element_ty))
+    tl.store(k_scale_finite, amax / QMAX)
+    tl.store(k_scale, tl.where(poisoned, float("nan"), amax / QMAX))
+
+
+@triton.jit
+def value_rows(PART: tl.constexpr, BN: tl.constexpr):
+    """Every fourth row in the stored order of keys: `PART` of each run of four that lie together.
+
+    Inside 16 keys the runs are 2 i, 2 i + 1, 2 i + 8, 2 i + 9.
+    """
+    run = tl.arange(0, BN // 4)
+    return run // 4 * 16 + run % 4 * 2 + (PART % 2 + PART // 2 * 8)
+
+
+@triton.jit
+def _scaled(w, mean, scale, VMAX: tl.constexpr):
+    w = (w.to(tl.float32) - mean[None, :]) * (1.0 / scale)[None, :]
+    return tl.minimum(tl.maximum(w, -VMAX), VMAX)
+
+
+@triton.jit
+def _add_lost(residual, lost):
+    """Add to the sums of rounding errors, in integers, which add up the same in any order."""
+    tl.atomic_add(residual, _round_even(lost * RESIDUAL_UNITS).to(tl.int32), sem="relaxed")
+
+
+@triton.jit
+def _store_values_fp8(to, residual, w0, w1, w2, w3, k_rows, BN: tl.constexpr, DP: tl.constexpr):
+    """Store the four parts of a block of values, a row a channel, and add up what rounding did."""
+    w = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape([BN // 4, DP, 4])
+    w8 = w.to(to.dtype.element_ty)
     d = tl.arange(0, DP)
-    n = (block * BN + tl.arange(0, BN)).to(tl.int64)
-    row = scratch_row(first, b, h, heads, k_rows, BN, PACKED) + block * BN
-    rows = row + tl.arange(0, BN)
-    first_seen = first_seen_key(cu_seqlens_q, b, seq_q, seq, left, LEFT, PACKED)
-    term = key_terms(key_mask, n, (n < seq) & (n >= first_seen), stride_mk, MASKED)
-    seen = term != float("-inf")
-    live = seen[:, None] & (d < D)[None, :]
-    at = k + n[:, None] * stride_ks + d.to(tl.int64)[None, :] * stride_kd
+    lost = tl.sum(tl.sum(w8.to(tl.float32) - w, 2), 0)
+    _add_lost(residual + d, lost)
+    at = to + d.to(tl.int64)[:, None] * k_rows + tl.arange(0, BN)[None, :]
+    tl.store(at, w8.permute([1, 0, 2]).reshape([DP, BN]))
+
+
+@triton.jit
+def store_whole_block(
+    k8, k_scale, k_scale_finite, v8, v_residual, x, w0, w1, w2, w3, k_mean, v_mean, v_scale,
+    k_rows, BN: tl.constexpr, DP: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
+    TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Quantise a block of keys and values that are all seen and finite; V8 in four parts."""
+    d = tl.arange(0, DP)
+    x = x.to(tl.float32) - tl.load(k_mean + d)[None, :]
+    _store_keys(k8, k_scale, k_scale_finite, x, False, BN, DP, QK8, QMAX, TINY, TURNS)
+    mean = tl.load(v_mean + d)
+    scale = tl.load(v_scale + d)
+    w0 = _scaled(w0, mean, scale, VMAX)
+    if PV8:
+        w1 = _scaled(w1, mean, scale, VMAX)
+        w2 = _scaled(w2, mean, scale, VMAX)
+        w3 = _scaled(w3, mean, scale, VMAX)
+        _store_values_fp8(v8, v_residual, w0, w1, w2, w3, k_rows, BN, DP)
+    else:
+        to = v8 + tl.arange(0, BN)[:, None] * DP + d[None, :]
+        tl.store(to, w0.to(v8.dtype.element_ty))
+
+
+@triton.jit
+def store_block(
+    k8, k_scale, k_scale_finite, key_term, v8, v_residual, k, v, stride_ks, stride_kd, stride_vs,
+    stride_vd, term, k_mean, v_mean, v_scale, k_rows,
+    D: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
+    TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, TURNS: tl.constexpr,
+    K_MEAN: tl.constexpr,
+):  # fmt: skip
+    """Quantise any block of keys and values; what is unseen or not finite is zero."""
+    d = tl.arange(0, DP)
+    n = tl.arange(0, BN)
+    live = (term != float("-inf"))[:, None] & (d < D)[None, :]
+    at = k + n.to(tl.int64)[:, None] * stride_ks + d.to(tl.int64)[None, :] * stride_kd
+    v_at = v + n.to(tl.int64)[:, None] * stride_vs + d.to(tl.int64)[None, :] * stride_vd
     x = tl.load(at, mask=live, other=0.0).to(tl.float32)
-    v_at = v + n[:, None] * stride_vs + d.to(tl.int64)[None, :] * stride_vd
     w = tl.load(v_at, mask=live, other=0.0).to(tl.float32)
     whole = (tl.abs(x) < float("inf")) & (tl.abs(w) < float("inf"))
     bad = tl.max(tl.where(whole, 0, 1), 1) > 0
     live = live & (bad == 0)[:, None]
-    tl.store(key_term + rows, tl.where(bad, float("nan"), term))
-
+    tl.store(key_term + n, tl.where(bad, float("nan"), term))
     if K_MEAN:
-        x -= tl.load(k_mean + bh * DP + d)[None, :]
-    x = tl.where(live, x, 0.0)
-    if TURNS > 0:
-        x = _rotated(x, BN, DP, TURNS)
-    amax = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), TINY)
-    y = _to_granule(x, amax, QMAX, QK8)
-    tl.store(k8 + rows[:, None] * DP + d[None, :], y.to(k8.dtype.element_ty))
-    at = row // BN
+        x -= tl.load(k_mean + d)[None, :]
     poisoned = tl.max(bad.to(tl.int32), 0) > 0
-    tl.store(k_scale_finite + at, amax / QMAX)
-    tl.store(k_scale + at, tl.where(poisoned, float("nan"), amax / QMAX))
+    x = tl.where(live, x, 0.0)
+    _store_keys(k8, k_scale, k_scale_finite, x, poisoned, BN, DP, QK8, QMAX, TINY, TURNS)
 
-    w = tl.load(v_at, mask=live, other=0.0).to(tl.float32)  # again: two tiles would not fit
-    w = (w - tl.load(v_mean + bh * DP + d)[None, :]) / tl.load(v_scale + bh * DP + d)[None, :]
-    w = tl.where(live, tl.minimum(tl.maximum(w, -VMAX), VMAX), 0.0)
+    w = tl.load(v_at, mask=live, other=0.0)  # again: two tiles would not fit
+    w = tl.where(live, _scaled(w, tl.load(v_mean + d), tl.load(v_scale + d), VMAX), 0.0)
+    w8 = w.to(v8.dtype.element_ty)
     if PV8:
-        lost = tl.sum(w.to(v8.dtype.element_ty).to(tl.float32) - w, 0)
-        lost = _round_even(lost * RESIDUAL_UNITS).to(tl.int32)
-        tl.atomic_add(v_residual + bh * DP + d, lost, sem="relaxed")
-    w = w.to(v8.dtype.element_ty)
-    if PV8:
-        w = w.reshape([BN // 16, 2, 4, 2, DP]).permute(0, 2, 1, 3, 4).reshape([BN, DP])
-        if PACKED:
-            to = v8 + (h * DP + d[:, None]) * k_rows
-            column = (first // BN + b + block) * BN
-        else:
-            to = v8 + (bh * DP + d[:, None]) * k_rows
-            column = block.to(tl.int64) * BN
-        tl.store(to + (column + tl.arange(0, BN))[None, :], tl.trans(w))
+        lost = tl.sum(w8.to(tl.float32) - w, 0)
+        _add_lost(v_residual + d, lost)
+        w8 = w8.reshape([BN // 16, 2, 4, 2, DP]).permute(0, 2, 1, 3, 4).reshape([BN, DP])
+        tl.store(v8 + d.to(tl.int64)[:, None] * k_rows + n[None, :], tl.trans(w8))
     else:
-        tl.store(v8 + rows[:, None] * DP + d[None, :], w)
+        tl.store(v8 + n[:, None] * DP + d[None, :], w8)

@@ -1,4 +1,4 @@
-"""Quantisation of Q, K and V in Triton: statistics of K and V, then one read of each operand.
+"""Quantisation of Q, K and V in Triton, in one launch after a small one that zeroes counters.
 
 Shapes of the operands: Q `(B*Hq, q_rows, DP)`, K `(B*Hk, k_rows, DP)`, V `(B*Hk, k_rows, DP)` in
 fp16 or transposed `(B*Hk, DP, k_rows)` in FP8. `DP` is the head dim padded with zeros to a power of
@@ -13,18 +13,22 @@ import torch
 import triton
 
 from sage_plugin.kernels.contract import OutputForm, Problem, bhsd
-from sage_plugin.kernels.quant.granule_kernels import quantise_kv_kernel, quantise_q_kernel
+from sage_plugin.kernels.quant.fold_kernels import COUNTERS
 from sage_plugin.kernels.quant.key_mask import KeyMask
 from sage_plugin.kernels.quant.operands import QuantisedOperands, Sizes
+from sage_plugin.kernels.quant.plan import plan_of
+from sage_plugin.kernels.quant.prepass_kernel import prepass_kernel
 from sage_plugin.kernels.quant.recipe import FP16_FLOOR, FP16_HEADROOM, LOG2E, TINY, Recipe
-from sage_plugin.kernels.quant.statistics_kernels import reduce_kernel, statistics_kernel
 from sage_plugin.schema import LaunchConfig
 
-STATISTICS_ROWS = 32
-TARGET_PROGRAMS = 1056
-Q_ROWS = 128
-FEW_WARPS, MANY_WARPS = 4, 8
-"""Warps of the passes over memory, which run at its speed with any of these."""
+REGISTERS = 128
+"""Registers of a thread where inputs have 16 bits: sixteen warps then share an NVIDIA SM."""
+
+LOADS_AT_ONCE = 4
+"""Tiles of K, and of V, that a program that adds up has in flight."""
+
+AMD_WAVE = 64
+"""Threads of the widest wave."""
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -50,19 +54,23 @@ def quantise(
     rows_q, rows_k = sizes.planes * heads_q, sizes.planes * heads_k
     pv8 = recipe.pv == "fp8"
     v_shape = (rows_k, width, sizes.k_rows) if pv8 else (rows_k, sizes.k_rows, width)
+    heads = sizes.sequences * heads_k
+    q_scale, shift = new(torch.float32, 2, rows_q, sizes.q_rows).unbind()
+    k_blocks = sizes.k_rows // launch.block_n
+    v_scale, v_mean, v_unit, k_mean = new(torch.float32, 4, heads, width).unbind()
     operands = QuantisedOperands(
         q8=new(recipe.qk_dtype, rows_q, sizes.q_rows, width),
         k8=new(recipe.qk_dtype, rows_k, sizes.k_rows, width),
         v8=new(recipe.pv_dtype, *v_shape),
-        q_scale=new(torch.float32, rows_q, sizes.q_rows),
-        k_scale=new(torch.float32, rows_k, sizes.k_rows // launch.block_n),
-        k_scale_finite=new(torch.float32, rows_k, sizes.k_rows // launch.block_n),
+        q_scale=q_scale,
+        k_scale=new(torch.float32, rows_k, k_blocks),
+        k_scale_finite=new(torch.float32, rows_k, k_blocks),
         key_term=new(torch.float32, rows_k, sizes.k_rows),
-        v_scale=new(torch.float32, sizes.sequences * heads_k, width),
-        v_mean=new(torch.float32, sizes.sequences * heads_k, width),
-        v_residual=new(torch.int32, sizes.sequences * heads_k, width),
-        v_unit=new(torch.float32, sizes.sequences * heads_k, width),
-        shift=new(torch.float32, rows_q, sizes.q_rows),
+        v_scale=v_scale,
+        v_mean=v_mean,
+        v_residual=new(torch.int32, heads, width),
+        v_unit=v_unit,
+        shift=shift,
         form=OutputForm.of(q, problem.layout),
         heads_q=heads_q,
         heads_k=heads_k,
@@ -75,10 +83,7 @@ def quantise(
         recipe=recipe,
         launch_config=launch,
     )
-    key_mask = KeyMask.of(operands)
-    k_mean = _statistics(k4, v4, operands, key_mask)
-    _quantise_q(q4, operands, k_mean)
-    _quantise_kv(k4, v4, operands, k_mean, key_mask)
+    _launch(q4, k4, v4, operands, k_mean)
     return operands
 
 
@@ -97,81 +102,51 @@ def _turns(launch: LaunchConfig) -> int:
     return max(launch.hadamard, 1).bit_length() - 1
 
 
-def _statistics(
-    k: torch.Tensor, v: torch.Tensor, operands: QuantisedOperands, key_mask: KeyMask
-) -> torch.Tensor:
-    """Fill the mean and scale of V, and return the mean of K (unwritten without smoothing)."""
-    recipe, launch = operands.recipe, operands.launch_config
-    new = _Allocator(k.device)
-    heads, width = operands.v_scale.shape
-    seq, masked = operands.seq_k, key_mask.values is not None
-    splits = max(1, min(128, TARGET_PROGRAMS // heads, -(-seq // STATISTICS_ROWS)))
-    per_split = -(-seq // (splits * STATISTICS_ROWS)) * STATISTICS_ROWS
-    k_sum, v_sum, v_min, v_max = (new(torch.float32, heads, splits, width) for _ in range(4))
-    left = operands.problem.left
-    alive = new(torch.float32, heads, splits)
-    k_mean = new(torch.float32, heads, width)
-    packed = operands.problem.packed
-    warps = MANY_WARPS if width > 128 else FEW_WARPS
-    statistics_kernel[(heads * splits,)](
-        k, v, k_sum, v_sum, v_min, v_max, alive, key_mask.values,
-        packed.cu_seqlens_q if packed else None, packed.cu_seqlens_k if packed else None,
-        *k.stride(), *v.stride(), *key_mask.strides,
-        operands.heads_k, operands.seq_q, seq, left, per_split, splits,
-        D=operands.head_dim, DP=width, ROWS=STATISTICS_ROWS, K_MEAN=launch.smooth_k,
-        MASKED=masked, LEFT=left >= 0, PACKED=packed is not None, num_warps=warps,
-    )  # fmt: skip
-    reduce_kernel[(heads,)](
-        k_sum, v_sum, v_min, v_max, alive, k_mean, operands.v_mean, operands.v_scale,
-        operands.v_residual, operands.v_unit, splits,
-        D=operands.head_dim, DP=width, SPLITS=triton.next_power_of_2(splits),
-        K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v, PV8=recipe.pv == "fp8",
-        LIMIT=recipe.fp8_max if recipe.pv == "fp8" else FP16_HEADROOM, FLOOR=FP16_FLOOR,
-        TINY=TINY,
-        num_warps=FEW_WARPS,
-    )  # fmt: skip
-    return k_mean
+def _is_wide(*inputs: torch.Tensor) -> bool:
+    return any(t.element_size() > 2 for t in inputs)
 
 
-def _quantise_q(q: torch.Tensor, operands: QuantisedOperands, k_mean: torch.Tensor) -> None:
-    recipe, launch, packed = operands.recipe, operands.launch_config, operands.problem.packed
-    q_rows, width = operands.q8.shape[1:]
-    longest = -(-operands.seq_q // launch.block_m) * launch.block_m
-    blocks = -(-longest // Q_ROWS)
-    quantise_q_kernel[(blocks * operands.sequences * operands.heads_q,)](
-        q, operands.q8, operands.q_scale, operands.shift, k_mean,
-        packed.cu_seqlens_q if packed else None, *q.stride(),
-        operands.heads_q, operands.heads_q // operands.heads_k, operands.seq_q, q_rows, blocks,
-        operands.problem.scale * LOG2E,
-        D=operands.head_dim, DP=width, ROWS=Q_ROWS, BM=launch.block_m, QK8=recipe.qk == "int8",
-        QMAX=recipe.qk_max, TINY=TINY, SHIFT=launch.smooth_k,
-        TURNS=_turns(launch),
-        GRANULE=launch.q_granule, PACKED=packed is not None,
-        num_warps=MANY_WARPS,
-    )  # fmt: skip
-
-
-def _quantise_kv(
+def _launch(
+    q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     operands: QuantisedOperands,
     k_mean: torch.Tensor,
-    key_mask: KeyMask,
 ) -> None:
-    recipe, launch, packed = operands.recipe, operands.launch_config, operands.problem.packed
-    k_rows, width = operands.k8.shape[1:]
-    blocks = -(-operands.seq_k // launch.block_n)
-    quantise_kv_kernel[(blocks * operands.sequences * operands.heads_k,)](
-        k, v, operands.k8, operands.v8, operands.k_scale, operands.k_scale_finite,
-        operands.key_term, k_mean, operands.v_mean, operands.v_scale, operands.v_residual,
-        key_mask.values,
-        packed.cu_seqlens_q if packed else None, packed.cu_seqlens_k if packed else None,
-        *k.stride(), *v.stride(), *key_mask.strides, operands.heads_k, operands.seq_q,
-        operands.seq_k, operands.problem.left, k_rows, blocks,
-        D=operands.head_dim, DP=width, BN=launch.block_n, QK8=recipe.qk == "int8",
-        QMAX=recipe.qk_max, TINY=TINY, PV8=recipe.pv == "fp8",
-        VMAX=recipe.fp8_max if recipe.pv == "fp8" else 65504.0, K_MEAN=launch.smooth_k,
-        MASKED=key_mask.values is not None, LEFT=operands.problem.left >= 0,
-        TURNS=_turns(launch), PACKED=packed is not None,
-        num_warps=MANY_WARPS if launch.block_n * width > 4096 else FEW_WARPS,
+    """Fill the operands: counters are zeroed by one small launch, all else is a second one."""
+    ops, launch, recipe = operands, operands.launch_config, operands.recipe
+    problem, packed = ops.problem, ops.problem.packed
+    slots, width = k_mean.shape
+    ratio = ops.heads_q // ops.heads_k
+    plan = plan_of(
+        slots, ratio, ops.seq_q, ops.seq_k, width,
+        (launch.block_m, launch.block_n, launch.q_granule),
+        ops.head_dim * (k.element_size() + v.element_size()),
+    )  # fmt: skip
+    new = _Allocator(q.device)
+    records = new(torch.float32, slots, plan.parts + plan.groups, 4 * width + 16)
+    counters = torch.zeros(slots, COUNTERS.value + plan.groups, dtype=torch.int32, device=q.device)
+    key_mask = KeyMask.of(ops)
+    pv8 = recipe.pv == "fp8"
+    rows = 8 * 32 * plan.warps // width
+    amd = torch.version.hip is not None
+    limit = {} if amd or launch.hadamard or _is_wide(q, k, v) else {"maxnreg": REGISTERS}
+    prepass_kernel[(plan.programs,)](
+        q, k, v, ops.q8, ops.k8, ops.v8, ops.q_scale, ops.shift, ops.k_scale, ops.k_scale_finite,
+        ops.key_term, k_mean, ops.v_mean, ops.v_scale, ops.v_unit, ops.v_residual, records,
+        counters, key_mask.values, packed.cu_seqlens_q if packed else None,
+        packed.cu_seqlens_k if packed else None,
+        *q.stride(), *k.stride(), *v.stride(), *key_mask.strides,
+        ops.heads_k, ratio, ops.seq_q, ops.seq_k, problem.left, ops.q8.shape[1], ops.k8.shape[1],
+        plan.parts, plan.groups, plan.group_parts, plan.q_blocks, plan.k_blocks, plan.lead,
+        plan.ahead, slots, problem.scale * LOG2E,
+        D=ops.head_dim, DP=width, BM=launch.block_m, BN=launch.block_n, Q_ROWS=plan.q_tile,
+        KEYS=plan.part_keys, ROWS=rows, DEPTH=LOADS_AT_ONCE, CHUNK=max(1, rows // 2),
+        ARRIVALS=AMD_WAVE * plan.warps if amd else 1,
+        QK8=recipe.qk == "int8", QMAX=recipe.qk_max, TINY=TINY, PV8=pv8,
+        VMAX=recipe.fp8_max if pv8 else 65504.0, LIMIT=recipe.fp8_max if pv8 else FP16_HEADROOM,
+        FLOOR=FP16_FLOOR, K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v,
+        MASKED=key_mask.values is not None, LEFT=problem.left >= 0, TURNS=_turns(launch),
+        GRANULE=launch.q_granule, PACKED=packed is not None, num_warps=plan.warps,
+        enable_fp_fusion=False, **limit,
     )  # fmt: skip

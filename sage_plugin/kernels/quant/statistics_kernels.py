@@ -1,6 +1,8 @@
-"""Triton code of the passes before quantisation: who is seen at all, means, extremes.
+"""Triton code of what comes before quantisation: who is seen at all, means, extremes.
 
-Keys that no row sees and values that are not finite are left out of every statistic.
+Keys that no row sees and values that are not finite are left out of every statistic. A part of a
+head's keys becomes one record of `record_size(DP)` floats: sum of K, sum, smallest and largest of
+V, each of a channel, then the number of keys seen and whether every value of theirs is finite.
 """
 
 from __future__ import annotations
@@ -66,98 +68,130 @@ def key_terms(key_mask, n, live, stride_k, MASKED: tl.constexpr):
     return tl.where(live, term, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["heads", "seq_q", "seq", "left", "per_split", "splits"])
-def statistics_kernel(
-    k, v, k_sum, v_sum, v_min, v_max, alive, key_mask, cu_seqlens_q, cu_seqlens,
-    stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_mb, stride_mh, stride_mk, heads, seq_q, seq, left, per_split, splits,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, K_MEAN: tl.constexpr,
-    MASKED: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Partial sums of K, and sums and extremes of V, of one split of one sequence's head."""
-    split = (tl.program_id(0) % splits).to(tl.int64)
-    bh = (tl.program_id(0) // splits).to(tl.int64)
-    b, h = bh // heads, bh % heads
-    start_row, seq = sequence(cu_seqlens, b, seq, PACKED)
-    first_seen = first_seen_key(cu_seqlens_q, b, seq_q, seq, left, LEFT, PACKED)
-    if PACKED:
-        k += start_row * stride_ks + h * stride_kh
-        v += start_row * stride_vs + h * stride_vh
-    else:
-        k += b * stride_kb + h * stride_kh
-        v += b * stride_vb + h * stride_vh
+@triton.jit
+def record_size(DP: tl.constexpr):
+    """Floats of a record; its last two, and what fills it up to 64 bytes, follow the channels."""
+    return 4 * DP + 16
+
+
+@triton.jit
+def _rows(at, live, MASKED: tl.constexpr):
+    """A tile in fp32, 0 where it is not live."""
     if MASKED:
-        key_mask += b * stride_mb + h * stride_mh
+        return tl.load(at, mask=live, other=0.0).to(tl.float32)
+    return tl.load(at).to(tl.float32)
+
+
+@triton.jit
+def _sums(
+    k, v, keys, stride_ks, stride_kd, stride_vs, stride_vd, D: tl.constexpr, DP: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Sums and extremes of rows that are all seen; sums are not finite if a value is not."""
     d = tl.arange(0, DP)
-    row = tl.arange(0, ROWS)
-    k_head = k + d.to(tl.int64)[None, :] * stride_kd
-    v_head = v + d.to(tl.int64)[None, :] * stride_vd
-    sums_k = tl.zeros([ROWS, DP], tl.float32)
-    sums_v = tl.zeros([ROWS, DP], tl.float32)
+    row = tl.arange(0, ROWS).to(tl.int64)[:, None]
+    live = (d < D)[None, :]
+    k += row * stride_ks + d.to(tl.int64)[None, :] * stride_kd
+    v += row * stride_vs + d.to(tl.int64)[None, :] * stride_vd
+    step = tl.full([], ROWS, tl.int64)
+    share = tl.full([ROWS, DP], SHARE, tl.float32)
+    k_sum = tl.zeros([ROWS, DP], tl.float32)
+    v_sum = tl.zeros([ROWS, DP], tl.float32)
+    low = tl.full([ROWS, DP], float("inf"), tl.float32)
+    high = tl.full([ROWS, DP], float("-inf"), tl.float32)
+    for _ in range(0, keys, ROWS * DEPTH):
+        for _ in tl.static_range(DEPTH):
+            y = _rows(k, live, D < DP)
+            x = _rows(v, live, D < DP)
+            k_sum = tl.math.fma(y, share, k_sum)
+            v_sum = tl.math.fma(x, share, v_sum)
+            low = tl.minimum(low, x)
+            high = tl.maximum(high, x)
+            k += step * stride_ks
+            v += step * stride_vs
+    return k_sum, v_sum, low, high
+
+
+@triton.jit
+def _careful_sums(
+    k, v, key_mask, first, last, first_seen, stride_ks, stride_kd, stride_vs, stride_vd, stride_mk,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, K_MEAN: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Sums and extremes of the keys from `first` to `last` that are seen, and how many they are."""
+    d = tl.arange(0, DP)
+    k += d.to(tl.int64)[None, :] * stride_kd
+    v += d.to(tl.int64)[None, :] * stride_vd
+    k_sum = tl.zeros([ROWS, DP], tl.float32)
+    v_sum = tl.zeros([ROWS, DP], tl.float32)
     low = tl.full([ROWS, DP], float("inf"), tl.float32)
     high = tl.full([ROWS, DP], float("-inf"), tl.float32)
     count = tl.zeros([ROWS], tl.float32)
-    first = split * per_split
-    for start in range(first, tl.minimum(first + per_split, seq), ROWS):
-        n = (start + row).to(tl.int64)
-        here = (n < seq) & (n >= first_seen)
+    finite = tl.full([ROWS, DP], 1 if K_MEAN else 0, tl.int32)
+    for start in range(first, last, ROWS):
+        n = (start + tl.arange(0, ROWS)).to(tl.int64)
+        here = (n < last) & (n >= first_seen)
         if MASKED:
             here = key_terms(key_mask, n, here, stride_mk, True) != float("-inf")
         count += here.to(tl.float32)
         live = here[:, None] & (d < D)[None, :]
-        x = tl.load(v_head + n[:, None] * stride_vs, mask=live, other=0.0).to(tl.float32)
-        live_v = live & (tl.abs(x) < float("inf"))
-        sums_v += tl.where(live_v, x, 0.0) * SHARE
+        x = _rows(v + n[:, None] * stride_vs, live, True)
+        whole = tl.abs(x) < float("inf")
+        live_v = live & whole
+        v_sum += tl.where(live_v, x, 0.0) * SHARE
         low = tl.minimum(low, tl.where(live_v, x, float("inf")))
         high = tl.maximum(high, tl.where(live_v, x, float("-inf")))
         if K_MEAN:
-            y = tl.load(k_head + n[:, None] * stride_ks, mask=live, other=0.0).to(tl.float32)
-            sums_k += tl.where(tl.abs(y) < float("inf"), y, 0.0) * SHARE
-    at = (bh * splits + split) * DP + d
-    tl.store(v_sum + at, tl.sum(sums_v, 0))
-    tl.store(v_min + at, tl.min(low, 0))
-    tl.store(v_max + at, tl.max(high, 0))
-    if K_MEAN:
-        tl.store(k_sum + at, tl.sum(sums_k, 0))
-    tl.store(alive + bh * splits + split, tl.sum(count, 0))
+            y = _rows(k + n[:, None] * stride_ks, live, True)
+            whole_k = tl.abs(y) < float("inf")
+            k_sum += tl.where(whole_k, y, 0.0) * SHARE
+            whole = whole & whole_k
+        finite = tl.where(whole, finite, 0)
+    return k_sum, v_sum, low, high, tl.sum(count, 0), tl.min(tl.min(finite, 1), 0)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def reduce_kernel(
-    k_sum, v_sum, v_min, v_max, alive, k_mean, v_mean, v_scale, v_residual, v_unit, splits,
-    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, K_MEAN: tl.constexpr,
-    V_MEAN: tl.constexpr, PV8: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
-    TINY: tl.constexpr,
-):  # fmt: skip
-    """Partial statistics of one head to the mean of K, and the mean and scale of V.
-
-    `v_unit` turns the sum of rounding errors, which starts at zero here, into their mean.
-    """
-    bh = tl.program_id(0).to(tl.int64)
+@triton.jit
+def store_record(record, k_sum, v_sum, low, high, count, finite, DP: tl.constexpr):
+    """Store a record."""
     d = tl.arange(0, DP)
-    part = tl.arange(0, SPLITS)
-    live = (part < splits)[:, None] & (d < D)[None, :]
-    at = (bh * splits + part)[:, None] * DP + d[None, :]
-    seen = tl.sum(tl.load(alive + bh * splits + part, mask=part < splits, other=0.0), 0)
-    seen = tl.maximum(seen, 1.0)
-    low = tl.min(tl.load(v_min + at, mask=live, other=float("inf")), 0)
-    high = tl.max(tl.load(v_max + at, mask=live, other=float("-inf")), 0)
-    some = low <= high
-    low = tl.where(some, low, 0.0)
-    high = tl.where(some, high, 0.0)
-    mean = tl.zeros([DP], tl.float32)
-    if V_MEAN:
-        mean = tl.sum(tl.load(v_sum + at, mask=live, other=0.0), 0) / (SHARE * seen)
-        mean = tl.where(tl.maximum(tl.abs(low), tl.abs(high)) < HUGE, mean, 0.0)
-    amax = tl.where(d < D, tl.maximum(tl.abs(high - mean), tl.abs(low - mean)), 0.0)
-    scale = tl.maximum(amax, TINY) / LIMIT
-    if not PV8:
-        scale = tl.where((amax >= FLOOR) & (amax <= LIMIT), 1.0, scale)
-    tl.store(v_mean + bh * DP + d, mean)
-    tl.store(v_scale + bh * DP + d, scale)
-    if PV8:
-        tl.store(v_residual + bh * DP + d, tl.zeros([DP], tl.int32))
-        tl.store(v_unit + bh * DP + d, scale / (RESIDUAL_UNITS * seen))
-    if K_MEAN:
-        mean = tl.sum(tl.load(k_sum + at, mask=live, other=0.0), 0) / (SHARE * seen)
-        tl.store(k_mean + bh * DP + d, tl.where(tl.abs(mean) < HUGE, mean, 0.0))
+    tl.store(record + d, k_sum)
+    tl.store(record + DP + d, v_sum)
+    tl.store(record + 2 * DP + d, low)
+    tl.store(record + 3 * DP + d, high)
+    tl.store(record + 4 * DP, count)
+    tl.store(record + 4 * DP + 1, finite)
+
+
+@triton.jit
+def part_record(
+    record, k, v, key_mask, part, seq, first_seen, stride_ks, stride_kd, stride_vs, stride_vd,
+    stride_mk, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr, K_MEAN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Store the record of one part, `KEYS` keys of one head."""
+    first = part * KEYS
+    last = tl.minimum(first + KEYS, seq)
+    finite = 0
+    if K_MEAN and not MASKED:
+        if (first >= first_seen) & (first + KEYS <= seq):
+            from_row = first.to(tl.int64)
+            k_sum, v_sum, low, high = _sums(
+                k + from_row * stride_ks, v + from_row * stride_vs, last - first, stride_ks,
+                stride_kd, stride_vs, stride_vd, D, DP, ROWS, DEPTH,
+            )  # fmt: skip
+            whole = (tl.abs(k_sum) < float("inf")) & (tl.abs(v_sum) < float("inf"))
+            finite = tl.min(tl.min(whole.to(tl.int32), 1), 0)
+            if finite != 0:
+                store_record(
+                    record, tl.sum(k_sum, 0), tl.sum(v_sum, 0), tl.min(low, 0), tl.max(high, 0),
+                    KEYS * 1.0, 1.0, DP,
+                )  # fmt: skip
+    if finite == 0:
+        k_sum, v_sum, low, high, count, finite = _careful_sums(
+            k, v, key_mask, first, last, first_seen, stride_ks, stride_kd, stride_vs, stride_vd,
+            stride_mk, D, DP, ROWS // 2, K_MEAN, MASKED,
+        )  # fmt: skip
+        store_record(
+            record, tl.sum(k_sum, 0), tl.sum(v_sum, 0), tl.min(low, 0), tl.max(high, 0), count,
+            finite.to(tl.float32), DP,
+        )  # fmt: skip

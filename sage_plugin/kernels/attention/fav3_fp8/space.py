@@ -24,8 +24,8 @@ HOPPER_64 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=QUA
 HOPPER_128 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=THIRD_SM)
 GLUON_64 = hopper(num_stages=4, exp_linear=4, overlap=True)
 GLUON_128 = hopper(num_stages=3, exp_linear=4)
-MASKED_64 = launch(64, 128, 8, 2, loads="descriptor", smooth_v=True)
-MASKED_128 = launch(64, 128, 8, 2, loads="descriptor", smooth_v=True)
+MASKED_64 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=QUARTER_SM)
+MASKED_128 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=THIRD_SM)
 
 SPACE = Space(
     (

@@ -17,8 +17,8 @@ from sage_plugin.kernels.space import Region, Space
 
 HOPPER_64 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=False, maxnreg=QUARTER_SM)
 HOPPER_128 = launch(64, 64, 4, 2, loads="descriptor", smooth_v=False, maxnreg=THIRD_SM)
-MASKED_64 = launch(64, 128, 8, 2, loads="descriptor", smooth_v=False)
-MASKED_128 = launch(64, 64, 8, 2, loads="descriptor", smooth_v=False)
+MASKED_64 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=False, maxnreg=QUARTER_SM)
+MASKED_128 = launch(64, 64, 4, 2, loads="descriptor", smooth_v=False, maxnreg=THIRD_SM)
 
 SPACE = Space(
     (

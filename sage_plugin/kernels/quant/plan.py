@@ -1,0 +1,100 @@
+"""How the work of the pre-pass is cut into programs, and in which order they start."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+WARP_VALUES = 2048
+"""Values that a warp holds of its program's largest tile, 64 a thread."""
+
+FEWEST_WARPS, MOST_WARPS = 4, 16
+
+PART_VALUES = 32768
+"""Values of K, and of V, that a program adds up."""
+
+LARGEST_GROUP, GROUP_PARTS = 96, 32
+"""Parts that one program adds up; heads of more parts are added up by groups."""
+
+WARPS_AHEAD = 3200
+"""Warps that start between the parts of a head and the blocks that wait for them: one and a half
+times those that a large GPU holds."""
+
+CACHED_BYTES = 40 << 20
+"""K and V of one head that are larger are no longer in the L2 cache when they are read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a call is cut into the programs of `prepass_kernel`, and in which order they start.
+
+    Attributes:
+        warps: warps of a program.
+        q_tile: queries of a block.
+        part_keys: keys of a part.
+        parts: parts of the longest sequence's head.
+        groups: groups of parts of a head.
+        group_parts: parts of a group.
+        q_blocks: blocks of the longest sequence's queries, of one head.
+        k_blocks: blocks of the longest sequence's keys.
+        lead: heads whose parts come before the first block.
+        ahead: blocks of queries that come before those of the keys of their head.
+        programs: all of them.
+    """
+
+    warps: int
+    q_tile: int
+    part_keys: int
+    parts: int
+    groups: int
+    group_parts: int
+    q_blocks: int
+    k_blocks: int
+    lead: int
+    ahead: int
+    programs: int
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(
+    heads: int,
+    ratio: int,
+    seq_q: int,
+    seq_k: int,
+    width: int,
+    blocks: tuple[int, int, int],
+    key_bytes: int,
+) -> Plan:
+    """The plan of a call.
+
+    Args:
+        heads: key heads of all sequences.
+        ratio: query heads of a key head.
+        seq_q: longest query length.
+        seq_k: longest key length.
+        width: channels of the quantised operands.
+        blocks: `block_m`, `block_n` and `q_granule` of the launch config.
+        key_bytes: size of a key and its value.
+    """
+    block_m, block_n, granule = blocks
+    warps = max(FEWEST_WARPS, min(MOST_WARPS, max(block_n, granule) * width // WARP_VALUES))
+    q_tile = max(WARP_VALUES * warps // width, granule)
+    part_keys = PART_VALUES // width
+    parts = max(1, -(-seq_k // part_keys))
+    group_parts = parts if parts <= LARGEST_GROUP else GROUP_PARTS
+    padded_q = -(-seq_q // block_m) * block_m
+    q_blocks = -(-padded_q // q_tile)
+    k_blocks = -(-seq_k // block_n)
+    per_head = parts + ratio * q_blocks + k_blocks
+    distance = WARPS_AHEAD // warps
+    ahead = min(ratio * q_blocks, distance)
+    lead = -(-(distance - ahead) // per_head)
+    if seq_k * key_bytes > CACHED_BYTES:
+        lead = max(lead, 1)
+    lead = min(lead, heads)
+    programs = lead * parts + heads * per_head
+    groups = -(-parts // group_parts)
+    return Plan(
+        warps, q_tile, part_keys, parts, groups, group_parts, q_blocks, k_blocks, lead, ahead,
+        programs,
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""The Gluon kernel compiled ahead of time for sm_90: it fits, and its main loop spills nothing."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.kernels.calls import FP8_WEIGHTS, HOPPER
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
+
+from tests.kernels.test_aot import WARPGROUP, compiled, of  # noqa: E402
+
+SMEM_OF_A_PROGRAM = 232_448
+SMALL_PARTS_BYTES = 2048
+"""Barriers, and the ones that row sums are products with: all that the bound leaves out."""
+SPILL_LIMIT_BYTES = {"plain": 256, "causal": 512, "terms": 896}
+"""What a thread may spill outside of the main loop; terms of keys take registers."""
+LOCAL_LIMIT = {"plain": 0, "causal": 0, "terms": 16}
+"""Accesses to spilt values in the main loop."""
+FORMS = {
+    "plain": {},
+    "causal": {"causal": True, "return_lse": True},
+    "terms": {"mask": "key_bias"},
+}
+CASES = [(form, dim, kernel) for form in FORMS for dim in (64, 128) for kernel in FP8_WEIGHTS]
+# One kernel of each form and head dim in every run; the others are the matrix.
+FEW = [case for at, case in enumerate(CASES) if (at // 2 + at // 4 + at) % 2 == 0]
+
+
+def built(*cases, **fields):
+    """What came out of cases, each with its form."""
+    calls = [
+        of(kernel, "sm_90", dim, variant="hopper", with_resources=True, with_loops=True)
+        | FORMS[form]
+        | fields
+        for form, dim, kernel in cases
+    ]
+    made = compiled(*calls)
+    assert len(made) == len(cases)
+    return zip(cases, made, strict=True)
+
+
+def main_loops(made):
+    """The loops over blocks that all rows see whole: they compare no key with a position."""
+    return [loop for loop in made["loops"] if loop["selected"] < 16]
+
+
+def check(case, made):
+    form, _, kernel = case
+    groups = made["config"]["block_m"] // 64
+    assert made["name"] == "hopper_attention_kernel"
+    assert made["products"] == WARPGROUP[kernel], made
+    assert made["serialised"] == [], made
+    assert made["limit_bytes"] == SMEM_OF_A_PROGRAM
+    assert made["bound_bytes"] <= made["smem_bytes"] <= SMEM_OF_A_PROGRAM, made
+    assert made["smem_bytes"] <= made["bound_bytes"] + SMALL_PARTS_BYTES, made
+    assert made["spill_bytes"] <= SPILL_LIMIT_BYTES[form], made
+    assert len(made["loops"]) == 2 * groups, made
+    loops = main_loops(made)
+    assert len(loops) == groups, made
+    for loop in loops:
+        # Totals that are flushed at every block are in the loop with their registers.
+        flushed = made["config"]["pv_flush"] == 1
+        assert loop["local"] <= LOCAL_LIMIT["terms" if flushed else form], made
+        # A thread has half of the block's weights, two decays; a linear weight needs no exp2.
+        exact = made["config"]["block_n"] // 2
+        if form != "terms":
+            exact = exact * (8 - made["config"]["exp_linear"]) // 8
+        assert loop["special"] == exact + 2, made
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_default_builds_fits_and_spills_nothing_in_its_main_loop(dim):
+    cases = [case for case in FEW if case[1] == dim]
+    assert [form for form, *_ in cases] == [*FORMS]
+    assert {kernel for *_, kernel in cases} == set(FP8_WEIGHTS)
+    for case, made in built(*cases):
+        check(case, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_other_defaults_do_so_too(dim):
+    for case, made in built(*(case for case in CASES if case[1] == dim and case not in FEW)):
+        check(case, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"block_m": 128, "num_warps": 8},
+        {"exp_linear": 0},
+        {"exp_linear": 6},
+        {"pv_flush": 0},
+        {"pv_flush": 1},
+        {"block_n": 64, "num_stages": 4, "exp_linear": 4},
+        {"smooth_k": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", FP8_WEIGHTS)
+def test_every_field_of_a_config_builds(kernel, fields):
+    [(case, made)] = built(("plain", 128, kernel), launch=fields)
+    assert {name: made["config"][name] for name in fields} == fields
+    check(case, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_block_that_starts_early_builds_at_64_channels(overlap):
+    for case, made in built(
+        *(("plain", 64, kernel) for kernel in FP8_WEIGHTS), launch={"overlap": overlap}
+    ):
+        assert made["config"]["overlap"] == overlap
+        check(case, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", HOPPER)
+def test_every_form_of_a_call_builds(kernel):
+    forms = (
+        {"dim": 40, "dtype": "float16"},
+        {"dim": 80, "causal": True, "return_lse": True, "mask": "padding"},
+        {"dim": 96, "dtype": "float32"},
+        {"dim": 128, "mask": "padding", "return_lse": True},
+        {"dim": 33},
+    )
+    calls = [of(kernel, "sm_90", **form, variant="hopper") for form in forms]
+    for one in compiled(*calls):
+        assert one["name"] == "hopper_attention_kernel"
+        assert one["products"] == WARPGROUP[kernel], one
+        assert one["smem_bytes"] <= one["bound_bytes"] + SMALL_PARTS_BYTES, one
+
+
+def test_the_spills_of_a_loop_and_its_comparisons_are_told_apart():
+    """Of what `check` looks at: a loop over the last blocks compares, and the others do not."""
+    loops = [{"selected": 80, "local": 9}, {"selected": 0, "local": 0}]
+    assert main_loops({"loops": loops}) == loops[1:]

@@ -1,0 +1,167 @@
+"""The pre-pass in the interpreter: every order of its programs, several parts and groups a head."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.contract import Problem
+from tests.kernels.calls import QUANTISED, Shape, draw, launch
+from tests.kernels.test_portable import nan_scratch  # noqa: F401
+from tests.kernels.test_twins import packed_of
+
+plan = pytest.importorskip("sage_plugin.kernels.quant.plan")
+portable = pytest.importorskip("sage_plugin.kernels.quant.portable")
+prepass_kernel = pytest.importorskip("sage_plugin.kernels.quant.prepass_kernel")
+tl = pytest.importorskip("triton.language")
+
+in_small_parts = pytest.mark.usefixtures("interpreted", "small_parts", "no_waits", "nan_scratch")
+
+LEADS = {"last": 0, "next": 40, "far": 200, "first": 10**6}
+"""Warps ahead of a block: the parts of no, one, some or all other heads come before it."""
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Parts of 16 keys at 64 channels, groups of two."""
+    monkeypatch.setattr(portable, "LOADS_AT_ONCE", 1)
+    monkeypatch.setattr(plan, "PART_VALUES", 1024)
+    monkeypatch.setattr(plan, "LARGEST_GROUP", 3)
+    monkeypatch.setattr(plan, "GROUP_PARTS", 2)
+    plan.plan_of.cache_clear()
+    yield
+    plan.plan_of.cache_clear()
+
+
+@pytest.fixture
+def no_waits(monkeypatch):
+    """A wait that would not end here, where programs run one after another, is a failure."""
+
+    def ready(counter, arrivals):
+        assert int(tl.atomic_add(counter, 0).handle.data.item()) == arrivals
+
+    monkeypatch.setattr(prepass_kernel, "await_head", ready)
+
+
+def order(monkeypatch, warps_ahead):
+    monkeypatch.setattr(plan, "WARPS_AHEAD", warps_ahead)
+    plan.plan_of.cache_clear()
+
+
+def prepared(kernel, q, k, v, problem, **fields):
+    """The tensors among the operands, whole."""
+    built = implementation(kernel, "portable")
+    made = built.prepare(q, k, v, problem=problem, launch=launch(**fields))
+    found = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+    tensors = {n: t for n, t in found.items() if isinstance(t, torch.Tensor)}
+    if kernel == "sage":
+        del tensors["v_residual"], tensors["v_unit"]
+    return {n: t.view(torch.uint8) if t.element_size() == 1 else t for n, t in tensors.items()}
+
+
+def assert_same(found, expected):
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@in_small_parts
+@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("shape", [Shape(2, 2, 1, 70, 90, 64), Shape(1, 3, 3, 9, 33, 40)], ids=str)
+def test_the_order_of_programs_changes_nothing(kernel, shape, monkeypatch):
+    q, k, v = draw(shape, torch.bfloat16)
+    problem = Problem(0.125, False, "bhsd")
+    found = []
+    for warps_ahead in LEADS.values():
+        order(monkeypatch, warps_ahead)
+        found.append(prepared(kernel, q, k, v, problem, block_n=32))
+    for other in found[1:]:
+        assert_same(other, found[0])
+    keys = k.float().mean(2)
+    shift = (q.float() * keys.repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]).sum(-1)
+    made = found[0]["shift"].view(shape.batch, shape.heads_q, -1)[:, :, : shape.seq_q]
+    assert torch.allclose(made, shift * 0.125 * 1.4426950, atol=1e-3, rtol=1e-4)
+    means = found[0]["v_mean"].view(shape.batch, shape.heads_k, -1)[..., : shape.dim]
+    assert torch.allclose(means, v.float().mean(2), atol=1e-5)
+
+
+@in_small_parts
+@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("warps_ahead", LEADS.values(), ids=LEADS)
+def test_packed_sequences_have_the_statistics_of_each_alone(kernel, warps_ahead, monkeypatch):
+    order(monkeypatch, warps_ahead)
+    ends_q, ends_k = [0, 5, 5, 70, 75], [0, 70, 86, 86, 130]
+    shape = Shape(1, 4, 2, ends_q[-1], ends_k[-1], 64)
+    q, k, v = draw(shape, torch.float16, layout="bshd")
+    problem = Problem(0.125, True, "bshd", packed=packed_of(ends_q, ends_k))
+    made = prepared(kernel, q, k, v, problem)
+    for i in range(4):
+        rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
+        at = slice(2 * i, 2 * i + 2)
+        if keys.start == keys.stop:
+            assert (made["v_mean"][at] == 0).all()
+            continue
+        part = q[:, rows] if rows.start < rows.stop else q[:, :1]
+        alone = prepared(kernel, part, k[:, keys], v[:, keys], Problem(0.125, True, "bshd"))
+        for name in ("v_mean", "v_scale", "v_residual"):
+            if name in alone:
+                assert torch.equal(made[name][at], alone[name]), name
+        blocks = alone["k_scale"].shape[1]
+        first = ends_k[i] // 32 + i
+        assert torch.equal(made["k_scale"][:, first : first + blocks], alone["k_scale"])
+        row, count = (ends_q[i] // 64 + i) * 64, rows.stop - rows.start
+        assert torch.equal(made["shift"][:, row : row + count], alone["shift"][:, :count])
+
+
+@in_small_parts
+@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("smooth", [False, True])
+def test_a_call_leaves_nothing_to_the_next(kernel, smooth):
+    q, k, v = draw(Shape(1, 2, 2, 40, 90, 64), torch.float16)
+    problem = Problem(0.125, False, "bhsd")
+    first = prepared(kernel, q, k, v, problem, smooth_k=smooth)
+    prepared(kernel, q, 2 * k[:, :, :30], v[:, :, :30] - 3, problem, smooth_k=smooth)
+    again = prepared(kernel, q, k, v, problem, smooth_k=smooth)
+    if not smooth:
+        del first["shift"]
+    assert_same(again, first)
+
+
+@in_small_parts
+@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_careful_and_fast_blocks_agree_beside_a_bad_key(kernel, value, which):
+    """A head with one bad key leaves the fast path, in its parts and in its blocks."""
+    shape = Shape(1, 2, 2, 20, 90, 64)
+    q, k, v = draw(shape, torch.bfloat16)
+    problem = Problem(0.125, False, "bhsd")
+    clean = prepared(kernel, q, k, v, problem)
+    (k if which == "k" else v)[:, 1, 37, 5] = value
+    made = prepared(kernel, q, k, v, problem)
+    for name, tensor in clean.items():
+        assert torch.equal(made[name][0], tensor[0]), name
+    finite = value == 3e38
+    assert torch.isfinite(made["k_scale"][1]).tolist() == [True, finite, True]
+    assert torch.isfinite(made["k_scale_finite"]).all()
+    assert torch.isfinite(made["v_scale"]).all()
+    assert made["key_term"][1].isnan().nonzero().flatten().tolist() == ([] if finite else [37])
+    if not finite:
+        assert (made["k8"][1, 37] == 0).all()
+
+
+@pytest.mark.parametrize("ratio", [1, 3])
+@pytest.mark.parametrize("seq_q", [1, 500, 20_000])
+@pytest.mark.parametrize("seq_k", [1, 500, 200_000])
+def test_parts_are_far_enough_ahead_of_their_blocks(ratio, seq_q, seq_k):
+    for heads in (1, 2, 60):
+        made = plan.plan_of(heads, ratio, seq_q, seq_k, 128, (128, 128, 1), 512)
+        per_head = made.parts + ratio * made.q_blocks + made.k_blocks
+        distance = made.ahead + made.lead * per_head
+        assert made.lead == heads or distance >= plan.WARPS_AHEAD // made.warps
+        assert made.programs == heads * per_head + made.lead * made.parts
+        assert made.parts * made.part_keys >= seq_k
+        assert made.q_blocks * made.q_tile >= seq_q
+        assert made.groups * made.group_parts >= made.parts
