@@ -292,6 +292,29 @@ def test_report_116_every_field_is_part_of_the_text():
         assert CONFIG.replaced(**{name: other}) != CONFIG
 
 
+def test_a_config_written_before_a_field_was_there_is_read_with_its_default():
+    """Registry files outlive releases: what a writer did not know was off."""
+    newer = ("hadamard", "q_granule", "exp_linear", "overlap")
+    old = {n: v for n, v in CONFIG.to_json().items() if n not in newer}
+    found = LaunchConfig.from_json(old)
+    assert found == CONFIG
+    assert (found.exp_linear, found.overlap, found.hadamard, found.q_granule) == (0, False, 0, 1)
+    assert LaunchConfig.from_json(json.loads(found.text())) == found
+    assert {"exp_linear", "overlap"} <= set(found.to_json())
+    data = data_of(RegistryFile)
+    for name in newer:
+        del data["entries"][0]["config"][name]
+    assert RegistryFile.from_json(data) == file(entry())
+
+
+def test_the_fields_of_the_hopper_variants_cross_the_text():
+    config = CONFIG.replaced(exp_linear=4, overlap=True, pv_flush=8)
+    assert LaunchConfig.from_json(json.loads(config.text())) == config
+    for field, value in (("exp_linear", True), ("exp_linear", 4.5), ("overlap", 1)):
+        with pytest.raises(ConfigError, match=rf"LaunchConfig\.{field}"):
+            LaunchConfig.from_json(CONFIG.to_json() | {field: value})
+
+
 def test_the_discrete_fields_and_the_numbers_are_all_of_a_key():
     names = [f.name for f in dataclasses.fields(CallKey)]
     assert KEY.discrete() == tuple(getattr(KEY, name) for name in names[:9])

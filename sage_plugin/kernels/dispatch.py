@@ -50,8 +50,9 @@ __all__ = [
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
-SLOW_TILES = "a mask of rows and keys is faster on the host's attention"
-"""Why `auto` leaves dense masks: SDPA took a third of the time on an H100."""
+SLOW_TILES = "an additive mask of rows and keys is faster on the host's attention"
+"""Why `auto` leaves them: at head dim 128 SDPA took three quarters of the time on an H100. A bool
+mask of rows and keys is faster here, whatever it hides."""
 
 
 def resolve_kernel(name: str) -> str:
@@ -116,6 +117,7 @@ def decide(
     dropout: float = 0.0,
     needs_grad: bool = False,
     special: bool = False,
+    additive: bool = False,
 ) -> Decision:
     """Which kernel and variant one attention call runs on.
 
@@ -129,6 +131,7 @@ def decide(
         needs_grad: whether a gradient has to flow through it.
         special: whether it has a window, a cap, sinks, packed sequences or a bias of each head,
             which the portable variants take.
+        additive: whether its mask, if any, is added to the scores.
 
     Returns:
         The decision; with a reason where the host's attention takes the call.
@@ -151,7 +154,7 @@ def decide(
     reason = _call_reason(kernel, shape, min_seq, dropout, needs_grad)
     if variant != "emulation":
         reason = reason or device_reason(kernel, facts)
-        if automatic and reason is None and shape.mask_kind == "dense":
+        if automatic and reason is None and additive and shape.mask_kind == "dense":
             reason = SLOW_TILES
         if reason is None and kernel != "torch":
             reason, variant = _gpu_variant(kernel, variant, shape, facts, special)

@@ -174,6 +174,7 @@ def _decide(
         dropout=call.dropout_p,
         needs_grad=wants_gradient(call.q, call.k, call.v, call.attn_mask),
         special=mask is not None and mask.shape[1] > 1,
+        additive=mask is not None and mask.dtype != torch.bool,
     )
     return decision, mask
 

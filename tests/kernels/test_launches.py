@@ -15,7 +15,7 @@ from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.kernels import dispatch, launches
 from sage_plugin.registry.merge import merge
 from sage_plugin.schema import CallKey, DeviceFacts
-from tests.kernels.calls import EMULATED, launch
+from tests.kernels.calls import EMULATED, FP8_WEIGHTS, HOPPER, hopper_launch, launch
 from tests.registry.samples import CONFIG, FACTS, KEY, TOOLCHAIN, entry, key
 
 KIB = 2**10
@@ -134,6 +134,128 @@ def test_only_the_unquantised_kernel_takes_sixteen_keys_a_block():
         assert "block_n 16" in launches.illegal_reason(config, key(kernel=kernel), FACTS)
 
 
+HOPPER_KEY = key(variant="hopper", head_dim=128, dv=128)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"block_m": 64, "num_warps": 4}, "block_m 64 is not 128 or 192"),
+        ({"block_m": 256, "num_warps": 16}, "block_m 256 is not 128 or 192"),
+        ({"block_n": 32}, "block_n 32 is not 64 or 128"),
+        ({"block_n": 256}, "block_n 256 is not 64 or 128"),
+        ({"num_warps": 8}, "num_warps 8 is not block_m / 16, one warp to 16 rows"),
+        (
+            {"block_m": 128, "num_warps": 4},
+            "num_warps 4 is not block_m / 16, one warp to 16 rows",
+        ),
+        ({"num_stages": 1}, "num_stages 1 is under 2"),
+        ({"num_stages": 9}, "num_stages 9 is not between 1 and 8"),
+        ({"loads": "pointer"}, "loads 'pointer' is not 'descriptor'"),
+        ({"pv_flush": -1}, "pv_flush -1 is not between 0 and 4096"),
+        ({"pv_flush": 4097}, "pv_flush 4097 is not between 0 and 4096"),
+        *(
+            (
+                {"exp_linear": eighths, "block_n": block_n},
+                f"exp_linear {eighths} is not a number of whole groups of 16 keys, at most 6 "
+                "eighths of the block",
+            )
+            for eighths, block_n in ((7, 128), (8, 128), (-1, 128), (3, 64), (5, 64), (8, 64))
+        ),
+        ({"overlap": True}, "overlap leaves no registers at head dim 128 with blocks of 128 keys"),
+        ({"hadamard": 48}, "hadamard 48 is neither 0 nor one of"),
+        ({"q_granule": 3}, "q_granule 3 is not a power of two up to 128"),
+        ({"maxnreg": 16}, "maxnreg 16 is not"),
+        (
+            {"num_stages": 5},
+            "needs at least 286720 bytes of shared memory, NVIDIA H100 80GB HBM3 has 232448",
+        ),
+    ],
+    ids=str,
+)
+def test_an_illegal_config_of_the_hopper_variant_has_its_sentence(fields, reason):
+    found = launches.illegal_reason(hopper_launch(**fields), HOPPER_KEY, FACTS)
+    assert found == reason or found.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"block_m": 128},
+        {"block_n": 64, "num_stages": 6},
+        {"num_stages": 2},
+        {"pv_flush": 0, "num_stages": 6},
+        {"pv_flush": 1},
+        {"pv_flush": 7},
+        {"pv_flush": 4096},
+        *({"exp_linear": eighths} for eighths in range(7)),
+        *({"exp_linear": eighths, "block_n": 64} for eighths in (2, 4, 6)),
+        {"overlap": True, "block_n": 64},
+        {"smooth_k": False, "smooth_v": False},
+        {"hadamard": 128, "q_granule": 64},
+    ],
+    ids=str,
+)
+def test_what_is_legal_for_the_hopper_variant(fields):
+    config = hopper_launch(**fields)
+    assert launches.illegal_reason(config, HOPPER_KEY, FACTS) is None
+    of = key(variant="emulation", head_dim=128, dv=128)
+    assert launches.illegal_reason(config, of, CPU) is None
+
+
+def test_an_early_start_is_legal_up_to_64_channels():
+    for dim in (33, 40, 64):
+        of = key(variant="hopper", head_dim=dim, dv=dim)
+        assert launches.illegal_reason(hopper_launch(overlap=True), of, FACTS) is None
+    for dim in (65, 80, 128):
+        of = key(variant="hopper", head_dim=dim, dv=dim)
+        assert f"at head dim {dim} with" in launches.illegal_reason(
+            hopper_launch(overlap=True), of, FACTS
+        )
+
+
+def test_only_fp8_weights_are_linear():
+    config, of = hopper_launch(exp_linear=4), key(kernel="sage", variant="hopper")
+    reason = "exp_linear needs FP8 weights, which sage has not"
+    assert launches.illegal_reason(config, of, FACTS) == reason
+    of = key(kernel="sage", variant="emulation")
+    assert launches.illegal_reason(config, of, FACTS) is not None
+    assert launches.illegal_reason(config.replaced(exp_linear=0), of, FACTS) is None
+
+
+@pytest.mark.parametrize("fields", [{"exp_linear": 4}, {"exp_linear": 1}, {"overlap": True}])
+@pytest.mark.parametrize("variant", ["portable", "emulation"])
+def test_the_portable_variant_has_no_linear_weights_and_no_early_start(fields, variant):
+    reason = launches.illegal_reason(launch(**fields), key(variant=variant), FACTS)
+    assert reason == "exp_linear and overlap belong to the Hopper variants"
+
+
+def test_a_config_of_one_variant_is_not_that_of_the_other():
+    portable, hopper = key(head_dim=128, dv=128), HOPPER_KEY
+    assert launches.illegal_reason(hopper_launch(), portable, FACTS) == (
+        "block_m 192 is not a power of two between 16 and 256"
+    )
+    default = launches.default_launch(portable, FACTS)
+    assert launches.illegal_reason(default, hopper, FACTS) == "block_m 64 is not 128 or 192"
+
+
+@pytest.mark.parametrize("kernel", EMULATED)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_the_emulation_takes_the_default_of_every_variant(kernel, arch):
+    """`sage accuracy` and the tests on a GPU run the emulation by the config of the variant."""
+    where = facts(arch)
+    for dim in (64, 128):
+        of = key(kernel=kernel, head_dim=dim, dv=dim)
+        if kernel not in claimed(arch):
+            continue
+        variants = ("portable", "hopper") if arch == "sm_90" and kernel in HOPPER else ("portable",)
+        for variant in variants:
+            named = CallKey(**{**of.to_json(), "variant": variant})
+            emulation = CallKey(**{**of.to_json(), "variant": "emulation"})
+            for config in launches.candidates(named, where):
+                assert launches.illegal_reason(config, emulation, CPU) is None, config
+
+
 @pytest.mark.parametrize("arch", SMEM_KIB)
 def test_descriptors_need_tma(arch):
     reason = launches.illegal_reason(launch(loads="descriptor"), KEY, facts(arch))
@@ -169,6 +291,23 @@ def test_the_shared_memory_that_a_launch_needs_at_least(kernel, dtype, dim, stag
     config = launch(block_n=64, num_stages=stages)
     of = key(kernel=kernel, dtype=dtype, head_dim=dim, dv=dim)
     assert launches.smem_lower_bound(config, of) == expected
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dim", "fields", "expected"),
+    [
+        # Q, then the ring of K and V, then fp32 totals.
+        ("fav3_sage", 128, {}, 192 * 128 + 3 * 128 * 128 * 2 + 192 * 128 * 4),
+        ("fav3_sage", 128, {"pv_flush": 0}, 192 * 128 + 3 * 128 * 128 * 2),
+        ("fav3_fp8", 80, {"block_m": 128}, 128 * 128 + 3 * 128 * 128 * 2 + 128 * 128 * 4),
+        ("fav3_fp8", 64, {"num_stages": 4}, 192 * 64 + 4 * 128 * 64 * 2 + 192 * 64 * 4),
+        ("fav3_fp8", 33, {"block_n": 64}, 192 * 64 + 3 * 64 * 64 * 2 + 192 * 64 * 4),
+        ("sage", 64, {"pv_flush": 0}, 192 * 64 + 3 * 128 * 64 * 3),
+    ],
+)
+def test_the_shared_memory_of_a_hopper_launch(kernel, dim, fields, expected):
+    of = key(kernel=kernel, variant="hopper", head_dim=dim, dv=dim)
+    assert launches.smem_lower_bound(hopper_launch(**fields), of) == expected
 
 
 def test_report_118_a_config_of_a_larger_gpu_is_illegal_on_a_smaller_one():
@@ -208,6 +347,59 @@ def test_candidates_are_legal_distinct_and_start_with_the_default(arch):
             assert all(launches.illegal_reason(c, of, where) is None for c in found)
             if dim <= 128:
                 assert len(found) >= 3, (kernel, dim)
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("dim", [33, 64, 80, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask_kind", ["none", "key_bias"])
+def test_candidates_of_a_hopper_variant_are_legal_and_fit(kernel, dim, dtype, mask_kind):
+    of = key(
+        kernel=kernel, variant="hopper", head_dim=dim, dv=dim, dtype=dtype, mask_kind=mask_kind
+    )
+    found = launches.candidates(of, FACTS)
+    assert found[0] == launches.default_launch(of, FACTS)
+    assert len(set(found)) == len(found) >= 3
+    for config in found:
+        assert launches.illegal_reason(config, of, FACTS) is None
+        # What the bound leaves out takes up to 2 KiB (test_aot_hopper).
+        assert launches.smem_lower_bound(config, of) + 2048 <= 232_448
+        assert config.block_m in (128, 192)
+        assert config.exp_linear > 0 or kernel not in FP8_WEIGHTS
+
+
+def test_a_hopper_variant_has_no_config_elsewhere():
+    for arch in ("sm_100", "sm_89"):
+        with pytest.raises(ConfigError, match=rf"fav3_sage:hopper has no launch config for {arch}"):
+            launches.default_launch(key(variant="hopper"), facts(arch))
+    for changes in ({"head_dim": 256}, {"mask_kind": "dense"}):
+        with pytest.raises(ConfigError, match="fav3_sage:hopper has no launch config for sm_90"):
+            launches.default_launch(key(variant="hopper", **changes), FACTS)
+
+
+def test_a_miss_of_a_hopper_variant_names_it(warnings):
+    of = key(variant="hopper")
+    assert launches.find_launch(of, FACTS).config == launches.default_launch(of, FACTS)
+    (text,) = warnings()
+    assert "no tuned config for fav3_sage:hopper" in text
+    assert "`sage tune --kernel fav3_sage:hopper " in text
+
+
+def test_the_environment_changes_the_fields_of_a_hopper_config(monkeypatch):
+    of = key(variant="hopper")
+    monkeypatch.setenv("SAGE_PLUGIN_LAUNCH", '{"exp_linear": 6, "pv_flush": 16}')
+    found = launches.find_launch(of, FACTS).config
+    assert (found.exp_linear, found.pv_flush) == (6, 16)
+    monkeypatch.setenv("SAGE_PLUGIN_LAUNCH", '{"exp_linear": 7}')
+    with pytest.raises(ConfigError, match="cannot run: exp_linear 7 is not"):
+        launches.find_launch(of, FACTS)
+
+
+def test_a_tuned_config_of_one_variant_is_not_found_for_the_other(tmp_path):
+    of, config = key(variant="hopper"), hopper_launch(exp_linear=6, pv_flush=16)
+    folder = write(tmp_path, entry(), entry(of, config))
+    assert launches.find_launch(of, FACTS, config_dir=folder).config == config
+    assert launches.find_launch(KEY, FACTS, config_dir=folder).config == CONFIG
 
 
 def test_illegal_candidates_are_left_out():

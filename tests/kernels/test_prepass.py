@@ -58,7 +58,7 @@ def prepared(kernel, q, k, v, problem, **fields):
     found = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
     tensors = {n: t for n, t in found.items() if isinstance(t, torch.Tensor)}
     if kernel == "sage":
-        del tensors["v_residual"], tensors["v_unit"]
+        del tensors["v_residual"], tensors["v_unit"], tensors["v_drifts"]
     return {n: t.view(torch.uint8) if t.element_size() == 1 else t for n, t in tensors.items()}
 
 
@@ -165,3 +165,32 @@ def test_parts_are_far_enough_ahead_of_their_blocks(ratio, seq_q, seq_k):
         assert made.parts * made.part_keys >= seq_k
         assert made.q_blocks * made.q_tile >= seq_q
         assert made.groups * made.group_parts >= made.parts
+
+
+@in_small_parts
+@pytest.mark.parametrize(("trend", "expected"), [(0.0, [0, 0]), (0.5, [0, 1])])
+def test_a_trend_of_one_channel_of_one_head_is_seen(trend, expected, monkeypatch):
+    """Sixteen keys a part and thirty parts, which are added up in one go."""
+    monkeypatch.setattr(plan, "LARGEST_GROUP", 64)
+    plan.plan_of.cache_clear()
+    q, k, v = draw(Shape(1, 2, 2, 8, 480, 64))
+    v[0, 1, :240, 5] += trend
+    v[0, 1, 240:, 5] -= trend
+    ops = prepared("fav3_sage", q, k, v, Problem(0.1, False, "bhsd"))
+    assert ops["v_drifts"].tolist() == expected
+
+
+@in_small_parts
+def test_a_trend_is_taken_for_granted_where_parts_are_few():
+    q, k, v = draw(Shape(1, 2, 1, 8, 160, 64))
+    ops = prepared("fav3_fp8", q, k, v, Problem(0.1, False, "bhsd"))
+    assert ops["v_drifts"].tolist() == [1]
+
+
+@in_small_parts
+def test_a_head_with_a_step_alone_drifts_where_records_are_groups():
+    q, k, v = draw(Shape(1, 1, 1, 8, 1600, 64))
+    kept = Problem(0.1, False, "bhsd")
+    assert prepared("fav3_sage", q, k, v, kept)["v_drifts"].tolist() == [0]
+    v[:, :, 800:] += 1.0
+    assert prepared("fav3_sage", q, k, v, kept)["v_drifts"].tolist() == [1]

@@ -1,8 +1,8 @@
 """The linear exponential in torch: FP8 weights whose bits are the linear part of their exponent.
 
 An e4m3 number of magnitude 2^x has bits near `8 * (x + 7)`, exactly so for powers of two (after
-Schraudolph, Neural Computation 11, 1999). Rounding that line instead of 2^x costs a special-function
-call less, and adds to an error of 2.7 % of each weight 1.7 % of its own.
+Schraudolph, Neural Computation 11, 1999). Rounding that line instead of 2^x takes no special
+function unit, and adds to an error of 2.7 % of each weight 1.7 % of its own.
 """
 
 from __future__ import annotations

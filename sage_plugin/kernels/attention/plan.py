@@ -168,6 +168,7 @@ def decided(
         dropout=dropout,
         needs_grad=needs_grad,
         special=special or packed is not None or (mask is not None and mask.shape[1] > 1),
+        additive=mask is not None and mask.dtype != torch.bool,
     )
     checks.refuse_named(decision, kernel)
     return decision, shape, mask

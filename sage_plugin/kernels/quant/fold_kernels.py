@@ -20,6 +20,13 @@ from sage_plugin.kernels.quant.statistics_kernels import (
     store_record,
 )
 
+FURTHEST_WALK = tl.constexpr(5.0)
+"""Square of how far, in standard deviations, sums of values without a trend may walk: one channel
+in ten thousand goes further, 2 exp(-2 * 5)."""
+
+FEWEST_RECORDS = tl.constexpr(24)
+"""Under it a trend cannot be told from a walk, and is taken for granted."""
+
 COUNTERS = tl.constexpr(4)
 """Counters of a head before those of its groups: ready, all finite, groups done, one to spare."""
 
@@ -93,8 +100,34 @@ def _fold_group(
 
 
 @triton.jit
+def _drifts(records, count, mean, DP: tl.constexpr, CHUNK: tl.constexpr):
+    """Whether the values of a channel drift along the sequence: 1 or 0.
+
+    Deviations from the mean are summed up over the records. A sum that goes further than a random
+    walk of such steps does means a trend.
+    """
+    d = tl.arange(0, DP)
+    part = tl.arange(0, CHUNK)
+    walked = tl.zeros([DP], tl.float32)
+    furthest = tl.zeros([DP], tl.float32)
+    squares = tl.zeros([DP], tl.float32)
+    for start in range(0, count, CHUNK):
+        here = start + part < count
+        at = records + (start + part) * record_size(DP)
+        keys = tl.load(at + 4 * DP, mask=here, other=0.0)
+        sums = tl.load(at[:, None] + DP + d[None, :], mask=here[:, None], other=0.0)
+        steps = sums / SHARE - keys[:, None] * mean[None, :]
+        walk = tl.cumsum(steps, 0) + walked[None, :]
+        furthest = tl.maximum(furthest, tl.max(tl.abs(walk), 0))
+        squares += tl.sum(steps * steps, 0)
+        walked += tl.sum(steps, 0)
+    trend = tl.max((furthest * furthest > FURTHEST_WALK * squares).to(tl.int32), 0)
+    return tl.where(count < FEWEST_RECORDS, 1, trend)
+
+
+@triton.jit
 def _fold_head(
-    records, count, k_mean, v_mean, v_scale, v_unit, v_residual, all_finite,
+    records, count, k_mean, v_mean, v_scale, v_unit, v_residual, v_drifts, all_finite,
     D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, K_MEAN: tl.constexpr,
     V_MEAN: tl.constexpr, PV8: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     TINY: tl.constexpr,
@@ -123,6 +156,7 @@ def _fold_head(
     if PV8:
         tl.store(v_residual + d, tl.zeros([DP], tl.int32))
         tl.store(v_unit + d, scale / (RESIDUAL_UNITS * seen))
+        tl.store(v_drifts, _drifts(records, count, mean, DP, CHUNK))
     if K_MEAN:
         mean = k_sum / (SHARE * seen)
         tl.store(k_mean + d, tl.where(tl.abs(mean) < HUGE, mean, 0.0))
@@ -132,9 +166,9 @@ def _fold_head(
 @triton.jit
 def add_up(
     k, v, key_mask, cu_seqlens_q, cu_seqlens_k, records, counters, k_mean, v_mean, v_scale, v_unit,
-    v_residual, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs,
-    stride_vd, stride_mb, stride_mh, stride_mk, head, part, heads, seq_q, seq_k, left, parts,
-    groups, group_parts,
+    v_residual, v_drifts, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh,
+    stride_vs, stride_vd, stride_mb, stride_mh, stride_mk, head, part, heads, seq_q, seq_k, left,
+    parts, groups, group_parts,
     D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
     DEPTH: tl.constexpr, CHUNK: tl.constexpr, ARRIVALS: tl.constexpr, K_MEAN: tl.constexpr,
     V_MEAN: tl.constexpr, PV8: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
@@ -179,7 +213,7 @@ def add_up(
             at = head * DP
             _fold_head(
                 records_here, members, k_mean + at, v_mean + at, v_scale + at, v_unit + at,
-                v_residual + at, counters + 1, D, DP, CHUNK, K_MEAN, V_MEAN, PV8, LIMIT, FLOOR,
-                TINY,
+                v_residual + at, v_drifts + head, counters + 1, D, DP, CHUNK, K_MEAN, V_MEAN, PV8,
+                LIMIT, FLOOR, TINY,
             )  # fmt: skip
             _arrive(counters, ARRIVALS)

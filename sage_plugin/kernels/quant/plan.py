@@ -13,7 +13,7 @@ FEWEST_WARPS, MOST_WARPS = 4, 16
 PART_VALUES = 32768
 """Values of K, and of V, that a program adds up."""
 
-LARGEST_GROUP, GROUP_PARTS = 96, 32
+LARGEST_GROUP, GROUP_PARTS = 96, 4
 """Parts that one program adds up; heads of more parts are added up by groups."""
 
 WARPS_AHEAD = 3200

@@ -10,7 +10,6 @@ offsets.
 from __future__ import annotations
 
 import torch
-import triton
 
 from sage_plugin.kernels.contract import OutputForm, Problem, bhsd
 from sage_plugin.kernels.quant.fold_kernels import COUNTERS
@@ -33,7 +32,7 @@ AMD_WAVE = 64
 
 def padded_head_dim(head_dim: int) -> int:
     """Channels of the quantised operands: the next power of two, at least 32 (one INT8 product)."""
-    return max(32, triton.next_power_of_2(head_dim))
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
 def quantise(
@@ -70,6 +69,7 @@ def quantise(
         v_mean=v_mean,
         v_residual=new(torch.int32, heads, width),
         v_unit=v_unit,
+        v_drifts=new(torch.int32, heads),
         shift=shift,
         form=OutputForm.of(q, problem.layout),
         heads_q=heads_q,
@@ -133,7 +133,8 @@ def _launch(
     limit = {} if amd or launch.hadamard or _is_wide(q, k, v) else {"maxnreg": REGISTERS}
     prepass_kernel[(plan.programs,)](
         q, k, v, ops.q8, ops.k8, ops.v8, ops.q_scale, ops.shift, ops.k_scale, ops.k_scale_finite,
-        ops.key_term, k_mean, ops.v_mean, ops.v_scale, ops.v_unit, ops.v_residual, records,
+        ops.key_term, k_mean, ops.v_mean, ops.v_scale, ops.v_unit, ops.v_residual,
+        ops.v_drifts, records,
         counters, key_mask.values, packed.cu_seqlens_q if packed else None,
         packed.cu_seqlens_k if packed else None,
         *q.stride(), *k.stride(), *v.stride(), *key_mask.strides,

@@ -161,7 +161,7 @@ def _quantise_kv(
 )  # fmt: skip
 def prepass_kernel(
     q, k, v, q8, k8, v8, q_scale, shift, k_scale, k_scale_finite, key_term, k_mean, v_mean,
-    v_scale, v_unit, v_residual, records, counters, key_mask, cu_seqlens_q, cu_seqlens_k,
+    v_scale, v_unit, v_residual, v_drifts, records, counters, key_mask, cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
     heads, ratio, seq_q, seq_k, left, q_rows, k_rows, parts, groups, group_parts, q_blocks,
@@ -193,8 +193,8 @@ def prepass_kernel(
         if slot < slots:
             add_up(
                 k, v, key_mask, cu_seqlens_q, cu_seqlens_k, records, counters, k_mean, v_mean,
-                v_scale, v_unit, v_residual, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb,
-                stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
+                v_scale, v_unit, v_residual, v_drifts, stride_kb, stride_kh, stride_ks, stride_kd,
+                stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
                 slot, index, heads, seq_q, seq_k, left, parts, groups, group_parts,
                 D, DP, KEYS, ROWS, DEPTH, CHUNK, ARRIVALS, K_MEAN, V_MEAN, PV8, LIMIT, FLOOR, TINY,
                 MASKED, LEFT, PACKED,

@@ -18,7 +18,7 @@ FP16_FLOOR = 2.0**-6
 """Channels whose largest |V| is smaller get a scale too: fp16 has few digits far under it."""
 
 LINEAR_SHIFT = 0.456
-"""Eighths of an octave that the linear exponential is moved down by, so that its mean error is 0."""
+"""Eighths of an octave that a linear exponential is moved down by, so that its mean error is 0."""
 
 
 @dataclass(frozen=True, slots=True)
