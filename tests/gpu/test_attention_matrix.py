@@ -1,4 +1,4 @@
-"""Every kernel's portable variant on a device, against the oracle and its own emulation."""
+"""Every kernel's variants on a device, against the oracle and its own emulation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 
 import sage_plugin
 from sage_plugin.kernels.oracle import oracle
+from tests.gpu.variants import PAIRS, config_of, each, poison, relative, skip_what_is_left
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-KERNELS = ("fav2", "sage", "fav3_sage", "fav3_fp8")
+QUANTISED = [(kernel, variant) for kernel, variant in PAIRS if kernel != "fav2"]
 SHAPES = [
     # batch, heads_q, heads_k, seq_q, seq_k, head_dim
     (2, 4, 4, 1024, 1024, 64),
@@ -25,6 +26,8 @@ SHAPES = [
     (1, 2, 2, 1, 500, 64),
     (2, 2, 2, 255, 257, 40),
     (1, 2, 1, 200, 333, 96),
+    (2, 2, 1, 400, 640, 80),
+    (1, 2, 2, 193, 385, 33),
     (1, 1, 1, 130, 191, 256),
 ]
 
@@ -41,23 +44,12 @@ def inputs(shape, dtype, layout="bhsd", seed=0):
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def poison(like):
-    """Leave NaN where the allocator will look next, in blocks of every size up to a call's."""
-    held = []
-    for size in (256, 4096, 65536, like.numel(), 2 * like.numel()):
-        held += [torch.full((size,), float("nan"), device="cuda") for _ in range(4)]
-    del held
-
-
-def relative(out, reference):
-    return ((out.double() - reference.double()).abs().sum() / reference.double().abs().sum()).item()
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
+@each()
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_matches_emulation(kernel, shape, causal, dtype):
+def test_matches_emulation(kernel, variant, shape, causal, dtype):
+    skip_what_is_left(kernel, variant, shape[-1])
     q, k, v = inputs(shape, dtype)
     before = [t.clone() for t in (q, k, v)]
     poison(q)
@@ -66,8 +58,9 @@ def test_matches_emulation(kernel, shape, causal, dtype):
         "is_causal": causal,
         "return_lse": True,
         "out_dtype": torch.float32,
+        "launch": config_of(kernel, variant, q, k, v, causal=causal),
     }
-    out, lse = sage_plugin.attention(q, k, v, **options)
+    out, lse = sage_plugin.attention(q, k, v, variant=variant, **options)
     twin, twin_lse = sage_plugin.attention(q, k, v, variant="emulation", **options)
     exact, exact_lse = oracle(q, k, v, is_causal=causal)
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
@@ -81,23 +74,25 @@ def test_matches_emulation(kernel, shape, causal, dtype):
         assert (lse - exact_lse)[~dead].abs().max().item() <= limit
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_layouts_and_views_give_the_same_bits(kernel):
+@each()
+def test_layouts_and_views_give_the_same_bits(kernel, variant):
+    skip_what_is_left(kernel, variant, 64)
     batch, heads, seq, dim = 2, 3, 700, 64
     qkv = torch.randn(batch, seq, 3, heads, dim, device="cuda", dtype=torch.bfloat16)
     q, k, v = qkv.unbind(2)
     plain = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
-    expected = sage_plugin.attention(*plain, kernel=kernel)
+    expected = sage_plugin.attention(*plain, kernel=kernel, variant=variant)
     views = [t.transpose(1, 2) for t in (q, k, v)]
-    assert torch.equal(sage_plugin.attention(*views, kernel=kernel), expected)
-    bshd = sage_plugin.attention(q, k, v, kernel=kernel, layout="bshd")
+    assert torch.equal(sage_plugin.attention(*views, kernel=kernel, variant=variant), expected)
+    bshd = sage_plugin.attention(q, k, v, kernel=kernel, variant=variant, layout="bshd")
     assert torch.equal(bshd.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_two_halves_of_k_merge_to_the_whole(kernel):
+@each()
+def test_two_halves_of_k_merge_to_the_whole(kernel, variant):
+    skip_what_is_left(kernel, variant, 64)
     q, k, v = inputs((1, 4, 2, 300, 600, 64), torch.float16)
-    options = {"kernel": kernel, "return_lse": True, "out_dtype": torch.float32}
+    options = {"kernel": kernel, "variant": variant, "return_lse": True, "out_dtype": torch.float32}
     whole, lse = sage_plugin.attention(q, k + 20, v, **options)
     first, second = (
         sage_plugin.attention(q, k[:, :, part] + 20, v[:, :, part], **options)
@@ -109,65 +104,75 @@ def test_two_halves_of_k_merge_to_the_whole(kernel):
     assert (total - lse).abs().max().item() < 0.15
 
 
-@pytest.mark.parametrize("kernel", ["sage", "fav3_sage", "fav3_fp8"])
-def test_report_57_gain_does_not_fall_with_length(kernel):
+@each(QUANTISED)
+def test_report_57_gain_does_not_fall_with_length(kernel, variant):
+    skip_what_is_left(kernel, variant, 64)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(1, 1, 65536, 64, device="cuda", generator=generator) for _ in range(3))
     q = q[:, :, :512]
     v = 1.0 + 0.1 * v
     out = sage_plugin.attention(
-        q.half(), k.half(), v.half(), kernel=kernel, out_dtype=torch.float32
+        q.half(), k.half(), v.half(), kernel=kernel, variant=variant, out_dtype=torch.float32
     )
     exact, _ = oracle(q, k, v)
     assert math.isclose(out.mean().item() / exact.mean().item(), 1.0, abs_tol=0.003)
 
 
-def test_report_46_bf16_values_beyond_fp16_stay_finite_and_right():
+@each()
+def test_report_46_bf16_values_beyond_fp16_stay_finite_and_right(kernel, variant):
+    skip_what_is_left(kernel, variant, 64)
     q, k, _ = inputs((1, 2, 2, 256, 256, 64), torch.bfloat16)
     for value in (7e4, 1e5, 3e6):
         v = torch.full_like(k, value)
-        for kernel in KERNELS:
-            out = sage_plugin.attention(q, k, v, kernel=kernel, out_dtype=torch.float32)
-            assert relative(out, torch.full_like(out, v.float().mean().item())) < 5e-3
+        out = sage_plugin.attention(
+            q, k, v, kernel=kernel, variant=variant, out_dtype=torch.float32
+        )
+        assert relative(out, torch.full_like(out, v.float().mean().item())) < 5e-3
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_many_heads_pass_the_grid_limit(kernel):
+@each()
+def test_many_heads_pass_the_grid_limit(kernel, variant):
+    skip_what_is_left(kernel, variant, 64)
     q, k, v = inputs((70000, 1, 1, 16, 16, 64), torch.float16)
-    out = sage_plugin.attention(q, k, v, kernel=kernel, out_dtype=torch.float32)
+    out = sage_plugin.attention(q, k, v, kernel=kernel, variant=variant, out_dtype=torch.float32)
     exact, _ = oracle(q[-64:], k[-64:], v[-64:])
     assert relative(out[-64:], exact) < 0.03
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_report_76_graph_replay_sees_changed_inputs(kernel):
+@each()
+def test_report_76_graph_replay_sees_changed_inputs(kernel, variant):
+    skip_what_is_left(kernel, variant, 64)
     q, k, v = inputs((1, 2, 2, 512, 512, 64), torch.float16)
-    sage_plugin.attention(q, k, v, kernel=kernel)
+    sage_plugin.attention(q, k, v, kernel=kernel, variant=variant)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sage_plugin.attention(q, k, v, kernel=kernel)
+        out = sage_plugin.attention(q, k, v, kernel=kernel, variant=variant)
     for tensor in (q, k, v):
         tensor.copy_(torch.randn_like(tensor))
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, sage_plugin.attention(q, k, v, kernel=kernel))
+    assert torch.equal(out, sage_plugin.attention(q, k, v, kernel=kernel, variant=variant))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_report_52_repeated_calls_are_bitwise_equal(kernel):
+@each()
+def test_report_52_repeated_calls_are_bitwise_equal(kernel, variant):
+    skip_what_is_left(kernel, variant, 64)
     q, k, v = inputs((1, 2, 2, 777, 777, 128), torch.bfloat16)
-    first = sage_plugin.attention(q, k, v, kernel=kernel)
+    first = sage_plugin.attention(q, k, v, kernel=kernel, variant=variant)
     for _ in range(20):
         poison(q)
-        assert torch.equal(sage_plugin.attention(q, k, v, kernel=kernel), first)
+        assert torch.equal(sage_plugin.attention(q, k, v, kernel=kernel, variant=variant), first)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@each()
 @pytest.mark.parametrize("shape", [(1, 3, 1, 129, 1, 128), (1, 2, 2, 777, 300, 128)], ids=str)
-def test_short_causal_calls_never_show_what_scratch_held(kernel, shape):
+def test_short_causal_calls_never_show_what_scratch_held(kernel, variant, shape):
+    skip_what_is_left(kernel, variant, 64)
     for seed in range(150):
         q, k, v = inputs(shape, torch.bfloat16, seed=seed)
         poison(q)
-        out = sage_plugin.attention(q, k, v, kernel=kernel, is_causal=True, out_dtype=torch.float32)
+        out = sage_plugin.attention(
+            q, k, v, kernel=kernel, variant=variant, is_causal=True, out_dtype=torch.float32
+        )
         assert torch.isfinite(out).all()

@@ -221,7 +221,8 @@ def test_report_35_every_kernel_takes_masks(kind):
         assert found == dispatch.Decision(kernel, variant)
         shape = dataclasses.replace(SHAPE, mask_kind=kind)
         assert dispatch.call_key(shape, found).mask_kind == kind
-    assert decide(mask_kind=kind).label == ("sdpa:host" if kind == "dense" else "fav3_sage:hopper")
+    by_auto = {"dense": "fav3_sage:portable", "key_bias": "fav3_sage:hopper"}
+    assert decide(mask_kind=kind).label == by_auto[kind]
     assert decide(kernel="torch", mask_kind=kind).reason is None
 
 
@@ -367,11 +368,15 @@ def test_facts_of_a_tensors_device():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("mask_kind", ["none", "key_bias", "dense"])
-def test_auto_leaves_dense_masks_to_the_host_and_a_named_kernel_takes_them(arch, mask_kind):
-    chosen = decide(arch, mask_kind=mask_kind)
-    assert (chosen.reason == dispatch.SLOW_TILES) == (mask_kind == "dense")
-    assert (chosen.kernel == "sdpa") == (mask_kind == "dense")
-    named = decide(arch, "fav2", mask_kind=mask_kind)
+@pytest.mark.parametrize("additive", [False, True], ids=["bool", "float"])
+def test_auto_leaves_dense_additive_masks_to_the_host_and_a_named_kernel_takes_them(
+    arch, mask_kind, additive
+):
+    chosen = decide(arch, mask_kind=mask_kind, additive=additive)
+    left = additive and mask_kind == "dense"
+    assert (chosen.reason == dispatch.SLOW_TILES) == left
+    assert (chosen.kernel == "sdpa") == left
+    named = decide(arch, "fav2", mask_kind=mask_kind, additive=additive)
     assert named == dispatch.Decision("fav2", "portable")
 
 

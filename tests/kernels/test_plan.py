@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode
 
 import sage_plugin
 from sage_plugin import device
@@ -76,6 +77,57 @@ def test_windows_caps_and_sinks_share_a_plan_that_is_not_that_of_plain_calls(mad
     assert len(made) == 2
     for one, other in itertools.combinations([first, *outs], 2):
         assert not torch.equal(one, other)
+
+
+SPECIAL = {
+    "plain": ({}, False),
+    "causal": ({"is_causal": True}, False),
+    "window": ({"window": (4, 4)}, True),
+    "window of everything": ({"window": (-1, -1)}, True),
+    "cap": ({"softcap": 3.0}, True),
+    "no cap": ({"softcap": 0.0}, False),
+    "sinks": ({"sinks": torch.zeros(4)}, True),
+    "padding": ({"attn_mask": torch.ones(20, dtype=torch.bool)}, False),
+    "bias of keys": ({"attn_mask": torch.zeros(1, 1, 1, 20)}, False),
+    "bias of each head": ({"attn_mask": torch.zeros(1, 4, 1, 20)}, True),
+    "bias of no head": ({"attn_mask": torch.zeros(1, 1, 1, 20).expand(1, 4, 1, 20)}, False),
+}
+
+
+@pytest.mark.parametrize(("options", "special"), SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.parametrize("entrance", ["attention", "traced", "prepare"])
+def test_the_decision_is_told_what_only_portable_variants_take(
+    options, special, entrance, monkeypatch
+):
+    stock, told = dispatch.decide, []
+
+    def decide(shape, facts, **named):
+        told.append(named["special"])
+        return stock(shape, facts, **named)
+
+    monkeypatch.setattr(dispatch, "decide", decide)
+    if entrance == "prepare":
+        sage_plugin.prepare(*draw(PLAIN), kernel="sage", **options)
+    elif entrance == "attention":
+        attention(**options)
+    else:
+        with BaseTorchFunctionMode():
+            attention(**options)
+    assert told == [special]
+
+
+def test_packed_sequences_are_told_to_the_decision(monkeypatch):
+    stock, told = dispatch.decide, []
+
+    def decide(shape, facts, **named):
+        told.append(named["special"])
+        return stock(shape, facts, **named)
+
+    monkeypatch.setattr(dispatch, "decide", decide)
+    q, k, v = (torch.randn(12, 2, 32) for _ in range(3))
+    cu = torch.tensor([0, 6, 12], dtype=torch.int32)
+    sage_plugin.attention_varlen(q, k, v, cu, cu, 6, 6, kernel="sage")
+    assert told == [True]
 
 
 def test_other_strides_share_a_plan_but_not_an_answer(made):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sage_plugin.kernels.attention.api import attention
+from sage_plugin.plugin import route
 from sage_plugin.plugin.call import MASK_DEVICE, MASK_SHAPE, SUBCLASS
 from sage_plugin.plugin.patch import patch
 from tests.plugin import toys
@@ -120,3 +121,24 @@ def test_report_41_mask_and_causal_reach_the_host_together(monkeypatch):
     assert args[4:] == (0.1, True, 0.3, False, None)
     monkeypatch.undo()
     patch(layer, kernel="sage", min_seq=0)  # takes the original function up again
+
+
+@pytest.mark.parametrize(
+    ("shape", "special"),
+    [(None, False), ((2, 1, 1, 24), False), ((1, 2, 1, 24), True), ((2, 2, 24, 24), True)],
+    ids=str,
+)
+def test_the_decision_is_told_of_a_mask_of_each_head(shape, special, monkeypatch):
+    """Which the Hopper variants do not take."""
+    stock, told = route.dispatch.decide, []
+
+    def decide(*call, **named):
+        told.append(named["special"])
+        return stock(*call, **named)
+
+    monkeypatch.setattr(route.dispatch, "decide", decide)
+    layer, handle = patched_toy()
+    mask = None if shape is None else torch.rand(shape) > 0.3
+    layer(*qkv(), attn_mask=mask)
+    assert told == [special]
+    assert counts(handle) == ({"sage:emulation": 1}, {})

@@ -17,10 +17,15 @@ import torch
 from sage_plugin.kernels.attention import emulation
 from sage_plugin.kernels.attention.emulation import EmulatedSequence, QuantisedEmulation
 from sage_plugin.kernels.attention.implementations import implementation
-from sage_plugin.kernels.attention.online_softmax import FIRST_TOP, Block, RowSums, blockwise
+from sage_plugin.kernels.attention.online_softmax import (
+    FIRST_TOP,
+    Block,
+    RowSums,
+    Weights,
+    blockwise,
+)
 from sage_plugin.kernels.contract import Problem
 from sage_plugin.kernels.quant.recipe import Recipe
-from sage_plugin.kernels.quant.reference import round_to
 from sage_plugin.schema import LaunchConfig
 from tests.real.captured import Captured
 from tests.real.judged import problem_of
@@ -138,7 +143,7 @@ def _summed(
     values: Block,
     *,
     blocks: int,
-    p_dtype: torch.dtype,
+    weigh: Weights,
     p_offset: float,
     decays: bool = True,
     one_level: bool = False,
@@ -156,9 +161,8 @@ def _summed(
             top = torch.full_like(norm, FIRST_TOP)
         new_top = torch.maximum(top, s.amax(-1))
         decay = torch.exp2(top - new_top) if decays else torch.ones_like(top)
-        p = torch.exp2(s - (new_top - p_offset)[..., None])
-        norm, acc, top = norm * decay + p.sum(-1), acc * decay[..., None], new_top
-        p = round_to(p, p_dtype).float()
+        p, summed = weigh(s - (new_top - p_offset)[..., None], j)
+        norm, acc, top = norm * decay + summed.sum(-1), acc * decay[..., None], new_top
         step = MMA_KEYS if one_level else p.shape[-1]
         for first in range(0, p.shape[-1], step):
             part = slice(first, first + step)

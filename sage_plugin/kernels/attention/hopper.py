@@ -15,6 +15,14 @@ from sage_plugin.kernels.quant.operands import QuantisedOperands
 GROUP_ROWS = 64
 """Query rows of a warpgroup."""
 
+GROUP_WARPS = 4
+
+REGISTERS = {2: 240, 3: 160}
+"""Registers of a thread that multiplies, by warpgroups; an SM has 65,536 for them and the loads."""
+
+LATE_ABOVE = 64
+"""Channels above which `overlap` of fp16 values runs P V a step late; else scores start early."""
+
 _GLUON_TYPES = {
     torch.int8: gl.int8,
     torch.float8_e4m3fn: gl.float8e4nv,
@@ -42,28 +50,36 @@ class QuantisedHopper(QuantisedPortable):
         view = bhsd(out, problem.layout)
         lse = ops.form.empty_lse() if return_lse else None
         row_blocks = -(-ops.seq_q // config.block_m)
+        groups, pv8 = config.block_m // GROUP_ROWS, self.recipe.pv == "fp8"
+        late = config.overlap and not pv8 and ops.k8.shape[-1] > LATE_ABOVE
         hopper_attention_kernel[(row_blocks * ops.sequences * ops.heads_q,)](
             *_descriptors(ops), view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite,
-            ops.key_term, ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.shift,
+            ops.key_term, ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.v_drifts,
+            ops.shift,
             *view.stride(), ops.heads_q, ops.heads_q // ops.heads_k, ops.seq_q, ops.seq_k,
             ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2],
-            D=ops.head_dim, DP=ops.k8.shape[-1], BN=config.block_n,
-            GROUPS=config.block_m // GROUP_ROWS, STAGES=config.num_stages,
-            QK8=self.recipe.qk == "int8", OFFSET=self.recipe.p_offset,
-            LINEAR=config.exp_linear * config.block_n // 128, FLUSH=config.pv_flush,
-            EARLY=config.overlap, TERM=problem.mask is not None, CAUSAL=problem.right >= 0, LSE=return_lse,
-            SHIFT=config.smooth_k, REGISTERS=config.maxnreg, num_warps=4,
+            D=ops.head_dim, DP=ops.k8.shape[-1], BN=config.block_n, GROUPS=groups,
+            STAGES=config.num_stages, QK8=self.recipe.qk == "int8", PV8=pv8, ONES=int(pv8),
+            OFFSET=self.recipe.p_offset, LINEAR=config.exp_linear * config.block_n // 128,
+            FLUSH=config.pv_flush, EARLY=int(config.overlap and not late), LATE=int(late),
+            TERM=problem.mask is not None, CAUSAL=problem.right >= 0, LSE=return_lse,
+            SHIFT=config.smooth_k, REGISTERS=config.maxnreg or REGISTERS[groups],
+            num_warps=GROUP_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
         return out, lse
 
 
 def _descriptors(ops: QuantisedOperands) -> tuple[Any, Any, Any]:
-    """TMA descriptors of Q by a warpgroup's rows, and of K and transposed V by blocks of keys."""
+    """TMA descriptors of Q by a warpgroup's rows, and of K and V by blocks of keys."""
     width, block_n = ops.q8.shape[-1], ops.launch_config.block_n
+    transposed = ops.recipe.pv == "fp8"
     return (
         _descriptor(ops.q8.view(-1, width), [GROUP_ROWS, width]),
         _descriptor(ops.k8.view(-1, width), [block_n, width]),
-        _descriptor(ops.v8.view(-1, ops.v8.shape[-1]), [width, block_n]),
+        _descriptor(
+            ops.v8.view(-1, ops.v8.shape[-1]),
+            [width, block_n] if transposed else [block_n, width],
+        ),
     )
 
 

@@ -1,8 +1,8 @@
 """Gluon code of the Hopper kernels: from scores in registers to the weights that multiply V.
 
-A warpgroup holds 64 rows; a thread holds two of them, each shared by four threads. Weights are kept
-as 32-bit words of four FP8 numbers in the order in which a product reads them (an FP8 tensor that
-crosses a loop would be shuffled byte by byte).
+A warpgroup holds 64 rows; a thread holds two of them, each shared by four threads. FP8 weights are
+kept as 32-bit words of four numbers in the order in which a product reads them (an FP8 tensor that
+crosses a loop would be shuffled byte by byte); fp16 weights are fp32 numbers until then.
 """
 
 from __future__ import annotations
@@ -161,6 +161,25 @@ def fp8_operand(words, L: gl.constexpr, BN: gl.constexpr):
     c3 = (words >> 24).to(gl.int8)
     keys = gl.join(gl.join(c0, c1), gl.join(c2, c3)).permute([0, 1, 3, 2]).reshape([64, BN])
     return gl.convert_layout(keys.to(gl.float8e4nv, bitcast=True), L, assert_trivial=True)
+
+
+@gluon.jit
+def half_weights(s, mul, sub):
+    """Weights `2^(s * mul - sub)` as fp32 numbers, with rows' `mul` and `sub`."""
+    return gl.exp2(s * gl.expand_dims(mul, 1) - gl.expand_dims(sub, 1))
+
+
+@gluon.jit
+def half_operand(p, L: gl.constexpr):
+    """The first operand of an fp16 product, of layout `L`, from weights; only the rounding."""
+    return gl.convert_layout(p.to(gl.float16), L, assert_trivial=True)
+
+
+@gluon.jit
+def partial_sums(x):
+    """Sums of fp32 weights over the keys that a thread holds of a row, `(64, 4)`."""
+    N: gl.constexpr = x.shape[1] // 8
+    return gl.sum(gl.sum(x.reshape([64, N, 4, 2]), 3), 1)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from sage_plugin.kernels.oracle import OracleKernel
 MODULES = {"emulation": "reference", "portable": "portable", "hopper": "hopper"}
 TRITON_KERNELS = {
     "fav2": ("emulation", "portable"),
-    "sage": ("emulation", "portable"),
+    "sage": ("emulation", "portable", "hopper"),
     "fav3_sage": ("emulation", "portable", "hopper"),
     "fav3_fp8": ("emulation", "portable", "hopper"),
 }

@@ -36,21 +36,25 @@ def launch(
 
 
 def hopper(
-    *, num_stages: int, exp_linear: int, overlap: bool = False, pv_flush: int = 8
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
+    *,
+    pv_flush: int,
+    exp_linear: int = 0,
+    overlap: bool = False,
+    smooth_v: bool = True,
 ) -> LaunchConfig:
-    """A config of the Gluon kernel: three warpgroups of 64 rows and blocks of 128 keys.
-
-    Totals are flushed every eight blocks: the error on values that drift along the sequence is then
-    that of two-level accumulation within a factor of 2 (H100, 16,452 to 118,808 keys).
-    """
+    """A launch config of the Gluon kernel, whose loads are all TMA."""
     return LaunchConfig(
-        block_m=192,
-        block_n=128,
-        num_warps=12,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
         num_stages=num_stages,
         loads="descriptor",
         smooth_k=True,
-        smooth_v=True,
+        smooth_v=smooth_v,
         pv_flush=pv_flush,
         exp_linear=exp_linear,
         overlap=overlap,

@@ -1,0 +1,232 @@
+"""Gluon code of the Hopper kernels: what a warpgroup does with one block of keys."""
+
+from __future__ import annotations
+
+from sage_plugin.kernels.attention.gluon_names import (
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from sage_plugin.kernels.attention.hopper_weights import (
+    by_row,
+    fp8_operand,
+    half_operand,
+    half_weights,
+    partial_sums,
+    rescaled,
+    weights,
+)
+
+FLOAT_START = gl.constexpr(12582912.0)
+FLOAT_BITS = gl.constexpr(0x4B400000)
+"""INT8 products start from the bits of 3 * 2^22: what they count up to reads as a float."""
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The stage of a ring after another, and the phase of its barriers."""
+    stage += 1
+    wrapped = stage == STAGES
+    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def row_sums(p, ones, PV8: gl.constexpr):
+    """Start a product of weights and ones: `(64, 8)` row sums, all columns equal."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32 if PV8 else 16])
+    L_P: gl.constexpr = gl.DotOperandLayout(0, L, 4 if PV8 else 2)
+    a = gl.convert_layout(p, L_P, assert_trivial=True)
+    zeros = gl.zeros([64, 8], gl.float32, layout=L)
+    return warpgroup_mma(a, ones.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def with_sums(l, decay, sums):
+    """Running row sums `(64, 4)` with the result of `row_sums`."""
+    even, _odd = gl.split(sums.reshape([64, 4, 2]))
+    L: gl.constexpr = l.type.layout
+    even = gl.convert_layout(even, L, assert_trivial=True)
+    return l * by_row(decay, L) + even
+
+
+@gluon.jit
+def with_parts(l, decay, x):
+    """Running parts of row sums `(64, 4)`, a part a thread, with a block of fp32 weights."""
+    L: gl.constexpr = l.type.layout
+    return l * by_row(decay, L) + gl.convert_layout(partial_sums(x), L, assert_trivial=True)
+
+
+@gluon.jit
+def _hidden_scores(
+    s, scale, term, rows, j, seq_q, seq_k, BN: gl.constexpr, EDGE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Scores in log2 units with what keys add to them; -inf where a key is out of reach."""
+    L: gl.constexpr = s.type.layout
+    keys = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+    x = s.to(gl.float32) * gl.expand_dims(scale, 1)
+    x += gl.expand_dims(gl.load(term + keys), 0)
+    if EDGE:
+        seen = gl.expand_dims(keys < seq_k, 0)
+        if CAUSAL:
+            last = gl.expand_dims(rows + (seq_k - seq_q), 1)
+            seen = seen & (gl.expand_dims(keys, 0) <= last)
+        x = gl.where(seen, x, float("-inf"))
+    return x
+
+
+@gluon.jit
+def scores(q, k_tiles, stage, BN: gl.constexpr, QK8: gl.constexpr):
+    """Start the product of a warpgroup's queries and a block of keys."""
+    L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
+    if QK8:
+        start = gl.full([64, BN], FLOAT_BITS, gl.int32, layout=L_S)
+    else:
+        start = gl.zeros([64, BN], gl.float32, layout=L_S)
+    k_tile = k_tiles.index(stage).permute((1, 0))
+    return warpgroup_mma(q, k_tile, start, use_acc=QK8, is_async=True)
+
+
+@gluon.jit
+def values(
+    p, v_tiles, stage, acc, keep, DP: gl.constexpr, BN: gl.constexpr, PV8: gl.constexpr
+):  # fmt: skip
+    """Start the product of weights and a block of values; it adds to `acc` where `keep` is set.
+
+    Returns the product and the weights as its operand.
+    """
+    L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 32 if PV8 else 16])
+    if PV8:
+        a = fp8_operand(p, gl.DotOperandLayout(0, L_O, 4), BN)
+        v_tile = v_tiles.index(stage).permute((1, 0))
+    else:
+        a = half_operand(p, gl.DotOperandLayout(0, L_O, 2))
+        v_tile = v_tiles.index(stage)
+    return warpgroup_mma(a, v_tile, acc, use_acc=keep, is_async=True), a
+
+
+@gluon.jit
+def _exponentials(
+    x, scale, sub, BN: gl.constexpr, LINEAR: gl.constexpr, PV8: gl.constexpr
+):  # fmt: skip
+    """`2^(x * scale - sub)`, as words of FP8 weights or as fp32 numbers."""
+    if PV8:
+        return weights(x, scale, sub, BN, LINEAR)
+    else:
+        return half_weights(x, scale, sub)
+
+
+@gluon.jit
+def _weights(
+    s, m, row_scale, k_scale, term, rows, j, seq_q, seq_k, BN: gl.constexpr, QK8: gl.constexpr,
+    PV8: gl.constexpr, OFFSET: gl.constexpr, LINEAR: gl.constexpr, POSITIVE: gl.constexpr,
+    TERM: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Weights of a block as `_exponentials` has them, and the new maximum of each row."""
+    scale = row_scale * k_scale
+    if TERM or EDGE:
+        if QK8:
+            s = s - FLOAT_BITS
+        x = _hidden_scores(s, scale, term, rows, j, seq_q, seq_k, BN, EDGE, CAUSAL)
+        top = gl.maximum(m, gl.max(x, 1))
+        return _exponentials(x, scale * 0.0 + 1.0, top - OFFSET, BN, 0, PV8), top
+    else:
+        if QK8 or POSITIVE:
+            highest = gl.max(s.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+        else:
+            highest = gl.max(s, 1)
+        if QK8:
+            highest -= FLOAT_START
+        top = gl.maximum(m, highest * scale)
+        sub = top - OFFSET
+        if QK8:
+            sub += scale * FLOAT_START
+        x = s.to(gl.float32, bitcast=True)
+        return _exponentials(x, scale, sub, BN, LINEAR, PV8), top
+
+
+@gluon.jit
+def step(
+    q, rings, stage, phase, row_scale, k_scale, term, rows, j, s, m, l, acc, keep, seq_q, seq_k,
+    DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
+    PV8: gl.constexpr, ONES: gl.constexpr, OFFSET: gl.constexpr, LINEAR: gl.constexpr,
+    POSITIVE: gl.constexpr, EARLY: gl.constexpr, TERM: gl.constexpr, EDGE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """One key block of one warpgroup: scores, online softmax, P V, row sums.
+
+    With `EARLY` its scores were started by the step before, and it starts those of the next block.
+    """
+    k_tiles, v_tiles, ones, k_full, k_empty, v_full, v_empty = rings
+    if EARLY == 0:
+        mbarrier.wait(k_full.index(stage), phase)
+        s = scores(q, k_tiles, stage, BN, QK8)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    p, top = _weights(
+        s, m, row_scale, k_scale, term, rows, j, seq_q, seq_k, BN, QK8, PV8, OFFSET, LINEAR,
+        POSITIVE, TERM, EDGE, CAUSAL,
+    )  # fmt: skip
+    decay = gl.exp2(m - top)
+    acc = rescaled(acc, decay, DP)
+    mbarrier.wait(v_full.index(stage), phase)
+    acc, a = values(p, v_tiles, stage, acc, keep, DP, BN, PV8)
+    if ONES:
+        sums = row_sums(a, ones, PV8)
+    else:
+        l = with_parts(l, decay, p)
+    following, its_phase = next_stage(stage, phase, STAGES)
+    if EARLY:
+        mbarrier.wait(k_full.index(following), its_phase, pred=j > 0)
+        s = scores(q, k_tiles, following, BN, QK8)
+    if ONES:
+        acc, sums = warpgroup_mma_wait(EARLY, deps=(acc, sums))
+        l = with_sums(l, decay, sums)
+    else:
+        acc = warpgroup_mma_wait(EARLY, deps=(acc,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return s, top, l, acc, following, its_phase
+
+
+@gluon.jit
+def late_step(
+    q, rings, stage, phase, v_stage, v_phase, started, row_scale, k_scale, term, rows, j, p, decay,
+    m, l, acc, keep, seq_q, seq_k,
+    DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
+    ONES: gl.constexpr, OFFSET: gl.constexpr, TERM: gl.constexpr, EDGE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """One key block of one warpgroup whose fp16 weights `p` meet V in the step after.
+
+    The product of the weights of the block before runs while this block's are made. `p` is zero
+    before the first block, whose V it multiplies then; `decay` is what `acc` has not seen yet.
+    """
+    k_tiles, v_tiles, ones, k_full, k_empty, v_full, v_empty = rings
+    acc = rescaled(acc, decay, DP)
+    mbarrier.wait(v_full.index(v_stage), v_phase)
+    mbarrier.wait(k_full.index(stage), phase)
+    s = scores(q, k_tiles, stage, BN, QK8)
+    acc, a = values(p, v_tiles, v_stage, acc, keep, DP, BN, False)
+    if ONES:
+        sums = row_sums(a, ones, False)
+    s = warpgroup_mma_wait(1 + ONES, deps=(s,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    x, top = _weights(
+        s, m, row_scale, k_scale, term, rows, j, seq_q, seq_k, BN, QK8, False, OFFSET, 0, False,
+        TERM, EDGE, CAUSAL,
+    )  # fmt: skip
+    fresh = gl.exp2(m - top)
+    if ONES == 0:
+        l = with_parts(l, fresh, x)
+    following, its_phase = next_stage(stage, phase, STAGES)
+    # What ends a basic block here keeps the compiler from waiting for P V above the exponentials.
+    mbarrier.wait(k_full.index(following), its_phase, pred=j > 0)
+    if ONES:
+        acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+        l = with_sums(l, decay, sums)
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_empty.index(v_stage), count=1, pred=started)
+    return x.to(gl.float16), fresh, top, l, acc, following, its_phase
