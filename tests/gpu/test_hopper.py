@@ -132,7 +132,23 @@ def test_every_field_of_a_config(kernel, fields, dim, causal):
     check(made, twin, oracle(q, k, v, is_causal=causal), small_lse=6e-3)
 
 
-@pytest.mark.parametrize("kernel", FP8_WEIGHTS)
+@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("block_m", [128, 192])
+@pytest.mark.parametrize("pv_flush", [0, 1, 8])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_half_blocks_of_every_kernel(kernel, overlap, block_m, pv_flush, dim, causal):
+    q, k, v = inputs((1, 4, 2, 900, 1500, dim))
+    fields = {
+        "block_m": block_m, "num_warps": block_m // 16, "block_n": 64, "num_stages": 3,
+        "pv_flush": pv_flush, "overlap": overlap,
+    }  # fmt: skip
+    made, twin = both(kernel, q, k, v, causal=causal, fields=fields)
+    check(made, twin, oracle(q, k, v, is_causal=causal), small_lse=6e-3)
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_an_early_start_changes_nothing(kernel, causal, block_n):

@@ -208,7 +208,7 @@ def test_unknown_names_raise_for_auto_too():
     with pytest.raises(UnknownKernelError, match="'cuda'"):
         attention(q, k, v, variant="cuda")
     with pytest.raises(UnknownKernelError, match=r"'hopper'.*not built in this version"):
-        attention(q, k, v, kernel="sage", variant="hopper")
+        attention(q, k, v, kernel="fav2", variant="hopper")
 
 
 # -- the host's attention ---------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_the_kernels_of_torch_are_on_the_host():
     ("kernel", "variant"),
     [
         ("sage", "host"),
-        ("sage", "hopper"),
+        ("fav2", "hopper"),
         ("sage", "auto"),
         ("torch", "emulation"),
         ("sdpa", "portable"),

@@ -160,8 +160,11 @@ def test_parts_are_far_enough_ahead_of_their_blocks(ratio, seq_q, seq_k):
         made = plan.plan_of(heads, ratio, seq_q, seq_k, 128, (128, 128, 1), 512)
         per_head = made.parts + ratio * made.q_blocks + made.k_blocks
         distance = made.ahead + made.lead * per_head
-        assert made.lead == heads or distance >= plan.WARPS_AHEAD // made.warps
-        assert made.programs == heads * per_head + made.lead * made.parts
+        if len(made.launches) == 1:
+            assert made.lead == heads or distance >= plan.WARPS_AHEAD // made.warps
+        assert [phase for phase, _ in made.launches] in ([0], [1, 2])
+        spare = made.lead * made.parts if len(made.launches) == 1 else 0
+        assert sum(count for _, count in made.launches) == heads * per_head + spare
         assert made.parts * made.part_keys >= seq_k
         assert made.q_blocks * made.q_tile >= seq_q
         assert made.groups * made.group_parts >= made.parts
@@ -194,3 +197,14 @@ def test_a_head_with_a_step_alone_drifts_where_records_are_groups():
     assert prepared("fav3_sage", q, k, v, kept)["v_drifts"].tolist() == [0]
     v[:, :, 800:] += 1.0
     assert prepared("fav3_sage", q, k, v, kept)["v_drifts"].tolist() == [1]
+
+
+@in_small_parts
+@pytest.mark.parametrize("kernel", QUANTISED)
+def test_two_launches_make_what_one_makes(kernel, monkeypatch):
+    q, k, v = draw(Shape(2, 4, 2, 70, 90, 64))
+    problem = Problem(0.1, False, "bhsd")
+    one = prepared(kernel, q, k, v, problem)
+    monkeypatch.setattr(plan, "ONE_LAUNCH_VALUES", 0)
+    plan.plan_of.cache_clear()
+    assert_same(prepared(kernel, q, k, v, problem), one)

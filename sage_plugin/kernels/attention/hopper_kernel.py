@@ -179,8 +179,10 @@ def _late_walk(
     v_stage = 0
     v_phase = 0
     m_total = m
+    m_acc = m
     for i in range(blocks - whole):
         j = blocks - 1 - i
+        m_acc = m
         p, decay, m, l, acc, following, its_phase = late_step(
             q, rings, stage, phase, v_stage, v_phase, i > 0, row_scale,
             gl.load(k_scale_finite + j), term, rows, j, p, decay, m, l, acc, True, seq_q, seq_k, DP,
@@ -199,6 +201,7 @@ def _late_walk(
         for i in range(gl.minimum(length, last + 1)):
             j = last - i
             next_scale = gl.load(k_scale + gl.maximum(j - 1, 0))
+            m_acc = m
             p, decay, m, l, acc, following, its_phase = late_step(
                 q, rings, stage, phase, v_stage, v_phase, j < blocks - 1, row_scale, block_scale,
                 term, rows, j, p, decay, m, l, acc, (i > 0) | (segment == 0), seq_q, seq_k, DP, BN,
@@ -210,8 +213,8 @@ def _late_walk(
             stage = following
             phase = its_phase
         if FLUSH > 0:
-            _flush(total, rescaled(acc, decay, DP), m, m_total, DP)
-            m_total = m
+            _flush(total, acc, m_acc, m_total, DP)
+            m_total = m_acc
     if FLUSH == 0:
         acc = rescaled(acc, decay, DP)
     mbarrier.wait(v_full.index(v_stage), v_phase, pred=blocks > 0)
@@ -314,8 +317,8 @@ def _store_rows(
 )
 def hopper_attention_kernel(
     q_desc, k_desc, v_desc, o, lse, q_scale, k_scale, k_scale_finite, key_term, v_scale, v_mean,
-    v_residual, v_unit, v_drifts, shift, stride_ob, stride_oh, stride_os, stride_od, heads_q, ratio, seq_q,
-    seq_k, q_rows, k_rows, row_blocks, lse_rows,
+    v_residual, v_unit, v_drifts, shift, stride_ob, stride_oh, stride_os, stride_od, heads_q, ratio,
+    seq_q, seq_k, q_rows, k_rows, row_blocks, lse_rows,
     D: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr, ONES: gl.constexpr,
     OFFSET: gl.constexpr, LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr,

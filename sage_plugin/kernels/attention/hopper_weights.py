@@ -111,7 +111,8 @@ def _words(s0, s1, s2, s3, mul, sub, N: gl.constexpr, LINEAR_GROUPS: gl.constexp
         )
     elif LINEAR_GROUPS == N:
         slope = mul * -0.03125
-        start = sub * 0.03125 + LINEAR_START
+        rounding = gl.maximum(mul * 1.5 - 0.05, 0.0)  # of huge scores, which must not pass 448
+        start = (sub + rounding) * 0.03125 + LINEAR_START
         return gl.inline_asm_elementwise(
             LINEAR, "=r,f,f,f,f,f,f", [s0, s1, s2, s3, slope, start], dtype=gl.int32,
             is_pure=False, pack=1,

@@ -20,6 +20,9 @@ WARPS_AHEAD = 3200
 """Warps that start between the parts of a head and the blocks that wait for them: one and a half
 times those that a large GPU holds."""
 
+ONE_LAUNCH_VALUES = 1 << 22
+"""Values of Q, K and V up to which all work is one launch; longer calls pay a second for parts."""
+
 CACHED_BYTES = 40 << 20
 """K and V of one head that are larger are no longer in the L2 cache when they are read again."""
 
@@ -39,7 +42,7 @@ class Plan:
         k_blocks: blocks of the longest sequence's keys.
         lead: heads whose parts come before the first block.
         ahead: blocks of queries that come before those of the keys of their head.
-        programs: all of them.
+        launches: phase of `prepass_kernel` and programs of each launch.
     """
 
     warps: int
@@ -52,7 +55,7 @@ class Plan:
     k_blocks: int
     lead: int
     ahead: int
-    programs: int
+    launches: tuple[tuple[int, int], ...]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,9 +95,12 @@ def plan_of(
     if seq_k * key_bytes > CACHED_BYTES:
         lead = max(lead, 1)
     lead = min(lead, heads)
-    programs = lead * parts + heads * per_head
+    launches: tuple[tuple[int, int], ...] = ((0, lead * parts + heads * per_head),)
+    if heads * (ratio * seq_q + 2 * seq_k) * width > ONE_LAUNCH_VALUES:
+        lead, ahead = 0, ratio * q_blocks
+        launches = ((1, heads * parts), (2, heads * (per_head - parts)))
     groups = -(-parts // group_parts)
     return Plan(
         warps, q_tile, part_keys, parts, groups, group_parts, q_blocks, k_blocks, lead, ahead,
-        programs,
+        launches,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Quantisation of Q, K and V in Triton, in one launch after a small one that zeroes counters.
+"""Quantisation of Q, K and V in Triton, in one or two launches after a small one that zeroes counters.
 
 Shapes of the operands: Q `(B*Hq, q_rows, DP)`, K `(B*Hk, k_rows, DP)`, V `(B*Hk, k_rows, DP)` in
 fp16 or transposed `(B*Hk, DP, k_rows)` in FP8. `DP` is the head dim padded with zeros to a power of
@@ -113,7 +113,7 @@ def _launch(
     operands: QuantisedOperands,
     k_mean: torch.Tensor,
 ) -> None:
-    """Fill the operands: counters are zeroed by one small launch, all else is a second one."""
+    """Fill the operands, after one small launch that zeroes the counters."""
     ops, launch, recipe = operands, operands.launch_config, operands.recipe
     problem, packed = ops.problem, ops.problem.packed
     slots, width = k_mean.shape
@@ -131,23 +131,23 @@ def _launch(
     rows = 8 * 32 * plan.warps // width
     amd = torch.version.hip is not None
     limit = {} if amd or launch.hadamard or _is_wide(q, k, v) else {"maxnreg": REGISTERS}
-    prepass_kernel[(plan.programs,)](
-        q, k, v, ops.q8, ops.k8, ops.v8, ops.q_scale, ops.shift, ops.k_scale, ops.k_scale_finite,
-        ops.key_term, k_mean, ops.v_mean, ops.v_scale, ops.v_unit, ops.v_residual,
-        ops.v_drifts, records,
-        counters, key_mask.values, packed.cu_seqlens_q if packed else None,
-        packed.cu_seqlens_k if packed else None,
-        *q.stride(), *k.stride(), *v.stride(), *key_mask.strides,
-        ops.heads_k, ratio, ops.seq_q, ops.seq_k, problem.left, ops.q8.shape[1], ops.k8.shape[1],
-        plan.parts, plan.groups, plan.group_parts, plan.q_blocks, plan.k_blocks, plan.lead,
-        plan.ahead, slots, problem.scale * LOG2E,
-        D=ops.head_dim, DP=width, BM=launch.block_m, BN=launch.block_n, Q_ROWS=plan.q_tile,
-        KEYS=plan.part_keys, ROWS=rows, DEPTH=LOADS_AT_ONCE, CHUNK=max(1, rows // 2),
-        ARRIVALS=AMD_WAVE * plan.warps if amd else 1,
-        QK8=recipe.qk == "int8", QMAX=recipe.qk_max, TINY=TINY, PV8=pv8,
-        VMAX=recipe.fp8_max if pv8 else 65504.0, LIMIT=recipe.fp8_max if pv8 else FP16_HEADROOM,
-        FLOOR=FP16_FLOOR, K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v,
-        MASKED=key_mask.values is not None, LEFT=problem.left >= 0, TURNS=_turns(launch),
-        GRANULE=launch.q_granule, PACKED=packed is not None, num_warps=plan.warps,
-        enable_fp_fusion=False, **limit,
-    )  # fmt: skip
+    for phase, programs in plan.launches:
+        prepass_kernel[(programs,)](
+            q, k, v, ops.q8, ops.k8, ops.v8, ops.q_scale, ops.shift, ops.k_scale,
+            ops.k_scale_finite, ops.key_term, k_mean, ops.v_mean, ops.v_scale, ops.v_unit,
+            ops.v_residual, ops.v_drifts, records, counters, key_mask.values,
+            packed.cu_seqlens_q if packed else None, packed.cu_seqlens_k if packed else None,
+            *q.stride(), *k.stride(), *v.stride(), *key_mask.strides,
+            ops.heads_k, ratio, ops.seq_q, ops.seq_k, problem.left, ops.q8.shape[1],
+            ops.k8.shape[1], plan.parts, plan.groups, plan.group_parts, plan.q_blocks, plan.k_blocks, plan.lead,
+            plan.ahead, slots, problem.scale * LOG2E,
+            D=ops.head_dim, DP=width, BM=launch.block_m, BN=launch.block_n, Q_ROWS=plan.q_tile,
+            KEYS=plan.part_keys, ROWS=rows, DEPTH=LOADS_AT_ONCE, CHUNK=max(1, rows // 2),
+            ARRIVALS=AMD_WAVE * plan.warps if amd else 1,
+            QK8=recipe.qk == "int8", QMAX=recipe.qk_max, TINY=TINY, PV8=pv8,
+            VMAX=recipe.fp8_max if pv8 else 65504.0, LIMIT=recipe.fp8_max if pv8 else FP16_HEADROOM,
+            FLOOR=FP16_FLOOR, K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v,
+            MASKED=key_mask.values is not None, LEFT=problem.left >= 0, TURNS=_turns(launch),
+            GRANULE=launch.q_granule, PACKED=packed is not None, PHASE=phase, num_warps=plan.warps,
+            enable_fp_fusion=False, **limit,
+        )  # fmt: skip

@@ -171,25 +171,39 @@ def prepass_kernel(
     ARRIVALS: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr,
     PV8: tl.constexpr, VMAX: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     K_MEAN: tl.constexpr, V_MEAN: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
-    TURNS: tl.constexpr, GRANULE: tl.constexpr, PACKED: tl.constexpr,
+    TURNS: tl.constexpr, GRANULE: tl.constexpr, PACKED: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """Quantise Q, K and V; `slots` heads of keys, each with its queries.
+
+    With `PHASE` 1 a launch has the parts alone, with 2 the blocks alone, head by head. With 0 it
+    has both:
 
     In front are the parts of the first `lead` heads. Then each head has the parts of the head
     `lead` further on, `ahead` blocks of queries, its blocks of keys, and the rest of the queries.
     """
     pid = tl.program_id(0)
-    per_slot = parts + ratio * q_blocks + k_blocks
-    late = tl.maximum(pid - lead * parts, 0)
-    slot = late // per_slot
-    index = late % per_slot - parts
-    if (pid < lead * parts) | (index < 0):
+    if PHASE == 0:
+        per_slot = parts + ratio * q_blocks + k_blocks
+        late = tl.maximum(pid - lead * parts, 0)
+        slot = late // per_slot
+        index = late % per_slot - parts
+        adds_up = (pid < lead * parts) | (index < 0)
         if pid < lead * parts:
             slot = pid // parts
             index = pid % parts
-        else:
+        elif index < 0:
             slot += lead
             index += parts
+    elif PHASE == 1:
+        slot = pid // parts
+        index = pid % parts
+        adds_up = pid >= 0
+    else:
+        per_slot = ratio * q_blocks + k_blocks
+        slot = pid // per_slot
+        index = pid % per_slot
+        adds_up = pid < 0
+    if adds_up:
         if slot < slots:
             add_up(
                 k, v, key_mask, cu_seqlens_q, cu_seqlens_k, records, counters, k_mean, v_mean,
