@@ -20,7 +20,12 @@ from sage_plugin.kernels.launches import (
     illegal_reason,
     tune_command,
 )
-from sage_plugin.kernels.support import device_reason, hopper_reason, kernels_of
+from sage_plugin.kernels.support import (
+    device_reason,
+    hopper_reason,
+    is_faster_on_hopper,
+    kernels_of,
+)
 from sage_plugin.schema import (
     KERNEL_ALIASES,
     KERNELS,
@@ -175,7 +180,8 @@ def _gpu_variant(
         kernel, facts, shape.head_dim, mask_kind=shape.mask_kind, special=special
     )
     if variant == "auto":
-        return None, "portable" if reason else "hopper"
+        takes = reason is None and is_faster_on_hopper(kernel, shape.head_dim)
+        return None, "hopper" if takes else "portable"
     return reason, variant
 
 
