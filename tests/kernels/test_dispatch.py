@@ -420,7 +420,8 @@ def test_what_the_hopper_variant_takes(kernel, dim, mask_kind, causal, variant):
     found = decide(
         kernel=kernel, variant=variant, head_dim=dim, dv=dim, mask_kind=mask_kind, causal=causal
     )
-    assert found == dispatch.Decision(kernel, "hopper", None)
+    slower = kernel == "sage" and dim <= 64 and variant == "auto"
+    assert found == dispatch.Decision(kernel, "portable" if slower else "hopper", None)
 
 
 @pytest.mark.parametrize("changes", [{"heads_k": 2}, {"seq_q": 1}, {"seq_k": 1}, {"batch": 9}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from sage_plugin.kernels.attention import run
 from sage_plugin.kernels.attention.fallback import HopperOrPortable
 from sage_plugin.kernels.attention.implementations import implementation
 from sage_plugin.kernels.contract import Decision, Packed, Problem
-from sage_plugin.kernels.support import default_config
+from sage_plugin.kernels.support import FP8_KERNELS, default_config
 from sage_plugin.schema import LaunchConfig
-from tests.kernels.calls import HOPPER, QUANTISED, Shape, draw, hopper_launch
+from tests.kernels.calls import HOPPER, Shape, draw, hopper_launch
 from tests.registry.samples import FACTS
 
 FAILURES = {
@@ -187,6 +188,7 @@ def test_what_fails_while_it_runs_is_raised(error, monkeypatch, warnings):
 
 
 def test_a_variant_that_runs_is_not_in_the_way_of_its_results(monkeypatch, warnings):
+    operands = SimpleNamespace(problem=problem_of())
     built = HopperOrPortable("fav3_sage", implementation("fav3_sage", "portable").recipe)
     answer = (torch.ones(1), None)
     seen = []
@@ -197,8 +199,8 @@ def test_a_variant_that_runs_is_not_in_the_way_of_its_results(monkeypatch, warni
             return answer
 
     monkeypatch.setattr(built, "_hopper", Working(), raising=False)
-    assert built.launch("operands", out_dtype=torch.float16, return_lse=True) is answer
-    assert seen == [("operands", {"out_dtype": torch.float16, "return_lse": True})]
+    assert built.launch(operands, out_dtype=torch.float16, return_lse=True) is answer
+    assert seen == [(operands, {"out_dtype": torch.float16, "return_lse": True})]
     assert warnings() == []
 
 
@@ -215,17 +217,27 @@ SPECIAL = {
 }
 
 
+UNPACKED = {name: parts for name, parts in SPECIAL.items() if name != "packed"}
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("kernel", HOPPER)
-@pytest.mark.parametrize("parts", SPECIAL.values(), ids=SPECIAL)
-def test_a_special_problem_is_refused_before_anything_runs(kernel, parts):
+@pytest.mark.parametrize("parts", UNPACKED.values(), ids=UNPACKED)
+def test_a_special_problem_that_nobody_decided_runs_on_the_portable_variant(kernel, parts):
+    """A tuner knows the shape of a call and not the heads of its mask."""
     problem = problem_of(**parts)
-    tensors = draw(SHAPE, torch.float16)
-    with pytest.raises(UnsupportedInputError) as raised:
-        implementation(kernel, "hopper").prepare(*tensors, problem=problem, launch=hopper_launch())
-    assert str(raised.value) == (
-        f"kernel {kernel}:hopper takes no window, cap, sinks, packed sequences or mask of rows; "
-        "use variant='auto' or 'portable'"
-    )
+    q, k, v = draw(SHAPE, torch.float16)
+    found = []
+    for variant in ("hopper", "portable"):
+        built, given = implementation(kernel, variant), hopper_launch()
+        if variant == "portable":
+            given = default_config(kernel, "sm_90", 64).replaced(
+                block_n=given.block_n, smooth_v=given.smooth_v
+            )
+        ops = built.prepare(q, k, v, problem=problem, launch=given)
+        found.append(built.launch(ops, return_lse=True))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -259,7 +271,7 @@ def on_an_h100(monkeypatch, unconfigured):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("kernel", FP8_KERNELS)
 def test_a_call_by_name_or_auto_runs_whatever_gluon_does(kernel, on_an_h100, warnings):
     q, k, v = draw(SHAPE, torch.float16)
     out = sage_plugin.attention(q, k, v, kernel=kernel)
@@ -317,7 +329,7 @@ def test_packed_sequences_go_to_the_portable_variant(on_an_h100):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("kernel", sorted(set(QUANTISED) & set(HOPPER)))
+@pytest.mark.parametrize("kernel", FP8_KERNELS)
 def test_the_config_of_a_call_is_that_of_its_variant(kernel, on_an_h100):
     q, k, v = draw(SHAPE, torch.float16)
     prepared = sage_plugin.prepare(q, k, v, kernel=kernel)

@@ -1,4 +1,4 @@
-"""A Hopper variant with the portable one behind it, for a Triton whose Gluon cannot build it."""
+"""A Hopper variant with the portable one behind it, for what Gluon cannot build or do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.portable import QuantisedPortable
 from sage_plugin.kernels.build_failure import build_failure
 from sage_plugin.kernels.contract import NO_WINDOW, Problem
@@ -45,16 +44,13 @@ class HopperOrPortable(QuantisedPortable):
         problem: Problem,
         launch: LaunchConfig,
     ) -> QuantisedOperands:
-        """As the portable variant does.
+        """As the portable variant does; with its blocks where the decision table was not asked.
 
-        Raises:
-            UnsupportedInputError: the call has what the Hopper variant leaves to the portable one.
+        A caller that knows the shape of a call alone, such as a tuner, may ask for the Hopper
+        variant of one that has a window, a cap, sinks, packed sequences or a mask of rows.
         """
         if not _takes(problem):
-            raise UnsupportedInputError(
-                f"kernel {self.kernel}:hopper takes no window, cap, sinks, packed sequences or "
-                "mask of rows; use variant='auto' or 'portable'"
-            )
+            launch = self._portable_config(launch, q.shape[-1])
         return super().prepare(q, k, v, problem=problem, launch=launch)
 
     def launch(
@@ -65,7 +61,7 @@ class HopperOrPortable(QuantisedPortable):
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One launch of attention on the quantised operands."""
-        if self.reason is None:
+        if self.reason is None and _takes(operands.problem):
             try:
                 return self._hopper.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
             except Exception as error:
@@ -75,7 +71,8 @@ class HopperOrPortable(QuantisedPortable):
                 logger.warning(
                     "%s runs on its portable variant, since %s", self.kernel, self.reason
                 )
-        portable = dataclasses.replace(operands, launch_config=self._portable_config(operands))
+        config = self._portable_config(operands.launch_config, operands.head_dim)
+        portable = dataclasses.replace(operands, launch_config=config)
         return super().launch(portable, out_dtype=out_dtype, return_lse=return_lse)
 
     @functools.cached_property
@@ -83,10 +80,9 @@ class HopperOrPortable(QuantisedPortable):
         home = importlib.import_module("sage_plugin.kernels.attention.hopper")
         return home.QuantisedHopper(self.recipe)
 
-    def _portable_config(self, operands: QuantisedOperands) -> LaunchConfig:
-        """A config of the portable variant for operands of the Hopper variant's blocks."""
-        given = operands.launch_config
-        default = default_config(self.kernel, HOPPER_ARCH, operands.head_dim)
+    def _portable_config(self, given: LaunchConfig, head_dim: int) -> LaunchConfig:
+        """A config of the portable variant with the blocks of keys of one of the Hopper variant."""
+        default = default_config(self.kernel, HOPPER_ARCH, head_dim)
         assert default is not None
         return default.replaced(
             block_n=given.block_n, smooth_k=given.smooth_k, smooth_v=given.smooth_v,
