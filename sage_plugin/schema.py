@@ -119,7 +119,8 @@ class LaunchConfig(JsonRecord):
         smooth_k: subtract the mean of K over keys before quantising it.
         smooth_v: subtract the mean of V over keys and add it back to the output.
         pv_flush: key blocks that stay in the tensor core's accumulator before they are added to the
-            fp32 one; 1 is two-level accumulation at every block, 0 is never.
+            fp32 one; 1 is two-level accumulation at every block, 0 is never. Hopper variants take
+            eight times as many for heads whose V does not drift along the sequence.
         maxnreg: register limit of a thread (NVIDIA), 0 for none.
         waves_per_eu: occupancy hint (AMD), 0 for none.
         matrix_instr_nonkdim: MFMA shape (AMD), 0 for the compiler's choice.

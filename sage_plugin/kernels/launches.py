@@ -161,9 +161,19 @@ def _hopper_checks(config: LaunchConfig, key: CallKey) -> Checks:
         (0 <= config.pv_flush <= LARGEST_FLUSH,
          f"pv_flush {config.pv_flush} is not between 0 and {LARGEST_FLUSH}"),
         *_linear_checks(config, key),
+        (config.maxnreg == 0 or _fits_an_sm(config),
+         f"maxnreg {config.maxnreg} is not a multiple of 8 from 128 up that an SM has for "
+         f"{config.block_m // 64} warpgroups and one that loads"),
         (not config.overlap or key.head_dim <= 64 or config.block_n == 64,
          f"overlap leaves no registers at head dim {key.head_dim} with blocks of 128 keys"),
     )  # fmt: skip
+
+
+def _fits_an_sm(config: LaunchConfig) -> bool:
+    """Whether an SM has the registers of a Hopper variant's warpgroups; fewer than 128 spill."""
+    threads, loading = config.num_warps * 32, 128 * 24
+    enough = config.maxnreg >= 128 and config.maxnreg % 8 == 0
+    return enough and threads * config.maxnreg + loading <= 65_536
 
 
 def _emulation_checks(config: LaunchConfig, key: CallKey) -> Checks:

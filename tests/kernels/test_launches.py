@@ -141,6 +141,9 @@ HOPPER_KEY = key(variant="hopper", head_dim=128, dv=128)
     ("fields", "reason"),
     [
         ({"block_m": 64, "num_warps": 4}, "block_m 64 is not 128 or 192"),
+        ({"maxnreg": 100}, "maxnreg 100 is not a multiple of 8 from 128 up"),
+        ({"maxnreg": 156}, "maxnreg 156 is not a multiple of 8 from 128 up"),
+        ({"maxnreg": 168}, "maxnreg 168 is not a multiple of 8 from 128 up"),
         ({"block_m": 256, "num_warps": 16}, "block_m 256 is not 128 or 192"),
         ({"block_n": 32}, "block_n 32 is not 64 or 128"),
         ({"block_n": 256}, "block_n 256 is not 64 or 128"),

@@ -44,7 +44,7 @@ class QuantisedPortable:
         problem: Problem,
         launch: LaunchConfig,
     ) -> QuantisedOperands:
-        """Quantise in four Triton launches on the current stream, five with a dense mask."""
+        """Quantise on the current stream, in one Triton launch or two and one for counters."""
         return quantise(q, k, v, problem=problem, launch=launch, recipe=self.recipe)
 
     def launch(
