@@ -1,4 +1,4 @@
-"""Quantisation of Q, K and V in Triton, in one or two launches after a small one that zeroes counters.
+"""Quantisation of Q, K and V in Triton: one launch or two, after a small one that zeroes counters.
 
 Shapes of the operands: Q `(B*Hq, q_rows, DP)`, K `(B*Hk, k_rows, DP)`, V `(B*Hk, k_rows, DP)` in
 fp16 or transposed `(B*Hk, DP, k_rows)` in FP8. `DP` is the head dim padded with zeros to a power of
@@ -139,8 +139,8 @@ def _launch(
             packed.cu_seqlens_q if packed else None, packed.cu_seqlens_k if packed else None,
             *q.stride(), *k.stride(), *v.stride(), *key_mask.strides,
             ops.heads_k, ratio, ops.seq_q, ops.seq_k, problem.left, ops.q8.shape[1],
-            ops.k8.shape[1], plan.parts, plan.groups, plan.group_parts, plan.q_blocks, plan.k_blocks, plan.lead,
-            plan.ahead, slots, problem.scale * LOG2E,
+            ops.k8.shape[1], plan.parts, plan.groups, plan.group_parts, plan.q_blocks,
+            plan.k_blocks, plan.lead, plan.ahead, slots, problem.scale * LOG2E,
             D=ops.head_dim, DP=width, BM=launch.block_m, BN=launch.block_n, Q_ROWS=plan.q_tile,
             KEYS=plan.part_keys, ROWS=rows, DEPTH=LOADS_AT_ONCE, CHUNK=max(1, rows // 2),
             ARRIVALS=AMD_WAVE * plan.warps if amd else 1,
