@@ -98,9 +98,10 @@ class PlainPortable(ReadsInPlace):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One launch, two with a mask of rows and keys; fp32 is multiplied in IEEE fp32."""
         ops, config, problem = operands, operands.config, operands.problem
-        out = torch.empty_like(ops.q, dtype=out_dtype or ops.v.dtype)
+        form = OutputForm.of(ops.q, problem.layout)
+        out = form.empty(out_dtype or ops.v.dtype)
         q, k, v, o = (bhsd(t, problem.layout) for t in (ops.q, ops.k, ops.v, out))
-        lse = OutputForm.of(ops.q, problem.layout).empty_lse() if return_lse else None
+        lse = form.empty_lse() if return_lse else None
         sizes = Sizes.of(q, k, problem, config)
         heads_q, head_dim = q.shape[1], q.shape[3]
         row_blocks = -(-sizes.seq_q // config.block_m)

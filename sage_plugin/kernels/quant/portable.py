@@ -56,7 +56,8 @@ def quantise(
     heads = sizes.sequences * heads_k
     q_scale, shift = new(torch.float32, 2, rows_q, sizes.q_rows).unbind()
     k_blocks = sizes.k_rows // launch.block_n
-    v_scale, v_mean, v_unit, k_mean = new(torch.float32, 4, heads, width).unbind()
+    v_scale, v_mean, v_unit = new(torch.float32, 3, heads, width).unbind()
+    k_mean = new(torch.float32, heads, width)
     operands = QuantisedOperands(
         q8=new(recipe.qk_dtype, rows_q, sizes.q_rows, width),
         k8=new(recipe.qk_dtype, rows_k, sizes.k_rows, width),
