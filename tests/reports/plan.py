@@ -24,7 +24,7 @@ class Plan:
         self.grids.append(grid)
         for x in arguments:
             if isinstance(x, torch.Tensor):
-                self.tensors[id(x.untyped_storage()._cdata)] = x
+                self.tensors[x.untyped_storage()._cdata] = x
 
 
 class _Recorder:
