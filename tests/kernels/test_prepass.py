@@ -157,7 +157,7 @@ def test_careful_and_fast_blocks_agree_beside_a_bad_key(kernel, value, which):
 @pytest.mark.parametrize("seq_k", [1, 500, 200_000])
 def test_parts_are_far_enough_ahead_of_their_blocks(ratio, seq_q, seq_k):
     for heads in (1, 2, 60):
-        made = plan.plan_of(heads, ratio, seq_q, seq_k, 128, (128, 128, 1), 512)
+        made = plan.plan_of(heads, ratio, seq_q, seq_k, 128, (128, 128, 1))
         per_head = made.parts + ratio * made.q_blocks + made.k_blocks
         distance = made.ahead + made.lead * per_head
         if len(made.launches) == 1:
@@ -201,7 +201,10 @@ def test_a_head_with_a_step_alone_drifts_where_records_are_groups():
 
 @in_small_parts
 @pytest.mark.parametrize("kernel", QUANTISED)
-def test_two_launches_make_what_one_makes(kernel, monkeypatch):
+@pytest.mark.parametrize("part_values", [1024, 4096], ids=["records apart", "records in V"])
+def test_two_launches_make_what_one_makes(kernel, part_values, monkeypatch):
+    monkeypatch.setattr(plan, "PART_VALUES", part_values)
+    plan.plan_of.cache_clear()
     q, k, v = draw(Shape(2, 4, 2, 70, 90, 64))
     problem = Problem(0.1, False, "bhsd")
     one = prepared(kernel, q, k, v, problem)

@@ -23,9 +23,6 @@ times those that a large GPU holds."""
 ONE_LAUNCH_VALUES = 1 << 22
 """Values of Q, K and V up to which all work is one launch; longer calls pay a second for parts."""
 
-CACHED_BYTES = 40 << 20
-"""K and V of one head that are larger are no longer in the L2 cache when they are read again."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -66,7 +63,6 @@ def plan_of(
     seq_k: int,
     width: int,
     blocks: tuple[int, int, int],
-    key_bytes: int,
 ) -> Plan:
     """The plan of a call.
 
@@ -77,7 +73,6 @@ def plan_of(
         seq_k: longest key length.
         width: channels of the quantised operands.
         blocks: `block_m`, `block_n` and `q_granule` of the launch config.
-        key_bytes: size of a key and its value.
     """
     block_m, block_n, granule = blocks
     warps = max(FEWEST_WARPS, min(MOST_WARPS, max(block_n, granule) * width // WARP_VALUES))
@@ -91,10 +86,7 @@ def plan_of(
     per_head = parts + ratio * q_blocks + k_blocks
     distance = WARPS_AHEAD // warps
     ahead = min(ratio * q_blocks, distance)
-    lead = -(-(distance - ahead) // per_head)
-    if seq_k * key_bytes > CACHED_BYTES:
-        lead = max(lead, 1)
-    lead = min(lead, heads)
+    lead = min(-(-(distance - ahead) // per_head), heads)
     launches: tuple[tuple[int, int], ...] = ((0, lead * parts + heads * per_head),)
     if heads * (ratio * seq_q + 2 * seq_k) * width > ONE_LAUNCH_VALUES:
         lead, ahead = 0, ratio * q_blocks

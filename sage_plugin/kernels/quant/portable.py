@@ -122,10 +122,13 @@ def _launch(
     plan = plan_of(
         slots, ratio, ops.seq_q, ops.seq_k, width,
         (launch.block_m, launch.block_n, launch.q_granule),
-        ops.head_dim * (k.element_size() + v.element_size()),
     )  # fmt: skip
     new = _Allocator(q.device)
-    records = new(torch.float32, slots, plan.parts + plan.groups, 4 * width + 16)
+    count = slots * (plan.parts + plan.groups) * (4 * width + 16)
+    # They are done with before a second launch makes V, whose place they take if they fit.
+    place = ops.v8.view(torch.uint8).flatten()[: 4 * count]
+    fits = len(plan.launches) > 1 and place.numel() == 4 * count
+    records = place.view(torch.float32) if fits else new(torch.float32, count)
     counters = torch.zeros(slots, COUNTERS.value + plan.groups, dtype=torch.int32, device=q.device)
     key_mask = KeyMask.of(ops)
     pv8 = recipe.pv == "fp8"
