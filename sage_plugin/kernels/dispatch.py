@@ -22,8 +22,8 @@ from sage_plugin.kernels.launches import (
 )
 from sage_plugin.kernels.support import (
     device_reason,
+    gpu_variant,
     hopper_reason,
-    is_faster_on_hopper,
     kernels_of,
 )
 from sage_plugin.schema import (
@@ -180,8 +180,7 @@ def _gpu_variant(
         kernel, facts, shape.head_dim, mask_kind=shape.mask_kind, special=special
     )
     if variant == "auto":
-        takes = reason is None and is_faster_on_hopper(kernel, shape.head_dim)
-        return None, "hopper" if takes else "portable"
+        return None, gpu_variant(kernel, shape.head_dim, reason)
     return reason, variant
 
 

@@ -12,6 +12,7 @@ from sage_plugin import settings
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.contract import Found
 from sage_plugin.kernels.space import Region, Space
+from sage_plugin.kernels.support import FP8_KERNELS
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 
 logger = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ def _emulation_checks(config: LaunchConfig, key: CallKey) -> Checks:
 
 
 def _linear_checks(config: LaunchConfig, key: CallKey) -> Checks:
-    eighths, fp8 = config.exp_linear, key.kernel in ("fav3_sage", "fav3_fp8")
+    eighths, fp8 = config.exp_linear, key.kernel in FP8_KERNELS
     return (
         (eighths == 0 or fp8, f"exp_linear needs FP8 weights, which {key.kernel} has not"),
         (0 <= eighths <= MOST_LINEAR and eighths * config.block_n % 128 == 0,

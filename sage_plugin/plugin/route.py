@@ -17,6 +17,7 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention.api import run_decided
 from sage_plugin.kernels.attention.checks import wants_gradient
+from sage_plugin.kernels.attention.mask import is_added, of_heads
 from sage_plugin.kernels.build_failure import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.plugin.call import SUBCLASS, Call, plain
@@ -173,8 +174,8 @@ def _decide(
         variant=options.variant,
         dropout=call.dropout_p,
         needs_grad=wants_gradient(call.q, call.k, call.v, call.attn_mask),
-        special=mask is not None and mask.shape[1] > 1,
-        additive=mask is not None and mask.dtype != torch.bool,
+        special=of_heads(mask),
+        additive=is_added(mask),
     )
     return decision, mask
 

@@ -50,7 +50,7 @@ class HopperOrPortable(QuantisedPortable):
         variant of one that has a window, a cap, sinks, packed sequences or a mask of rows.
         """
         if not _takes(problem):
-            launch = self._portable_config(launch, q.shape[-1])
+            launch = _portable_config(self.kernel, launch, q.shape[-1])
         return super().prepare(q, k, v, problem=problem, launch=launch)
 
     def launch(
@@ -71,7 +71,7 @@ class HopperOrPortable(QuantisedPortable):
                 logger.warning(
                     "%s runs on its portable variant, since %s", self.kernel, self.reason
                 )
-        config = self._portable_config(operands.launch_config, operands.head_dim)
+        config = _portable_config(self.kernel, operands.launch_config, operands.head_dim)
         portable = dataclasses.replace(operands, launch_config=config)
         return super().launch(portable, out_dtype=out_dtype, return_lse=return_lse)
 
@@ -80,14 +80,16 @@ class HopperOrPortable(QuantisedPortable):
         home = importlib.import_module("sage_plugin.kernels.attention.hopper")
         return home.QuantisedHopper(self.recipe)
 
-    def _portable_config(self, given: LaunchConfig, head_dim: int) -> LaunchConfig:
-        """A config of the portable variant with the blocks of keys of one of the Hopper variant."""
-        default = default_config(self.kernel, HOPPER_ARCH, head_dim)
-        assert default is not None
-        return default.replaced(
-            block_n=given.block_n, smooth_k=given.smooth_k, smooth_v=given.smooth_v,
-            hadamard=given.hadamard, q_granule=given.q_granule,
-        )  # fmt: skip
+
+@functools.lru_cache(maxsize=256)
+def _portable_config(kernel: str, given: LaunchConfig, head_dim: int) -> LaunchConfig:
+    """A config of the portable variant with the blocks of keys of one of the Hopper variant."""
+    default = default_config(kernel, HOPPER_ARCH, head_dim)
+    assert default is not None
+    return default.replaced(
+        block_n=given.block_n, smooth_k=given.smooth_k, smooth_v=given.smooth_v,
+        hadamard=given.hadamard, q_granule=given.q_granule,
+    )  # fmt: skip
 
 
 def _takes(problem: Problem) -> bool:

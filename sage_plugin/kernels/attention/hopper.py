@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -84,5 +85,10 @@ def _descriptors(ops: QuantisedOperands) -> tuple[Any, Any, Any]:
 
 
 def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:  # noqa: ANN401
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_TYPES[tensor.dtype])
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+    return TensorDescriptor.from_tensor(tensor, block, _layout(*block, tensor.dtype))
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    """The order of a tile in shared memory, which follows from its size and type."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])

@@ -16,7 +16,7 @@ from sage_plugin import settings
 from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.attention import checks, run
 from sage_plugin.kernels.attention.implementations import ON_GPUS
-from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.attention.mask import is_added, mask_kind, of_heads
 from sage_plugin.kernels.contract import HOST, Decision, Implementation, Packed, Problem
 from sage_plugin.kernels.launches import Memo
 from sage_plugin.schema import CallShape, LaunchConfig
@@ -167,8 +167,8 @@ def decided(
         min_seq=min_seq if kernel == "auto" else 0,
         dropout=dropout,
         needs_grad=needs_grad,
-        special=special or packed is not None or (mask is not None and mask.shape[1] > 1),
-        additive=mask is not None and mask.dtype != torch.bool,
+        special=special or packed is not None or of_heads(mask),
+        additive=is_added(mask),
     )
     checks.refuse_named(decision, kernel)
     return decision, shape, mask
