@@ -23,11 +23,9 @@ from sage_plugin.kernels.attention.gluon_names import (
 from sage_plugin.kernels.attention.hopper_step import (
     late_step,
     next_stage,
-    row_sums,
     scores,
     step,
     values,
-    with_sums,
 )
 from sage_plugin.kernels.attention.hopper_weights import by_row, rescaled
 
@@ -116,7 +114,7 @@ def _total(total, L: gl.constexpr, DP: gl.constexpr):
 def _walk(
     q, rings, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
-    ONES: gl.constexpr, OFFSET: gl.constexpr, LINEAR: gl.constexpr, POSITIVE: gl.constexpr,
+    OFFSET: gl.constexpr, LINEAR: gl.constexpr, POSITIVE: gl.constexpr,
     FLUSH: gl.constexpr, EARLY: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """All key blocks of a warpgroup, one after the other: maxima, row sums, accumulator."""
@@ -135,7 +133,7 @@ def _walk(
         j = blocks - 1 - i
         s, m, l, acc, stage, phase = step(
             q, rings, stage, phase, row_scale, gl.load(k_scale_finite + j), term, rows, j, s, m, l,
-            acc, True, seq_q, seq_k, DP, BN, STAGES, QK8, PV8, ONES, OFFSET, 0, POSITIVE, EARLY,
+            acc, True, seq_q, seq_k, DP, BN, STAGES, QK8, PV8, OFFSET, 0, POSITIVE, EARLY,
             TERM, True, CAUSAL,
         )  # fmt: skip
     if TERM:
@@ -149,7 +147,7 @@ def _walk(
             following = gl.load(k_scale + gl.maximum(j - 1, 0))
             s, m, l, acc, stage, phase = step(
                 q, rings, stage, phase, row_scale, block_scale, term, rows, j, s, m, l, acc,
-                (i > 0) | (segment == 0), seq_q, seq_k, DP, BN, STAGES, QK8, PV8, ONES, OFFSET,
+                (i > 0) | (segment == 0), seq_q, seq_k, DP, BN, STAGES, QK8, PV8, OFFSET,
                 LINEAR, POSITIVE, EARLY, TERM, False, CAUSAL,
             )  # fmt: skip
             block_scale = following
@@ -164,11 +162,11 @@ def _walk(
 @gluon.jit
 def _late_walk(
     q, rings, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr, ONES: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
     OFFSET: gl.constexpr, FLUSH: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """As `_walk`, with `late_step`: the product with V of a block is a step late."""
-    _k_tiles, v_tiles, ones, _k_full, _k_empty, v_full, _v_empty = rings
+    _k_tiles, v_tiles, _ones, _k_full, _k_empty, v_full, _v_empty = rings
     k_scale, k_scale_finite, term, drifts = operands
     _first_row, blocks, whole, seq_q, seq_k, _stride_os, _stride_od = sizes
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
@@ -186,7 +184,7 @@ def _late_walk(
         p, decay, m, l, acc, following, its_phase = late_step(
             q, rings, stage, phase, v_stage, v_phase, i > 0, row_scale,
             gl.load(k_scale_finite + j), term, rows, j, p, decay, m, l, acc, True, seq_q, seq_k, DP,
-            BN, STAGES, QK8, ONES, OFFSET, TERM, True, CAUSAL,
+            BN, STAGES, QK8, OFFSET, TERM, True, CAUSAL,
         )  # fmt: skip
         v_stage = stage
         v_phase = phase
@@ -205,7 +203,7 @@ def _late_walk(
             p, decay, m, l, acc, following, its_phase = late_step(
                 q, rings, stage, phase, v_stage, v_phase, j < blocks - 1, row_scale, block_scale,
                 term, rows, j, p, decay, m, l, acc, (i > 0) | (segment == 0), seq_q, seq_k, DP, BN,
-                STAGES, QK8, ONES, OFFSET, TERM, False, CAUSAL,
+                STAGES, QK8, OFFSET, TERM, False, CAUSAL,
             )  # fmt: skip
             block_scale = next_scale
             v_stage = stage
@@ -218,12 +216,8 @@ def _late_walk(
     if FLUSH == 0:
         acc = rescaled(acc, decay, DP)
     mbarrier.wait(v_full.index(v_stage), v_phase, pred=blocks > 0)
-    acc, a = values(p, v_tiles, v_stage, acc, FLUSH == 0, DP, BN, False)
-    if ONES:
-        acc, sums = warpgroup_mma_wait(0, deps=(acc, row_sums(a, ones, False)))
-        l = with_sums(l, decay, sums)
-    else:
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc, _a = values(p, v_tiles, v_stage, acc, FLUSH == 0, DP, BN, False)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
     if FLUSH > 0:
         _flush(total, acc, m, m_total, DP)
     return m, l, acc
@@ -233,7 +227,7 @@ def _late_walk(
 def _attend(
     memory, operands, sizes, o, lse, GROUP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
-    ONES: gl.constexpr, OFFSET: gl.constexpr, LINEAR: gl.constexpr, FLUSH: gl.constexpr,
+    OFFSET: gl.constexpr, LINEAR: gl.constexpr, FLUSH: gl.constexpr,
     EARLY: gl.constexpr, LATE: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
     LSE: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
@@ -262,16 +256,16 @@ def _attend(
     if LATE:
         m, l, acc = _late_walk(
             q, rings, total, of_keys, sizes, rows, row_scale, m, l, acc, DP, BN, STAGES, QK8,
-            ONES, OFFSET, FLUSH, TERM, CAUSAL,
+            OFFSET, FLUSH, TERM, CAUSAL,
         )  # fmt: skip
     else:
         m, l, acc = _walk(
             q, rings, total, of_keys, sizes, rows, row_scale, m, l, acc, DP, BN, STAGES, QK8, PV8,
-            ONES, OFFSET, LINEAR, POSITIVE, FLUSH, EARLY, TERM, CAUSAL,
+            OFFSET, LINEAR, POSITIVE, FLUSH, EARLY, TERM, CAUSAL,
         )  # fmt: skip
     if FLUSH > 0:
         acc = _total(total, L_O, DP)
-    if ONES:
+    if PV8:
         norm = gl.max(l, 1)
     else:
         norm = gl.sum(l, 1)
@@ -320,7 +314,7 @@ def hopper_attention_kernel(
     v_residual, v_unit, v_drifts, shift, stride_ob, stride_oh, stride_os, stride_od, heads_q, ratio,
     seq_q, seq_k, q_rows, k_rows, row_blocks, lse_rows,
     D: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr, ONES: gl.constexpr,
+    STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
     OFFSET: gl.constexpr, LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr,
     LATE: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr,
     SHIFT: gl.constexpr, REGISTERS: gl.constexpr,
@@ -394,10 +388,10 @@ def hopper_attention_kernel(
     if GROUPS == 2:
         gl.warp_specialize([
             (_attend, (
-                memory, operands, sizes, o, lse, 0, D, DP, BN, STAGES, QK8, PV8, ONES, OFFSET,
+                memory, operands, sizes, o, lse, 0, D, DP, BN, STAGES, QK8, PV8, OFFSET,
                 LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_attend, (
-                memory, operands, sizes, o, lse, 1, D, DP, BN, STAGES, QK8, PV8, ONES, OFFSET,
+                memory, operands, sizes, o, lse, 1, D, DP, BN, STAGES, QK8, PV8, OFFSET,
                 LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_load, (
                 q_desc, k_desc, v_desc, memory, bh * q_rows + first_row, kv * k_rows, kv * DP,
@@ -406,13 +400,13 @@ def hopper_attention_kernel(
     else:
         gl.warp_specialize([
             (_attend, (
-                memory, operands, sizes, o, lse, 0, D, DP, BN, STAGES, QK8, PV8, ONES, OFFSET,
+                memory, operands, sizes, o, lse, 0, D, DP, BN, STAGES, QK8, PV8, OFFSET,
                 LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_attend, (
-                memory, operands, sizes, o, lse, 1, D, DP, BN, STAGES, QK8, PV8, ONES, OFFSET,
+                memory, operands, sizes, o, lse, 1, D, DP, BN, STAGES, QK8, PV8, OFFSET,
                 LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_attend, (
-                memory, operands, sizes, o, lse, 2, D, DP, BN, STAGES, QK8, PV8, ONES, OFFSET,
+                memory, operands, sizes, o, lse, 2, D, DP, BN, STAGES, QK8, PV8, OFFSET,
                 LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_load, (
                 q_desc, k_desc, v_desc, memory, bh * q_rows + first_row, kv * k_rows, kv * DP,

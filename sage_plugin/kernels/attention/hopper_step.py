@@ -33,11 +33,10 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def row_sums(p, ones, PV8: gl.constexpr):
-    """Start a product of weights and ones: `(64, 8)` row sums, all columns equal."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32 if PV8 else 16])
-    L_P: gl.constexpr = gl.DotOperandLayout(0, L, 4 if PV8 else 2)
-    a = gl.convert_layout(p, L_P, assert_trivial=True)
+def row_sums(p, ones):
+    """Start a product of FP8 weights and ones: `(64, 8)` row sums, all columns equal."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
+    a = gl.convert_layout(p, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
     zeros = gl.zeros([64, 8], gl.float32, layout=L)
     return warpgroup_mma(a, ones.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -151,7 +150,7 @@ def _weights(
 def step(
     q, rings, stage, phase, row_scale, k_scale, term, rows, j, s, m, l, acc, keep, seq_q, seq_k,
     DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
-    PV8: gl.constexpr, ONES: gl.constexpr, OFFSET: gl.constexpr, LINEAR: gl.constexpr,
+    PV8: gl.constexpr, OFFSET: gl.constexpr, LINEAR: gl.constexpr,
     POSITIVE: gl.constexpr, EARLY: gl.constexpr, TERM: gl.constexpr, EDGE: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -173,15 +172,15 @@ def step(
     acc = rescaled(acc, decay, DP)
     mbarrier.wait(v_full.index(stage), phase)
     acc, a = values(p, v_tiles, stage, acc, keep, DP, BN, PV8)
-    if ONES:
-        sums = row_sums(a, ones, PV8)
+    if PV8:
+        sums = row_sums(a, ones)
     else:
         l = with_parts(l, decay, p)
     following, its_phase = next_stage(stage, phase, STAGES)
     if EARLY:
         mbarrier.wait(k_full.index(following), its_phase, pred=j > 0)
         s = scores(q, k_tiles, following, BN, QK8)
-    if ONES:
+    if PV8:
         acc, sums = warpgroup_mma_wait(EARLY, deps=(acc, sums))
         l = with_sums(l, decay, sums)
     else:
@@ -195,7 +194,7 @@ def late_step(
     q, rings, stage, phase, v_stage, v_phase, started, row_scale, k_scale, term, rows, j, p, decay,
     m, l, acc, keep, seq_q, seq_k,
     DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
-    ONES: gl.constexpr, OFFSET: gl.constexpr, TERM: gl.constexpr, EDGE: gl.constexpr,
+    OFFSET: gl.constexpr, TERM: gl.constexpr, EDGE: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One key block of one warpgroup whose fp16 weights `p` meet V in the step after.
@@ -203,30 +202,23 @@ def late_step(
     The product of the weights of the block before runs while this block's are made. `p` is zero
     before the first block, whose V it multiplies then; `decay` is what `acc` has not seen yet.
     """
-    k_tiles, v_tiles, ones, k_full, k_empty, v_full, v_empty = rings
+    k_tiles, v_tiles, _ones, k_full, k_empty, v_full, v_empty = rings
     acc = rescaled(acc, decay, DP)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     mbarrier.wait(k_full.index(stage), phase)
     s = scores(q, k_tiles, stage, BN, QK8)
-    acc, a = values(p, v_tiles, v_stage, acc, keep, DP, BN, False)
-    if ONES:
-        sums = row_sums(a, ones, False)
-    s = warpgroup_mma_wait(1 + ONES, deps=(s,))
+    acc, _a = values(p, v_tiles, v_stage, acc, keep, DP, BN, False)
+    s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     x, top = _weights(
         s, m, row_scale, k_scale, term, rows, j, seq_q, seq_k, BN, QK8, False, OFFSET, 0, False,
         TERM, EDGE, CAUSAL,
     )  # fmt: skip
     fresh = gl.exp2(m - top)
-    if ONES == 0:
-        l = with_parts(l, fresh, x)
+    l = with_parts(l, fresh, x)
     following, its_phase = next_stage(stage, phase, STAGES)
     # What ends a basic block here keeps the compiler from waiting for P V above the exponentials.
     mbarrier.wait(k_full.index(following), its_phase, pred=j > 0)
-    if ONES:
-        acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
-        l = with_sums(l, decay, sums)
-    else:
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(v_stage), count=1, pred=started)
     return x.to(gl.float16), fresh, top, l, acc, following, its_phase
