@@ -75,7 +75,7 @@ def test_a_mask_that_no_kernel_takes_is_the_hosts(mask, reason):
     found, host = outcome(layer, mask), outcome(F.scaled_dot_product_attention, mask)
     if isinstance(host, torch.Tensor):
         assert (found.shape, found.device) == (host.shape, host.device)
-        assert host.is_meta or torch.equal(found, host)
+        assert mask.is_meta or torch.equal(found, host)  # of a mask without data torch makes noise
     else:
         assert found == host
     assert counts(handle) == ({}, {reason: 1})
