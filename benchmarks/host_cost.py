@@ -17,13 +17,13 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import peer_kernels
 import torch
 import torch.nn.functional as F
 from accuracy import identity, kernels, launch_of, numbers, write
+from gpu_options import gpu_parser, on_gpu
 
 import sage_plugin
 from sage_plugin import device as devices
@@ -195,25 +195,18 @@ def line_of(row: Facts) -> str:
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = gpu_parser(__doc__)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file to write")
     add("--kernels", type=kernels, default=list(OURS))
     add("--head-dims", type=numbers, default=[64, 128])
     add("--heads", type=int, default=8)
     add("--length", type=int, default=1024)
     add("--calls", type=int, default=2000, help="timed calls of each variant")
     add("--groups", type=int, default=20, help="the device is waited for after each")
-    add("--commit", help="in place of what git says, where the checkout has no history")
     args = parser.parse_args(argv)
     if min(args.heads, args.length, args.calls, args.groups) < 1:
         parser.error("arguments --heads, --length, --calls, --groups: need numbers above zero")
-    if not args.output.parent.is_dir():
-        parser.error(f"argument --output: {args.output.parent} is not a folder")
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU that torch can use, and without one nothing is launched")
-    args.device = "cuda"
-    return args
+    return on_gpu(parser, args, "without one nothing is launched")
 
 
 @torch.no_grad()

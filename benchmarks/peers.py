@@ -18,7 +18,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import peer_kernels
@@ -36,6 +35,7 @@ from accuracy import (
     twin_rows,
     write,
 )
+from gpu_options import gpu_parser, on_gpu
 
 import sage_plugin
 from sage_plugin import device as devices
@@ -261,24 +261,17 @@ def preset_names(text: str) -> list[str]:
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = gpu_parser(__doc__)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file to write")
     add("--presets", type=preset_names, default=list(presets()))
     add("--kernels", type=kernels, default=list(OURS))
     add("--budget", type=float, default=8.0, help="seconds of timing a preset")
     add("--rows", type=int, default=64, help="rows judged in every head")
     add("--search", action="store_true", help="every config of the space")
-    add("--commit", help="in place of what git says, where the checkout has no history")
     args = parser.parse_args(argv)
     if args.rows < 1 or not args.budget > 0:
         parser.error("arguments --rows and --budget: need numbers above zero")
-    if not args.output.parent.is_dir():
-        parser.error(f"argument --output: {args.output.parent} is not a folder")
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU that torch can use, and a CPU's times say nothing")
-    args.device = "cuda"
-    return args
+    return on_gpu(parser, args, "a CPU's times say nothing")
 
 
 @torch.no_grad()

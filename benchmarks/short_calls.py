@@ -15,13 +15,13 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import peer_kernels
 import torch
 import torch.nn.functional as F
 from accuracy import identity, kernels, launch_of, numbers, write
+from gpu_options import gpu_parser, on_gpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_plugin
@@ -101,25 +101,18 @@ def line_of(found: Facts) -> str:
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = gpu_parser(__doc__)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file to write")
     add("--kernels", type=kernels, default=list(OURS))
     add("--head-dims", type=numbers, default=[64, 128])
     add("--heads", type=numbers, default=list(HEADS))
     add("--lengths", type=numbers, default=list(LENGTHS))
     add("--causal", action="store_true")
     add("--budget", type=float, default=0.25, help="seconds of timing a size and method")
-    add("--commit", help="in place of what git says, where the checkout has no history")
     args = parser.parse_args(argv)
     if not args.budget > 0:
         parser.error("argument --budget: needs a number above zero")
-    if not args.output.parent.is_dir():
-        parser.error(f"argument --output: {args.output.parent} is not a folder")
-    if not torch.cuda.is_available():
-        parser.error("there is no GPU that torch can use, and a CPU's times say nothing")
-    args.device = "cuda"
-    return args
+    return on_gpu(parser, args, "a CPU's times say nothing")
 
 
 @torch.no_grad()
