@@ -70,7 +70,9 @@ def test_matches_emulation(kernel, variant, shape, causal, dtype):
     assert torch.equal(torch.isinf(lse), dead)
     assert (out[dead] == 0).all()
     if not dead.all():
-        limit = 1.5 * (twin_lse - exact_lse)[~dead].abs().max().item() + 2e-3
+        # One row's LSE moves with each weight that rounds the other way.
+        limit = 1.5 * (twin_lse - exact_lse)[~dead].abs().max().item()
+        limit += 2e-3 if q.shape[2] > 1 else 1e-2
         assert (lse - exact_lse)[~dead].abs().max().item() <= limit
 
 

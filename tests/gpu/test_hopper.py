@@ -129,7 +129,9 @@ FIELDS = {
 def test_every_field_of_a_config(kernel, fields, dim, causal):
     q, k, v = inputs((1, 4, 2, 900, 1500, dim))
     made, twin = both(kernel, q, k, v, causal=causal, fields=fields)
-    check(made, twin, oracle(q, k, v, is_causal=causal), small_lse=6e-3)
+    # Tensor cores truncate as they add, which takes a part of sums that V's mean did not leave.
+    small = 2e-4 if fields.get("smooth_v", True) else 3e-3
+    check(made, twin, oracle(q, k, v, is_causal=causal), small=small, small_lse=6e-3)
 
 
 @pytest.mark.parametrize("kernel", HOPPER)
@@ -409,7 +411,7 @@ def test_equal_keys_average_the_values(kernel, keys):
 
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_the_default_of_a_call_is_the_gluon_kernel(kernel):
-    q, k, v = inputs((1, 2, 2, 300, 400, 64))
+    q, k, v = inputs((1, 2, 2, 300, 400, 128))
     prepared = sage_plugin.prepare(q, k, v, kernel=kernel)
     assert prepared.decision.label == f"{kernel}:hopper"
     out = sage_plugin.launch(prepared)

@@ -177,7 +177,8 @@ def _late_walk(
     v_stage = 0
     v_phase = 0
     m_total = m
-    m_acc = m
+    # Not `m`: a loop does not carry a name that its first turn leaves at what it was before.
+    m_acc = gl.full([64], LOWEST, gl.float32, layout=m.type.layout)
     for i in range(blocks - whole):
         j = blocks - 1 - i
         m_acc = m

@@ -22,6 +22,10 @@ from sage_plugin.kernels.attention.hopper_weights import (
 FLOAT_START = gl.constexpr(12582912.0)
 FLOAT_BITS = gl.constexpr(0x4B400000)
 """INT8 products start from the bits of 3 * 2^22: what they count up to reads as a float."""
+STEEPEST = gl.constexpr(0.125)
+"""Largest step of an INT8 score in log2 units, the row's maximum kept: by then rounding Q and K to
+INT8 makes scores uncertain by dozens of such units, and larger steps than this take more digits
+than floats near 3 * 2^22 times the step have."""
 
 
 @gluon.jit
@@ -137,11 +141,13 @@ def _weights(
         else:
             highest = gl.max(s, 1)
         if QK8:
-            highest -= FLOAT_START
-        top = gl.maximum(m, highest * scale)
-        sub = top - OFFSET
-        if QK8:
-            sub += scale * FLOAT_START
+            reached = (highest - FLOAT_START) * scale
+            top = gl.maximum(m, reached)
+            scale = gl.minimum(scale, STEEPEST)
+            sub = highest * scale + ((top - reached) - OFFSET)
+        else:
+            top = gl.maximum(m, highest * scale)
+            sub = top - OFFSET
         x = s.to(gl.float32, bitcast=True)
         return _exponentials(x, scale, sub, BN, LINEAR, PV8), top
 

@@ -22,7 +22,33 @@ def _round_even(x):
 
 
 @triton.jit
-def _store_granule(to, x, amax, mask, QMAX: tl.constexpr, QK8: tl.constexpr, MASKED: tl.constexpr):
+def _rounding_errors(w, FP8: tl.constexpr):
+    """What each number gains by rounding to FP8.
+
+    Of the negated numbers, which is the same but for its sign: ptxas 12.8 and 12.9 pack FP8 numbers
+    by pairs, and where a pair has a second use that one reads another register.
+    """
+    return -((-w).to(FP8).to(tl.float32) + w)
+
+
+@triton.jit
+def _without_padding(x, D: tl.constexpr, DP: tl.constexpr):
+    """FP8 numbers with zeros past the true channels.
+
+    They were zeros before they became FP8. But channels that the compiler knows to be zero make
+    pairs of one number twice, which ptxas 12.8 and 12.9 pack wrong.
+    """
+    if D >= 16:
+        return x
+    live = (tl.arange(0, DP) < D)[None, :]
+    return tl.where(live, x.to(tl.int8, bitcast=True), 0).to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def _store_granule(
+    to, x, amax, mask, D: tl.constexpr, DP: tl.constexpr, QMAX: tl.constexpr, QK8: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
     """Quantise and store finite values that are at most `amax`, which may be infinite.
 
     The last byte of an fp32 number just over 1.5 * 2^23 is what was added, rounded, in INT8. What
@@ -32,7 +58,7 @@ def _store_granule(to, x, amax, mask, QMAX: tl.constexpr, QK8: tl.constexpr, MAS
     if QK8:
         y = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     else:
-        y = y.to(to.dtype.element_ty)
+        y = _without_padding(y.to(to.dtype.element_ty), D, DP)
     if MASKED:
         tl.store(to, y, mask=mask)
     else:
@@ -62,9 +88,9 @@ def _shared_scale(magnitude, ROWS: tl.constexpr, GRANULE: tl.constexpr):
 
 @triton.jit
 def quantise_queries(
-    at, to, q_scale, live, inside, multiplier, ROWS: tl.constexpr, DP: tl.constexpr,
-    QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr, TURNS: tl.constexpr,
-    GRANULE: tl.constexpr, MASKED: tl.constexpr,
+    at, to, q_scale, live, inside, multiplier, ROWS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr,
+    TURNS: tl.constexpr, GRANULE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Quantise a block of queries, and return it with the softmax scale folded in.
 
@@ -84,15 +110,16 @@ def quantise_queries(
     magnitude = tl.where(finite, magnitude, float("inf"))
     amax = tl.maximum(_shared_scale(magnitude, ROWS, GRANULE), TINY)
     y = tl.where(finite[:, None], y, 0.0)
-    _store_granule(to, y, amax[:, None], inside[:, None], QMAX, QK8, MASKED)
+    _store_granule(to, y, amax[:, None], inside[:, None], D, DP, QMAX, QK8, MASKED)
     tl.store(q_scale, amax / QMAX, mask=inside)
     return x
 
 
 @triton.jit
 def _store_keys(
-    k8, k_scale, k_scale_finite, x, poisoned, BN: tl.constexpr, DP: tl.constexpr,
-    QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr, TURNS: tl.constexpr,
+    k8, k_scale, k_scale_finite, x, poisoned, D: tl.constexpr, BN: tl.constexpr,
+    DP: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr,
+    TURNS: tl.constexpr,
 ):  # fmt: skip
     """Quantise a block of keys, which are finite and without their mean."""
     if TURNS > 0:
@@ -100,7 +127,7 @@ def _store_keys(
     amax = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), TINY)
     to = k8 + tl.arange(0, BN)[:, None] * DP + tl.arange(0, DP)[None, :]
     if amax < float("inf"):
-        _store_granule(to, x, amax, None, QMAX, QK8, False)
+        _store_granule(to, x, amax, None, D, DP, QMAX, QK8, False)
     else:
         tl.store(to, tl.zeros([BN, DP], tl.float32).to(k8.dtype.element_ty))
     tl.store(k_scale_finite, amax / QMAX)
@@ -135,7 +162,7 @@ def _store_values_fp8(to, residual, w0, w1, w2, w3, k_rows, BN: tl.constexpr, DP
     w = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape([BN // 4, DP, 4])
     w8 = w.to(to.dtype.element_ty)
     d = tl.arange(0, DP)
-    lost = tl.sum(tl.sum(w8.to(tl.float32) - w, 2), 0)
+    lost = tl.sum(tl.sum(_rounding_errors(w, to.dtype.element_ty), 2), 0)
     _add_lost(residual + d, lost)
     at = to + d.to(tl.int64)[:, None] * k_rows + tl.arange(0, BN)[None, :]
     tl.store(at, w8.permute([1, 0, 2]).reshape([DP, BN]))
@@ -144,13 +171,14 @@ def _store_values_fp8(to, residual, w0, w1, w2, w3, k_rows, BN: tl.constexpr, DP
 @triton.jit
 def store_whole_block(
     k8, k_scale, k_scale_finite, v8, v_residual, x, w0, w1, w2, w3, k_mean, v_mean, v_scale,
-    k_rows, BN: tl.constexpr, DP: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
-    TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, TURNS: tl.constexpr,
+    k_rows, D: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, QK8: tl.constexpr,
+    QMAX: tl.constexpr, TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr,
+    TURNS: tl.constexpr,
 ):  # fmt: skip
     """Quantise a block of keys and values that are all seen and finite; V8 in four parts."""
     d = tl.arange(0, DP)
     x = x.to(tl.float32) - tl.load(k_mean + d)[None, :]
-    _store_keys(k8, k_scale, k_scale_finite, x, False, BN, DP, QK8, QMAX, TINY, TURNS)
+    _store_keys(k8, k_scale, k_scale_finite, x, False, D, BN, DP, QK8, QMAX, TINY, TURNS)
     mean = tl.load(v_mean + d)
     scale = tl.load(v_scale + d)
     w0 = _scaled(w0, mean, scale, VMAX)
@@ -188,14 +216,15 @@ def store_block(
         x -= tl.load(k_mean + d)[None, :]
     poisoned = tl.max(bad.to(tl.int32), 0) > 0
     x = tl.where(live, x, 0.0)
-    _store_keys(k8, k_scale, k_scale_finite, x, poisoned, BN, DP, QK8, QMAX, TINY, TURNS)
+    _store_keys(k8, k_scale, k_scale_finite, x, poisoned, D, BN, DP, QK8, QMAX, TINY, TURNS)
 
     w = tl.load(v_at, mask=live, other=0.0)  # again: two tiles would not fit
     w = tl.where(live, _scaled(w, tl.load(v_mean + d), tl.load(v_scale + d), VMAX), 0.0)
     w8 = w.to(v8.dtype.element_ty)
     if PV8:
-        lost = tl.sum(w8.to(tl.float32) - w, 0)
+        lost = tl.sum(_rounding_errors(w, v8.dtype.element_ty), 0)
         _add_lost(v_residual + d, lost)
+        w8 = _without_padding(w8, D, DP)
         w8 = w8.reshape([BN // 16, 2, 4, 2, DP]).permute(0, 2, 1, 3, 4).reshape([BN, DP])
         tl.store(v8 + d.to(tl.int64)[:, None] * k_rows + n[None, :], tl.trans(w8))
     else:

@@ -41,7 +41,7 @@ def _quantise_q(
     stride_qd, head, member, heads, ratio, seq, q_rows, groups, block, multiplier,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, QK8: tl.constexpr,
     QMAX: tl.constexpr, TINY: tl.constexpr, SHIFT: tl.constexpr, TURNS: tl.constexpr,
-    GRANULE: tl.constexpr, ARRIVALS: tl.constexpr, PACKED: tl.constexpr,
+    GRANULE: tl.constexpr, ARRIVALS: tl.constexpr, PACKED: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: scale folded in, a scale a granule of rows, and q . mean(K)."""
     b = (head // heads).to(tl.int64)
@@ -62,16 +62,17 @@ def _quantise_q(
         inside = start + n < padded
         if (start + ROWS <= seq) & (D == DP):
             x = quantise_queries(
-                at, to, q_scale + row + n, live, inside, multiplier, ROWS, DP, QK8, QMAX, TINY,
+                at, to, q_scale + row + n, live, inside, multiplier, ROWS, D, DP, QK8, QMAX, TINY,
                 TURNS, GRANULE, False,
             )  # fmt: skip
         else:
             x = quantise_queries(
-                at, to, q_scale + row + n, live, inside, multiplier, ROWS, DP, QK8, QMAX, TINY,
+                at, to, q_scale + row + n, live, inside, multiplier, ROWS, D, DP, QK8, QMAX, TINY,
                 TURNS, GRANULE, True,
             )  # fmt: skip
         if SHIFT:
-            await_head(counters + head * (COUNTERS + groups), ARRIVALS)
+            if WAITS:
+                await_head(counters + head * (COUNTERS + groups), ARRIVALS)
             mean = tl.load(k_mean + head * DP + d)
             tl.store(shift + row + n, tl.sum(x * mean[None, :], 1), mask=inside)
 
@@ -85,7 +86,7 @@ def _quantise_kv(
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
     TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, K_MEAN: tl.constexpr,
     TURNS: tl.constexpr, ARRIVALS: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One block of keys and values; what is past the end, unseen or not finite is zero."""
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -136,16 +137,18 @@ def _quantise_kv(
                     w1 = w0
                     w2 = w0
                     w3 = w0
-                await_head(counters, ARRIVALS)
+                if WAITS:
+                    await_head(counters, ARRIVALS)
                 done = tl.load(counters + 1)
                 if done != 0:
                     tl.store(key_term + n, term)
                     store_whole_block(
                         k8, k_scale, k_scale_finite, v8, v_residual, x, w0, w1, w2, w3, k_mean,
-                        v_mean, v_scale, k_rows, BN, DP, QK8, QMAX, TINY, PV8, VMAX, TURNS,
+                        v_mean, v_scale, k_rows, D, BN, DP, QK8, QMAX, TINY, PV8, VMAX, TURNS,
                     )  # fmt: skip
         if done == 0:
-            await_head(counters, ARRIVALS)
+            if WAITS:
+                await_head(counters, ARRIVALS)
             store_block(
                 k8, k_scale, k_scale_finite, key_term, v8, v_residual, k, v, stride_ks, stride_kd,
                 stride_vs, stride_vd, term, k_mean, v_mean, v_scale, k_rows, D, BN, DP, QK8, QMAX,
@@ -175,8 +178,8 @@ def prepass_kernel(
 ):  # fmt: skip
     """Quantise Q, K and V; `slots` heads of keys, each with its queries.
 
-    With `PHASE` 1 a launch has the parts alone, with 2 the blocks alone, head by head. With 0 it
-    has both:
+    With `PHASE` 1 a launch has the parts alone, with 2 the blocks alone, head by head, which wait
+    for nothing. With 0 it has both:
 
     In front are the parts of the first `lead` heads. Then each head has the parts of the head
     `lead` further on, `ahead` blocks of queries, its blocks of keys, and the rest of the queries.
@@ -222,7 +225,7 @@ def prepass_kernel(
             counters, key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks,
             stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
             slot, block, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
-            QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED,
+            QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, PHASE == 0,
         )  # fmt: skip
     else:
         if index >= ahead:
@@ -231,5 +234,5 @@ def prepass_kernel(
             q, q8, q_scale, shift, k_mean, counters, cu_seqlens_q, stride_qb, stride_qh, stride_qs,
             stride_qd, slot, index // q_blocks, heads, ratio, seq_q, q_rows, groups,
             index % q_blocks, multiplier, D, DP, Q_ROWS, BM, QK8, QMAX, TINY, K_MEAN, TURNS,
-            GRANULE, ARRIVALS, PACKED,
+            GRANULE, ARRIVALS, PACKED, PHASE == 0,
         )  # fmt: skip
