@@ -22,6 +22,7 @@ from sage_plugin.kernels.launches import (
 )
 from sage_plugin.kernels.support import (
     device_reason,
+    fewest_operations,
     gpu_variant,
     hopper_reason,
     kernels_of,
@@ -37,6 +38,7 @@ from sage_plugin.schema import (
 
 __all__ = [
     "SLOW_TILES",
+    "SMALL",
     "Decision",
     "Found",
     "call_key",
@@ -58,6 +60,8 @@ MAX_HEAD_DIM = 256
 SLOW_TILES = "an additive mask of rows and keys is faster on the host's attention"
 """Why `auto` leaves them: at head dim 128 SDPA took three quarters of the time on an H100. A bool
 mask of rows and keys is faster here, whatever it hides."""
+SMALL = "so small a call is faster on the host's attention"
+"""Why `auto` leaves calls of fewer operations than `support.fewest_operations`."""
 
 
 def resolve_kernel(name: str) -> str:
@@ -159,8 +163,8 @@ def decide(
     reason = _call_reason(kernel, shape, min_seq, dropout, needs_grad)
     if variant != "emulation":
         reason = reason or device_reason(kernel, facts)
-        if automatic and reason is None and additive and shape.mask_kind == "dense":
-            reason = SLOW_TILES
+        if automatic:
+            reason = reason or _left_by_auto(shape, facts, additive)
         if reason is None and kernel != "torch":
             reason, variant = _gpu_variant(kernel, variant, shape, facts, special)
     if reason is not None:
@@ -180,7 +184,7 @@ def _gpu_variant(
         kernel, facts, shape.head_dim, mask_kind=shape.mask_kind, special=special
     )
     if variant == "auto":
-        return None, gpu_variant(kernel, shape.head_dim, reason)
+        return None, gpu_variant(kernel, shape.head_dim, reason, mask_kind=shape.mask_kind)
     return reason, variant
 
 
@@ -200,6 +204,21 @@ def call_key(shape: CallShape, decision: Decision) -> CallKey:
         seq_k=shape.seq_k,
         batch_heads=shape.batch * shape.heads_q,
     )
+
+
+def _left_by_auto(shape: CallShape, facts: DeviceFacts, additive: bool) -> str | None:
+    """Why `auto` leaves a call that a kernel could take to the host's attention, or `None`."""
+    if additive and shape.mask_kind == "dense":
+        return SLOW_TILES
+    if _operations(shape) < fewest_operations(facts.arch, shape.head_dim):
+        return SMALL
+    return None
+
+
+def _operations(shape: CallShape) -> float:
+    """Operations of both products, of all pairs or, in a causal call, of half of them."""
+    pairs = shape.seq_q * shape.seq_k * (0.5 if shape.causal else 1.0)
+    return 4.0 * shape.batch * shape.heads_q * pairs * shape.head_dim
 
 
 def _host(reason: str) -> Decision:

@@ -191,13 +191,25 @@ def hopper_reason(
     return None
 
 
-def gpu_variant(kernel: str, head_dim: int, reason: str | None) -> str:
+def gpu_variant(kernel: str, head_dim: int, reason: str | None, *, mask_kind: str = "none") -> str:
     """The faster variant of a kernel on a GPU, given why the Hopper one does not take a call.
 
-    With fp16 values and 64 channels the portable one is: 547 TFLOPS to 502 on an H100.
+    The portable one is with fp16 values and 64 channels, 547 TFLOPS to 502 on an H100, and where a
+    mask adds to scores, 532 to 412 at 64 channels and 814 to 590 at 128 on an H200.
     """
-    slower = kernel == "sage" and head_dim <= 64
+    slower = (kernel == "sage" and head_dim <= 64) or mask_kind != "none"
     return "portable" if reason is not None or slower else "hopper"
+
+
+def fewest_operations(arch: str, head_dim: int) -> float:
+    """Operations of a call under which SDPA is faster than quantisation and a kernel together.
+
+    Where our kernels met SDPA's fastest backend in CUDA graphs of 8 and 24 heads on an H200
+    (`benchmarks/short_calls.py`); 0 where nobody has measured.
+    """
+    if arch != HOPPER_ARCH:
+        return 0.0
+    return 8e10 if head_dim <= 64 else 3e11
 
 
 def device_reason(kernel: str, facts: DeviceFacts) -> str | None:

@@ -201,7 +201,7 @@ def _obstacle(state: PatchState, call: Call) -> str | None:
 
 def _wanted(reason: str) -> bool:
     """Whether the user asked for this reason, so that it is no failure."""
-    return reason in (DISABLED, dispatch.SLOW_TILES) or reason.startswith(SHORT)
+    return reason in (DISABLED, dispatch.SLOW_TILES, dispatch.SMALL) or reason.startswith(SHORT)
 
 
 def _watched() -> bool:

@@ -45,7 +45,7 @@ TRITON_TYPES = {
     torch.float8_e4m3fnuz: "fp8e4b8",
 }
 SEQ = 512
-OPTIONS = ("attention_only", "with_resources", "with_loops", "keep_going")
+OPTIONS = ("attention_only", "with_resources", "with_loops", "with_strays", "keep_going")
 SMEM_KIB = {name: row.smem_kib for row in ARCHITECTURES for name in row.names}
 
 
@@ -265,17 +265,7 @@ def loops(cubin: bytes) -> list[dict[str, int]]:
     Of each: all instructions, products, special functions, comparisons of keys with positions, and
     accesses to local memory, which is where spilt values are.
     """
-    from triton import knobs
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        told = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-sass", str(path)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+    told = _machine_code(cubin)
     code = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ +)?(\S+)([^;]*);", told)
     places = [(int(at, 16), name.split(".")[0], rest) for at, name, rest in code]
     spans = [
@@ -302,6 +292,33 @@ def loops(cubin: bytes) -> list[dict[str, int]]:
     return found
 
 
+def strays(cubin: bytes) -> list[str]:
+    """Instructions that take the stack pointer, R1, for a number.
+
+    So ptxas 12.8 and 12.9 build the second use of a pair of FP8 numbers that is packed with another
+    pair, and a pair that is packed with itself.
+    """
+    unpacked = r"F2FP\.F16\.E4M3\.UNPACK_B R\d+, R1\b[^;]*|LOP3\.LUT R\d+, R1\b[^;]*"
+    doubled = r"F2FP\.\S*E4M3\S*MERGE_C R\d+, (R\d+)(?:\.reuse)?, \1(?:\.reuse)?, R1\b[^;]*"
+    told = _machine_code(cubin)
+    return [found[0] for found in re.finditer(f"{unpacked}|{doubled}", told)]
+
+
+def _machine_code(cubin: bytes) -> str:
+    """The machine code of an NVIDIA kernel, disassembled."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+
 def ptxas(target: str) -> str:
     """Path of the assembler that Triton uses for a target such as `sm_90a`."""
     from triton.backends.nvidia.compiler import get_ptxas
@@ -323,7 +340,7 @@ def products(assembly: str) -> list[str]:
 
 
 def builds(
-    call: Call, *, attention_only: bool, with_resources: bool, with_loops: bool
+    call: Call, *, attention_only: bool, with_resources: bool, with_loops: bool, with_strays: bool
 ) -> Iterator[dict[str, Any]]:
     """Compile the launches of a call and tell what came out."""
     for launch in launches_of(call):
@@ -338,6 +355,7 @@ def builds(
             "products": products(assembly),
             **(resources(assembly) if with_resources else {}),
             **({"loops": loops(built.asm["cubin"])} if with_loops else {}),
+            **({"strays": strays(built.asm["cubin"])} if with_strays else {}),
         }
 
 

@@ -126,6 +126,17 @@ def test_the_quantisers_compile_without_spills(arch):
         assert one["products"] == []
 
 
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_no_fp8_number_is_read_from_the_stack_pointer(arch):
+    """Two ways to write the quantisers that ptxas builds wrong, without a word."""
+    calls = [
+        of(kernel, arch, dim, attention_only=False, with_strays=True)
+        for kernel, dim in (("fav3_sage", 256), ("fav3_fp8", 8))
+    ]
+    made = [one for one in compiled(*calls) if one["name"] == "prepass_kernel"]
+    assert [one["strays"] for one in made] == [[], []]
+
+
 FORMS = (
     {"mask": "key_bias"},
     {"mask": "padding", "causal": True},

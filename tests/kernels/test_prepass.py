@@ -162,9 +162,9 @@ def test_parts_are_far_enough_ahead_of_their_blocks(ratio, seq_q, seq_k):
         distance = made.ahead + made.lead * per_head
         if len(made.launches) == 1:
             assert made.lead == heads or distance >= plan.WARPS_AHEAD // made.warps
-        assert [phase for phase, _ in made.launches] in ([0], [1, 2])
+        assert [phase for phase, *_ in made.launches] in ([0], [1, 2])
         spare = made.lead * made.parts if len(made.launches) == 1 else 0
-        assert sum(count for _, count in made.launches) == heads * per_head + spare
+        assert sum(count for _, count, _ in made.launches) == heads * per_head + spare
         assert made.parts * made.part_keys >= seq_k
         assert made.q_blocks * made.q_tile >= seq_q
         assert made.groups * made.group_parts >= made.parts

@@ -13,6 +13,9 @@ FEWEST_WARPS, MOST_WARPS = 4, 16
 PART_VALUES = 32768
 """Values of K, and of V, that a program adds up."""
 
+PART_WARPS = 4
+"""Warps of a program that adds up in a launch of its own."""
+
 LARGEST_GROUP, GROUP_PARTS = 96, 4
 """Parts that one program adds up; heads of more parts are added up by groups."""
 
@@ -29,7 +32,7 @@ class Plan:
     """How a call is cut into the programs of `prepass_kernel`, and in which order they start.
 
     Attributes:
-        warps: warps of a program.
+        warps: warps of a program that quantises.
         q_tile: queries of a block.
         part_keys: keys of a part.
         parts: parts of the longest sequence's head.
@@ -39,7 +42,7 @@ class Plan:
         k_blocks: blocks of the longest sequence's keys.
         lead: heads whose parts come before the first block.
         ahead: blocks of queries that come before those of the keys of their head.
-        launches: phase of `prepass_kernel` and programs of each launch.
+        launches: phase of `prepass_kernel`, programs and warps of each launch.
     """
 
     warps: int
@@ -52,7 +55,7 @@ class Plan:
     k_blocks: int
     lead: int
     ahead: int
-    launches: tuple[tuple[int, int], ...]
+    launches: tuple[tuple[int, int, int], ...]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,10 +90,10 @@ def plan_of(
     distance = WARPS_AHEAD // warps
     ahead = min(ratio * q_blocks, distance)
     lead = min(-(-(distance - ahead) // per_head), heads)
-    launches: tuple[tuple[int, int], ...] = ((0, lead * parts + heads * per_head),)
+    launches: tuple[tuple[int, int, int], ...] = ((0, lead * parts + heads * per_head, warps),)
     if heads * (ratio * seq_q + 2 * seq_k) * width > ONE_LAUNCH_VALUES:
         lead, ahead = 0, ratio * q_blocks
-        launches = ((1, heads * parts), (2, heads * (per_head - parts)))
+        launches = ((1, heads * parts, PART_WARPS), (2, heads * (per_head - parts), warps))
     groups = -(-parts // group_parts)
     return Plan(
         warps, q_tile, part_keys, parts, groups, group_parts, q_blocks, k_blocks, lead, ahead,

@@ -26,6 +26,10 @@ REGISTERS = 128
 LOADS_AT_ONCE = 4
 """Tiles of K, and of V, that a program that adds up has in flight."""
 
+PART_TILE, FOLD_TILE = 8, 16
+"""Values of a thread in such a tile, and in a tile of what was added up: the last program of a head
+is waited for, and walks few tiles."""
+
 AMD_WAVE = 64
 """Threads of the widest wave."""
 
@@ -132,10 +136,10 @@ def _launch(
     counters = torch.zeros(slots, COUNTERS.value + plan.groups, dtype=torch.int32, device=q.device)
     key_mask = KeyMask.of(ops)
     pv8 = recipe.pv == "fp8"
-    rows = 8 * 32 * plan.warps // width
     amd = torch.version.hip is not None
     limit = {} if amd or launch.hadamard or _is_wide(q, k, v) else {"maxnreg": REGISTERS}
-    for phase, programs in plan.launches:
+    for phase, programs, warps in plan.launches:
+        threads = 32 * warps
         prepass_kernel[(programs,)](
             q, k, v, ops.q8, ops.k8, ops.v8, ops.q_scale, ops.shift, ops.k_scale,
             ops.k_scale_finite, ops.key_term, k_mean, ops.v_mean, ops.v_scale, ops.v_unit,
@@ -146,12 +150,13 @@ def _launch(
             ops.k8.shape[1], plan.parts, plan.groups, plan.group_parts, plan.q_blocks,
             plan.k_blocks, plan.lead, plan.ahead, slots, problem.scale * LOG2E,
             D=ops.head_dim, DP=width, BM=launch.block_m, BN=launch.block_n, Q_ROWS=plan.q_tile,
-            KEYS=plan.part_keys, ROWS=rows, DEPTH=LOADS_AT_ONCE, CHUNK=max(1, rows // 2),
-            ARRIVALS=AMD_WAVE * plan.warps if amd else 1,
+            KEYS=plan.part_keys, ROWS=PART_TILE * threads // width, DEPTH=LOADS_AT_ONCE,
+            CHUNK=max(1, FOLD_TILE * threads // width),
+            ARRIVALS=AMD_WAVE * warps if amd else 1,
             QK8=recipe.qk == "int8", QMAX=recipe.qk_max, TINY=TINY, PV8=pv8,
             VMAX=recipe.fp8_max if pv8 else 65504.0, LIMIT=recipe.fp8_max if pv8 else FP16_HEADROOM,
             FLOOR=FP16_FLOOR, K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v,
             MASKED=key_mask.values is not None, LEFT=problem.left >= 0, TURNS=_turns(launch),
-            GRANULE=launch.q_granule, PACKED=packed is not None, PHASE=phase, num_warps=plan.warps,
+            GRANULE=launch.q_granule, PACKED=packed is not None, PHASE=phase, num_warps=warps,
             enable_fp_fusion=False, **limit,
         )  # fmt: skip

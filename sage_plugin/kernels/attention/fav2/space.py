@@ -38,6 +38,9 @@ SPACE = Space(
         Region("sm_90", 128, _config(128, 64, 8, 3), NVIDIA_TILES, NVIDIA_AXES, 2, DENSE),
         Region("sm_90", 64, _config(128, 64, 4, 3), NVIDIA_TILES, NVIDIA_AXES, element_bytes=2),
         Region("sm_90", 128, _config(128, 64, 8, 3), NVIDIA_TILES, NVIDIA_AXES, element_bytes=2),
+        # Triton 3.9 cannot pipeline a walk over a list of tiles there.
+        Region("sm_1[01]*", 128, _config(128, 64, 8, 1), NVIDIA_TILES, {}, 2, DENSE),
+        Region("sm_1[01]*", 256, _config(64, 32, 8, 1), (Tile(64, 64, 8),), {}, 2, DENSE),
         Region("sm_1[01]*", 128, _config(128, 64, 8, 2), NVIDIA_TILES, NVIDIA_AXES, 2),
         Region("sm_*", 128, _config(64, 32, 4, 2), WARP_TILES, NVIDIA_AXES, 2, DENSE),
         Region("sm_*", 63, _config(64, 32, 4, 2), WARP_TILES, NVIDIA_AXES, element_bytes=2),
