@@ -23,7 +23,12 @@ def plain(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)  # no slots: traced code makes one
 class Call:
-    """The arguments of one attention call, in the words of SDPA."""
+    """The arguments of one attention call, in the words of SDPA.
+
+    Attributes:
+        softcap: bound of the scores, 0 for none; SDPA knows none.
+        sinks: one more logit a query head, likewise.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -34,6 +39,8 @@ class Call:
     scale: float | None
     enable_gqa: bool
     layout: str
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
     def factor(self) -> float:
         """The factor of the scores before softmax."""
@@ -72,5 +79,5 @@ class Call:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (self.q, self.k, self.v))
         return Call(
             q, k, v, self.attn_mask, self.dropout_p, self.is_causal, self.scale, self.enable_gqa,
-            self.layout,
+            self.layout, self.softcap, self.sinks,
         )  # fmt: skip

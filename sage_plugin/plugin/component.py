@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from fnmatch import fnmatchcase
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,15 +12,9 @@ from torch import nn
 
 from sage_plugin import settings
 from sage_plugin.errors import PatchError
-from sage_plugin.plugin import retarget
+from sage_plugin.plugin import diffusers, retarget, transformers
 from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
-from sage_plugin.plugin.diffusers import (
-    attention_modules,
-    components,
-    put_back,
-    swap,
-    unwrapped,
-)
+from sage_plugin.plugin.diffusers import attention_modules, components, unwrapped
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.patch import PatchHandle
@@ -65,7 +60,7 @@ class Component:
         self.state.warned.clear()
         self.state.unbuilt.clear()
         for path in set(self.layers) - set(chosen):
-            put_back(self.layers.pop(path))
+            self._drop(path)
         self.skipped = {self._full(path): EXCLUDED for path in found if path not in chosen}
         for path in chosen:
             self._patch_layer(path, *found[path])
@@ -76,13 +71,13 @@ class Component:
         replaced = [
             layer
             for layer in self.layers.values()
-            if layer.attention.processor is not _current(layer)
+            if _host(layer).standing(layer) is not _current(layer)
         ]
         if not replaced:
             return
         for path, layer in self.layers.items():
             if layer in replaced:
-                self._patch_layer(path, layer.attention, layer.attention.processor)
+                self._patch_layer(path, layer.attention, _host(layer).standing(layer))
         if REPLACED in self.state.warned:
             return
         self.state.warned.add(REPLACED)
@@ -98,13 +93,13 @@ class Component:
         return tuple(
             layer.name
             for layer in self.layers.values()
-            if layer.processor is None or layer.attention.processor is not layer.processor
+            if layer.processor is None or _host(layer).standing(layer) is not layer.processor
         )
 
     def release(self) -> None:
         """Put every processor back and take the hook away."""
         for layer in self.layers.values():
-            put_back(layer)
+            _host(layer).put_back(layer)
         self._hook.remove()
 
     def rename(self, name: str) -> None:
@@ -126,13 +121,19 @@ class Component:
             return
         if layer is None:
             layer = LayerContext(self._full(path), self.state, module, processor)
-        put_back(layer)  # our former copy may lie where upstream will take it from again
+        _host(layer).put_back(
+            layer
+        )  # our former copy may lie where upstream will take it from again
         owner = retarget.layer_of(processor)
         layer.original = processor if owner is None else owner.original
-        if swap(layer):
+        if _host(layer).swap(layer):
             self.layers[path] = layer
         else:
             self.skipped[layer.name] = NO_CALL
+
+    def _drop(self, path: str) -> None:
+        layer = self.layers.pop(path)
+        _host(layer).put_back(layer)
 
     def _chosen(self, path: str, options: PatchOptions) -> bool:
         def matches(globs: tuple[str, ...]) -> bool:
@@ -184,6 +185,11 @@ def parts_of(obj: object) -> list[Component]:
             f"got {type(obj).__name__}, expected a diffusers pipeline, its denoiser, or a module"
         )
     return [part for module in modules if (part := component_of(module)) is not None]
+
+
+def _host(layer: LayerContext) -> ModuleType:
+    """The library whose attention a layer is: an attention module of transformers is all of it."""
+    return transformers if layer.original is layer.attention else diffusers
 
 
 def _current(layer: LayerContext) -> object:

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from sage_plugin.errors import PatchError
-from sage_plugin.plugin import retarget
+from sage_plugin.plugin import retarget, transformers
 from sage_plugin.plugin.context import LayerContext
 
 DENOISERS = ("transformer*", "unet*", "*_transformer", "*_unet", "prior", "prior_prior", "decoder")
@@ -91,20 +91,32 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def has_attention(module: nn.Module) -> bool:
-    """Whether a module contains an attention processor that can be patched.
+    """Whether a module contains attention that can be patched.
 
     Example:
         >>> has_attention(nn.Linear(2, 2))
         False
     """
-    return any(_class_for(processor) for _, _, processor in attention_modules(module))
+    return any(
+        proc is owner or _class_for(proc) is not None
+        for _, owner, proc in attention_modules(module)
+    )
 
 
 def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]:
-    """Path, module and processor of every module under `root` that has a processor of its own.
+    """Path, module and processor of every attention module under `root`.
 
-    Autoencoders and transformers models inside `root` are passed over.
+    In a model of transformers a module is its own processor. Autoencoders and transformers models
+    inside a denoiser are passed over; a module without a processor of diffusers, such as an adapter
+    around a language model, is looked through for models of transformers.
     """
+    found = list(_with_processors(root))
+    yield from found
+    if transformers.is_model(root) or not found:
+        yield from transformers.attention_modules(root)
+
+
+def _with_processors(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]:
     passed_over: list[str] = []
     for path, module in root.named_modules():
         if any(path.startswith(prefix) for prefix in passed_over):
@@ -154,6 +166,12 @@ def put_back(layer: LayerContext) -> None:
     layer.processor = None
 
 
+def standing(layer: LayerContext) -> object:
+    """The processor that stands in the layer's place."""
+    processor: object = layer.attention.processor
+    return processor
+
+
 def _class_for(processor: object) -> type | None:
     return retarget.patched_class(retarget.original_class(processor))
 
@@ -165,22 +183,18 @@ def _name_of(module: nn.Module) -> str:
 
 def _is_other(module: nn.Module) -> bool:
     """An autoencoder or a model of transformers, which no denoiser is."""
-    return type(module).__name__.startswith(AUTOENCODERS) or _of_transformers(module)
-
-
-def _of_transformers(obj: object) -> bool:
-    return any(cls.__module__.split(".")[0] == "transformers" for cls in type(obj).__mro__)
+    return type(module).__name__.startswith(AUTOENCODERS) or transformers.is_model(module)
 
 
 def _nothing_to_patch(obj: object) -> str:
     kind = type(obj).__name__
-    if _of_transformers(obj):
+    if transformers.is_model(obj):
         return (
-            f"{kind} is a transformers model; this version patches diffusers models only, "
-            "pass a pipeline of diffusers or its denoiser"
+            f"{kind} has no attention that looks its function up in transformers' table, so that "
+            "there is nothing to put in place of"
         )
     if isinstance(obj, nn.Module):
-        return f"{kind} contains no diffusers attention processor; pass a diffusers model"
+        return f"{kind} contains no attention of diffusers or transformers; pass a model of theirs"
     if found := components(obj):
         return (
             f"{kind} has no denoiser with attention among its components "

@@ -1,8 +1,8 @@
-"""Classes like a given processor's whose attention calls come to `route` instead.
+"""Classes like a given processor's or attention module's, whose attention calls come to us instead.
 
 The methods are the original code objects over other globals: a copy of their module's, in which
-`dispatch_attention_fn` and `scaled_dot_product_attention` are ours. No upstream source is repeated,
-so that a processor keeps working when upstream changes its arguments.
+`dispatch_attention_fn`, `scaled_dot_product_attention` and transformers' table are ours. No
+upstream source is repeated, so that a class keeps working when upstream changes its arguments.
 
 Dynamo looks a function's globals up in `sys.modules[globals["__name__"]]`; with a plain dict it
 would read the original module and silently compile the original attention. The copy is therefore a
@@ -22,9 +22,12 @@ import torch
 
 from sage_plugin.plugin import route
 from sage_plugin.plugin.context import STACK, Frame, LayerContext
+from sage_plugin.plugin.interface import TABLE, Interfaces
 
 DISPATCH = "dispatch_attention_fn"
 SDPA = "scaled_dot_product_attention"
+TARGETS = frozenset({DISPATCH, SDPA, TABLE})
+"""Names by which attention is reached: diffusers', torch's, and transformers'."""
 LAYER = "_sage_layer"
 ORIGINAL = "_sage_original"
 PRIVATE = "sage_plugin._retarget"
@@ -49,6 +52,21 @@ def patched_class(original: type) -> type | None:
         return _classes[original]
 
 
+def patched_module_class(original: type) -> type | None:
+    """The subclass of an attention module's class that calls our attention; made once per class.
+
+    Args:
+        original: class of a module of transformers, not one that this function made.
+
+    Returns:
+        The subclass, or `None` where its `forward` looks no attention function up.
+    """
+    with _lock:
+        if original not in _classes:
+            _classes[original] = _generate_module(original)
+        return _classes[original]
+
+
 def refresh() -> None:
     """Take over what changed in the retargeted modules since the last patch."""
     with _lock:
@@ -57,7 +75,7 @@ def refresh() -> None:
 
 
 def original_class(processor: object) -> type:
-    """The class that a processor has unpatched."""
+    """The class that a processor, or an attention module, has unpatched."""
     original: type = getattr(type(processor), ORIGINAL, type(processor))
     return original
 
@@ -87,6 +105,23 @@ def _generate(original: type) -> type | None:
     setattr(home, name, generated)
     _register_metadata(original, generated)
     return generated
+
+
+def _generate_module(original: type) -> type | None:
+    methods = dict(_methods(original))
+    if "forward" not in methods:
+        return None
+    namespace = {
+        **methods,
+        "forward": _entering(methods["forward"]),
+        "__reduce_ex__": _reduce_as_original,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        ORIGINAL: original,
+        LAYER: None,
+    }
+    return type(original)(original.__name__, (original,), namespace)
 
 
 def _methods(original: type) -> Iterator[tuple[str, Any]]:
@@ -154,9 +189,10 @@ def _reaches(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
         return False
     seen.add(function.__code__)
     names = _names(function.__code__)
-    if DISPATCH in names or SDPA in names:
+    if names & TARGETS:
         return True
-    return any(_reaches(helper, seen) for helper in _helpers(function, names))
+    helpers = (*_helpers(function, names), *_enclosed(function))
+    return any(_reaches(helper, seen) for helper in helpers)
 
 
 def _helpers(function: types.FunctionType, names: set[str]) -> Iterator[types.FunctionType]:
@@ -165,6 +201,17 @@ def _helpers(function: types.FunctionType, names: set[str]) -> Iterator[types.Fu
     for name in names:
         value = scope.get(name)
         if isinstance(value, types.FunctionType) and value.__globals__ is scope:
+            yield value
+
+
+def _enclosed(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """Functions that a decorator's wrapper calls."""
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        if isinstance(value, types.FunctionType):
             yield value
 
 
@@ -195,6 +242,7 @@ class _Shadow:
         self.scope = scope
         self.module = types.ModuleType(name)
         self.functions: dict[types.FunctionType, types.FunctionType] = {}
+        self.tables: dict[int, Interfaces] = {}
         self.spelled_out = False  # somebody writes torch.nn.functional.scaled_dot_product_attention
         sys.modules[name] = self.module
         self.refresh()
@@ -221,6 +269,8 @@ class _Shadow:
     def _ours(self, key: str, value: object) -> object:
         if key == DISPATCH and callable(value):
             return route.dispatch_instead_of(value)
+        if key == TABLE:
+            return self.tables.setdefault(id(value), Interfaces(value))
         if value is torch.nn.functional:
             return _FUNCTIONAL
         if value is torch.nn.functional.scaled_dot_product_attention:
@@ -241,8 +291,17 @@ def _shadow(scope: dict[str, Any]) -> _Shadow:
 
 
 def _over(function: types.FunctionType, scope: dict[str, Any]) -> types.FunctionType:
+    enclosed = {inner for inner in _enclosed(function) if _reaches(inner, set())}
+
+    def ours(cell: types.CellType) -> types.CellType:
+        if not enclosed or cell.cell_contents not in enclosed:
+            return cell
+        inner: types.FunctionType = cell.cell_contents
+        return types.CellType(_shadow(inner.__globals__).retargeted(inner))
+
+    closure = None if function.__closure__ is None else tuple(map(ours, function.__closure__))
     copied = types.FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+        function.__code__, scope, function.__name__, function.__defaults__, closure
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__annotations__ = function.__annotations__

@@ -1,7 +1,8 @@
-"""Where an attention call of a patched processor goes: to a kernel, or to the host with a reason.
+"""Where an attention call of a patched layer goes: to a kernel, or to the host with a reason.
 
 Two entrances have the signatures of what they stand in for, torch's SDPA and diffusers'
-`dispatch_attention_fn`. The host's own function gets exactly the arguments that the model passed.
+`dispatch_attention_fn`; that of transformers is in `interface.py`. The host's own function gets
+exactly the arguments that the model passed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch.utils._device import DeviceContext
@@ -25,6 +27,8 @@ from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, Pa
 from sage_plugin.schema import DeviceFacts
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DISABLED = "SAGE_PLUGIN_DISABLE is set"
 SHORT = "shorter than min_seq"
@@ -55,7 +59,7 @@ def sdpa(
         )  # fmt: skip
 
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bhsd")
-    return _attend(host, call, None)
+    return attend(host, call, None)
 
 
 @functools.cache
@@ -89,12 +93,19 @@ def dispatch_instead_of(original: Callable[..., torch.Tensor]) -> Callable[..., 
         elif attention_kwargs or unknown:
             blocked = ARGUMENTS
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd")
-        return _attend(host, call, blocked)
+        return attend(host, call, blocked)
 
     return dispatch_attention_fn
 
 
-def _attend(host: Callable[[], torch.Tensor], call: Call, blocked: str | None) -> torch.Tensor:
+def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tensor | T:
+    """One attention call of a patched layer: what a kernel gives, or what the host gives.
+
+    Args:
+        host: the host's own attention, with the arguments that the model passed.
+        call: those arguments.
+        blocked: why no kernel takes it, if that is known already.
+    """
     frame = STACK.frames[-1] if STACK.frames else None
     if frame is None or frame.layer is None:
         return host()
@@ -114,12 +125,12 @@ def _attend(host: Callable[[], torch.Tensor], call: Call, blocked: str | None) -
 
 
 def _run(
-    host: Callable[[], torch.Tensor],
+    host: Callable[[], T],
     layer: LayerContext,
     call: Call,
     mask: torch.Tensor | None,
     decision: Decision,
-) -> torch.Tensor:
+) -> torch.Tensor | T:
     """Run the kernel; where it cannot be built, the host takes this call and its like."""
     if torch.compiler.is_compiling() or decision.variant == HOST:
         return _launch(layer, call, mask, decision)
@@ -149,6 +160,7 @@ def _launch(
     result = run_decided(
         decision, call.q, call.k, call.v, is_causal=call.is_causal, scale=call.factor(),
         layout=call.layout, config_dir=layer.state.options.config_dir, mask=mask,
+        softcap=call.softcap, sinks=call.sinks,
     )  # fmt: skip
     assert isinstance(result, torch.Tensor)
     return result
@@ -173,8 +185,8 @@ def _decide(
         kernel=options.kernel,
         variant=options.variant,
         dropout=call.dropout_p,
-        needs_grad=wants_gradient(call.q, call.k, call.v, call.attn_mask),
-        special=of_heads(mask),
+        needs_grad=wants_gradient(call.q, call.k, call.v, call.attn_mask, call.sinks),
+        special=of_heads(mask) or call.softcap > 0.0 or call.sinks is not None,
         additive=is_added(mask),
     )
     return decision, mask
@@ -223,6 +235,7 @@ def _fits(call: Call) -> bool:
         and k.shape[seq] == v.shape[seq]
         and q.shape[3] == k.shape[3]
         and q.device == k.device == v.device
+        and (call.sinks is None or call.sinks.shape == (q.shape[heads],))
     )
 
 

@@ -20,6 +20,7 @@ import sage_plugin
 from sage_plugin.errors import ConfigError, PatchError, UnknownKernelError, UsageError
 from sage_plugin.plugin.diffusers import find_denoisers, has_attention
 from sage_plugin.plugin.patch import PatchHandle, handle_of, patch, patched, unpatch
+from tests.plugin import tiny_transformers
 from tests.plugin.tiny import CALLS, Pipeline, random, tiny, vae
 from tests.plugin.toys import ByProduct, Direct, ToyAttention, qkv
 
@@ -347,19 +348,14 @@ def test_a_part_of_a_patched_model_is_not_patched_again():
 
 
 def text_encoder():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.CLIPTextConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        vocab_size=16, max_position_embeddings=8,
-    )  # fmt: skip
-    return transformers.CLIPTextModel(config)
+    return tiny_transformers.tiny("clip text").module
 
 
 def test_objects_without_attention_are_refused_in_one_sentence():
     for obj, words in (
-        (nn.Linear(2, 2), "Linear contains no diffusers attention processor"),
-        (ToyAttention(ByProduct()), "contains no diffusers attention processor"),
-        (text_encoder(), "transformers model; this version patches diffusers models only"),
+        (nn.Linear(2, 2), "Linear contains no attention of diffusers or transformers"),
+        (ToyAttention(ByProduct()), "contains no attention of diffusers or transformers"),
+        (text_encoder().embeddings, "CLIPTextEmbeddings has no attention that looks"),
         (Pipeline(vae=vae(), text_encoder=text_encoder()), "no denoiser.*vae, text_encoder"),
         (42, "got int, expected a diffusers pipeline"),
         (tiny("cogx").module.__class__, "expected a diffusers pipeline"),
@@ -374,8 +370,11 @@ def test_objects_without_attention_are_refused_in_one_sentence():
 
 def test_a_transformers_model_around_a_diffusers_processor_is_patched():
     encoder = text_encoder()
+    own = list(patch(encoder).layers)
+    unpatch(encoder)
     encoder.extra = ToyAttention(Direct())
-    assert list(patch(encoder).layers) == ["model.extra"]
+    assert set(patch(encoder).layers) == {"model.extra", *own}
+    assert len(own) == 2
 
 
 def test_bad_arguments_are_refused_at_patch_time():

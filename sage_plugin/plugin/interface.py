@@ -1,0 +1,156 @@
+"""What stands in for transformers' table of attention functions inside a patched attention module.
+
+The model's configuration stays as it is, and so do the masks that the model makes by it: every call
+that a kernel does not take goes to the very function that the table holds, with the arguments that
+the model passed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sage_plugin.plugin import route
+from sage_plugin.plugin.call import Call
+
+TABLE = "ALL_ATTENTION_FUNCTIONS"
+"""The name of the table in every modeling file."""
+
+WEIGHTS = "attention weights are asked for"
+OWN_EAGER = "the model's eager attention does more than softmax"
+
+MEANT = ("dropout", "scaling", "is_causal", "softcap", "s_aux")
+"""Arguments that kernels know."""
+IN_THE_MASK = ("sliding_window",)
+"""Arguments that the mask holds already, where it is not of the flash kind."""
+WITHOUT_MEANING = (
+    "position_ids", "use_cache", "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k",
+    "max_length_q", "max_length_k", "num_items_in_batch",
+)  # fmt: skip
+"""Arguments that `sdpa` and `eager` attention pass over."""
+
+SOFTMAX_NAMES = frozenset((
+    "F", "contiguous", "dropout", "dtype", "float32", "functional", "getattr", "hasattr",
+    "head_dim", "matmul", "nn", "num_key_value_groups", "repeat_kv", "size", "softmax", "tanh",
+    "to", "torch", "training", "transpose", "type",
+))  # fmt: skip
+"""What an eager attention function names that does softmax, with a soft cap or without."""
+SINK_NAMES = frozenset(("cat", "expand", "max", "reshape", "shape", "sinks", "values"))
+"""What one names besides that has sinks."""
+
+Function = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class Interfaces:
+    """The table of attention functions, each of them behind our kernels."""
+
+    def __init__(self, table: Any) -> None:  # noqa: ANN401
+        self._table = table
+
+    def get_interface(self, implementation: str, default: Function) -> Function:
+        """As the table's own."""
+        function = self._table.get_interface(implementation, default)
+        return functools.partial(attention, function, implementation)
+
+    def get(self, implementation: str, default: Function | None = None) -> Function | None:
+        """As a dict's."""
+        function = self._table.get(implementation, default)
+        return None if function is None else functools.partial(attention, function, implementation)
+
+    def __getitem__(self, implementation: str) -> Function:
+        return functools.partial(attention, self._table[implementation], implementation)
+
+    def __contains__(self, implementation: str) -> bool:
+        return implementation in self._table
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._table, name)
+
+
+def attention(
+    original: Function,
+    implementation: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *rest: object,
+    **others: Any,  # noqa: ANN401
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Stands in for one attention function of transformers.
+
+    Args:
+        original: the function that the model would have called.
+        implementation: its name in the table.
+        module: the attention module.
+        query: `(B, Hq, Sq, D)`; key and value `(B, Hk, Sk, D)`, not expanded.
+        key: keys.
+        value: values.
+        attention_mask: what the model made for this implementation.
+        rest: arguments that the model passed by position, besides.
+        others: arguments by name.
+
+    Returns:
+        `(B, Sq, Hq, D)`, and attention weights where only the original has them.
+    """
+
+    def host() -> tuple[torch.Tensor, torch.Tensor | None]:
+        return original(module, query, key, value, attention_mask, *rest, **others)
+
+    blocked = _obstacle(original, implementation, others)
+    blocked = route.ARGUMENTS if rest else blocked
+    call = _call(implementation, module, query, key, value, attention_mask, others)
+    result = route.attend(host, call, blocked)
+    return result if isinstance(result, tuple) else (result.transpose(1, 2), None)
+
+
+def _call(
+    implementation: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    others: dict[str, Any],
+) -> Call:
+    """The call in the words of SDPA, as `sdpa` or `eager` attention understands it."""
+    causal = others.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    # Eager attention hides keys by its mask alone.
+    causal = query.shape[2] > 1 and attention_mask is None and causal and implementation != "eager"
+    if causal and key.shape[2] > query.shape[2]:  # prefill into an empty static cache
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    return Call(
+        query, key, value, attention_mask, others.get("dropout") or 0.0, bool(causal),
+        others.get("scaling"), True, "bhsd", others.get("softcap") or 0.0, others.get("s_aux"),
+    )  # fmt: skip
+
+
+def _obstacle(original: Function, implementation: str, others: dict[str, Any]) -> str | None:
+    """Why a call is the original's, as far as its arguments tell."""
+    if implementation not in ("sdpa", "eager"):
+        return f"masks and arguments of {implementation!r} attention are its own"
+    if others.get("output_attentions"):
+        return WEIGHTS
+    for name, given in others.items():
+        harmless = name in IN_THE_MASK or name in WITHOUT_MEANING or name == "output_attentions"
+        if given is not None and name not in MEANT and not harmless:
+            return f"only the model's own attention knows {name}"
+    sinks = others.get("s_aux")
+    if implementation == "eager" and not _is_softmax(original, sinks is not None):
+        return OWN_EAGER
+    return None
+
+
+def _is_softmax(function: Function, sinks: bool) -> bool:
+    """Whether an eager attention function does nothing but what kernels do, by what it names."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    names = set(code.co_names)
+    return names <= SOFTMAX_NAMES | (SINK_NAMES if sinks else frozenset())

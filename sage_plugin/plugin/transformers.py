@@ -1,0 +1,66 @@
+"""What a model of transformers holds: attention modules, which look their function up in a table.
+
+Such a module becomes an instance of a subclass of its class, whose `forward` finds our functions in
+the table (`interface.py`). Its configuration, which other models may share, is left alone. Nothing
+of transformers is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from sage_plugin.plugin import retarget
+from sage_plugin.plugin.context import LayerContext
+
+
+def is_model(obj: object) -> bool:
+    """Whether an object is a module of transformers.
+
+    Example:
+        >>> is_model(nn.Linear(2, 2))
+        False
+    """
+    return any(cls.__module__.split(".")[0] == "transformers" for cls in type(obj).__mro__)
+
+
+def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]:
+    """Path and module, twice, of every attention module in a model: it is its own processor."""
+    for path, module in root.named_modules():
+        if is_model(module) and retarget.patched_module_class(retarget.original_class(module)):
+            parts = [part for part in path.split(".") if part != "_orig_mod"]
+            yield ".".join(parts), module, module
+
+
+def swap(layer: LayerContext) -> bool:
+    """Make a layer's module one of our subclass.
+
+    Returns:
+        Whether its class can be patched.
+    """
+    module = layer.attention
+    generated = retarget.patched_module_class(retarget.original_class(module))
+    if generated is None:
+        return False
+    module.__class__ = generated
+    vars(module)[retarget.LAYER] = layer
+    layer.processor = module
+    return True
+
+
+def put_back(layer: LayerContext) -> None:
+    """Undo `swap`; a class that somebody else gave the module since is left."""
+    module = layer.attention
+    if layer.processor is None:
+        return
+    if retarget.layer_of(module) is layer:
+        module.__class__ = retarget.original_class(module)
+    vars(module).pop(retarget.LAYER, None)
+    layer.processor = None
+
+
+def standing(layer: LayerContext) -> object:
+    """What stands in the layer's place: the module while it is ours, `None` after that."""
+    ours = type(layer.attention) is not retarget.original_class(layer.attention)
+    return layer.attention if ours else None

@@ -1,0 +1,257 @@
+"""Models of transformers: what their attention calls become, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from sage_plugin.errors import PatchError, UnsupportedInputError
+from sage_plugin.plugin import interface
+from sage_plugin.plugin.patch import patch, patched, unpatch
+from tests.plugin.tiny import Pipeline
+from tests.plugin.tiny_transformers import FAMILIES, TOKENS, tiny, words
+
+ALL_TAKEN = [name for name, family in FAMILIES.items() if not family.reason]
+MASKED = ("llama", "gemma2", "gpt-oss", "bert")
+
+
+def attention_classes(module):
+    return [type(m) for m in module.modules() if "Attention" in type(m).__name__]
+
+
+def difference(found, expected):
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_forward_makes_the_expected_calls_and_unpatch_restores_everything(name):
+    model, family = tiny(name), FAMILIES[name]
+    before, keys = model.run(), list(model.module.state_dict())
+    classes, config = attention_classes(model.module), copy.deepcopy(model.module.config)
+
+    handle = patch(model.module, kernel="sdpa", min_seq=0)
+    assert torch.equal(model.run(), before)
+    assert handle.report().total_calls() == family.calls
+    assert all(row.calls == {"sdpa:host": 1} for row in handle.report().rows)
+    assert model.module.config == config
+    assert list(model.module.state_dict()) == keys
+
+    unpatch(model.module)
+    assert attention_classes(model.module) == classes
+    assert torch.equal(model.run(), before)
+    assert handle.report().total_calls() == family.calls
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("kernel", "limit"), [("fav2", 1e-5), ("sage", 0.02)])
+def test_kernels_take_the_calls_or_name_what_keeps_them(name, kernel, limit):
+    model, family = tiny(name), FAMILIES[name]
+    before = model.run()
+    handle = patch(model.module, kernel=kernel, min_seq=0)
+    after, report = model.run(), handle.report()
+    reasons = {reason for row in report.rows for reason in row.fallbacks}
+    if family.reason:
+        assert report.kernel_calls() == 0
+        assert all(family.reason in reason for reason in reasons)
+        assert torch.equal(after, before)
+    else:
+        assert report.kernel_calls() == family.calls
+        assert reasons == set()
+        assert difference(after, before) < limit
+        assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_hidden(name, side):
+    model = tiny(name)
+    kept = torch.arange(TOKENS) >= 7 if side == "left" else torch.arange(TOKENS) < TOKENS - 7
+    padding = torch.stack((torch.ones(TOKENS), kept)).long()
+    before = model.run(attention_mask=padding)
+    handle = patch(model.module, kernel="fav2", min_seq=0)
+    after = model.run(attention_mask=padding)
+    assert handle.report().kernel_calls() == FAMILIES[name].calls
+    assert difference(after[padding.bool()], before[padding.bool()]) < 1e-5
+    other = model.inputs["input_ids"].clone()
+    other[1, ~kept] = (other[1, ~kept] + 5) % 60 + 1
+    same = model.run(input_ids=other, attention_mask=padding)
+    assert torch.equal(same[padding.bool()], after[padding.bool()])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "mistral", "bart", "whisper"])
+@pytest.mark.parametrize("min_seq", [0, 8])
+def test_generation_with_a_cache_gives_the_same_tokens(name, min_seq):
+    model = tiny(name)
+    inputs = {k: v for k, v in model.inputs.items() if k != "decoder_input_ids"}
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    before = model.module.generate(**inputs, **options)
+    handle = patch(model.module, kernel="fav2", min_seq=min_seq)
+    assert torch.equal(model.module.generate(**inputs, **options), before)
+    decoder = [r for r in handle.report().rows if "encoder" not in r.layer or "decoder" in r.layer]
+    for row in decoder:
+        if "encoder_attn" not in row.layer:
+            steps = 10 if min_seq == 0 else int(name not in ("bart", "whisper"))
+            assert row.kernel_calls() == steps
+            assert row.total_calls() == 10
+
+
+def test_a_static_cache_is_filled_and_read():
+    model = tiny("llama")
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    before = model.module.generate(**model.inputs, **options)
+    handle = patch(model.module, kernel="fav2", min_seq=0)
+    assert torch.equal(model.module.generate(**model.inputs, **options), before)
+    assert handle.report().kernel_calls() == 12
+
+
+def test_compiled_models_run_on_kernels_in_one_graph():
+    model = tiny("llama")
+    handle = patch(model.module, kernel="sage", min_seq=0)
+    eager = model.run()
+    torch._dynamo.reset()
+    compiled = torch.compile(model.module, fullgraph=True)
+    with torch.no_grad():
+        assert torch.allclose(compiled(**model.inputs).logits, eager, atol=1e-5)
+    handle.unpatch()
+    with torch.no_grad():
+        plain = compiled(**model.inputs).logits
+    assert torch.allclose(plain, model.run(), atol=1e-5)
+    assert not torch.allclose(plain, eager, atol=1e-7)
+
+
+def test_copies_and_pickles_are_not_patched():
+    model = tiny("llama")
+    before, classes = model.run(), attention_classes(model.module)
+    patch(model.module, kernel="sage", min_seq=0)
+    after = model.run()
+    for copied in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module))):
+        assert attention_classes(copied) == classes
+        with torch.no_grad():
+            assert torch.equal(copied(**model.inputs).logits, before)
+    assert torch.equal(model.run(), after)
+    assert not torch.equal(after, before)
+
+
+def test_models_that_share_a_configuration_are_patched_one_by_one():
+    config = tiny("llama").module.config
+    one, two = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
+    handle = patch(one, kernel="sage", min_seq=0)
+    with torch.no_grad():
+        two(words())
+    assert handle.report().total_calls() == 0
+    assert config._attn_implementation == "sdpa"
+
+
+def test_layers_are_chosen_by_their_paths():
+    model = tiny("llama")
+    handle = patch(model.module, kernel="sage", min_seq=0, exclude="*.layers.0.*")
+    assert list(handle.layers) == ["model.model.layers.1.self_attn"]
+    model.run()
+    assert handle.report().kernel_calls() == 1
+    patch(model.module, kernel="sage", min_seq=0)
+    assert len(handle.layers) == 2
+
+
+def test_a_wrapper_is_looked_through_and_a_pipeline_s_text_encoder_only_on_demand():
+    model = tiny("llama")
+    wrapper = nn.ModuleDict({"base": model.module})
+    assert next(iter(patch(wrapper).layers)) == "model.base.model.layers.0.self_attn"
+    unpatch(wrapper)
+    pipe = Pipeline(text_encoder=model.module)
+    with pytest.raises(PatchError, match="no denoiser"):
+        patch(pipe)
+    assert len(patch(pipe, components="text_encoder").layers) == 2
+
+
+def test_attention_weights_come_from_the_model_s_own_attention():
+    model = tiny("llama")
+    model.module.set_attn_implementation("eager")
+    handle = patch(model.module, kernel="sage", min_seq=0)
+    with torch.no_grad():
+        made = model.module(**model.inputs, output_attentions=True)
+    assert all(weights is not None and weights.shape[-1] == TOKENS for weights in made.attentions)
+    assert handle.report().kernel_calls() == 0
+
+
+def test_what_a_kernel_cannot_take_is_an_error_on_request():
+    model = tiny("t5")
+    patch(model.module, kernel="sage", min_seq=0, on_unsupported="error")
+    with pytest.raises(UnsupportedInputError, match="position_bias"):
+        model.run()
+
+
+def test_gradients_go_through_the_model_s_own_attention():
+    model = tiny("llama")
+    handle = patch(model.module, kernel="sage", min_seq=0)
+    model.module(**model.inputs).logits.sum().backward()
+    assert handle.report().kernel_calls() == 0
+    assert all(p.grad is not None for p in model.module.parameters())
+
+
+# -- the table itself ------------------------------------------------------------------------------
+
+
+def plain(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    weights = nn.functional.softmax(torch.matmul(query, key.transpose(2, 3)) * scaling, dim=-1)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def odd(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    out, weights = plain(module, query, key, value, attention_mask, scaling)
+    return out + query.mean(), weights
+
+
+@pytest.mark.parametrize(
+    ("function", "implementation", "others", "words"),
+    [
+        (plain, "sdpa", {}, None),
+        (plain, "eager", {"sliding_window": 3, "position_ids": 1, "use_cache": True}, None),
+        (plain, "eager", {"softcap": 30.0, "deterministic": None}, None),
+        (odd, "eager", {}, "more than softmax"),
+        (odd, "sdpa", {}, None),
+        (plain, "flash_attention_2", {}, "flash_attention_2"),
+        (plain, "flex_attention", {}, "flex_attention"),
+        (plain, "sdpa", {"position_bias": 1.0}, "position_bias"),
+        (plain, "sdpa", {"block_indices": 0}, "block_indices"),
+        (plain, "sdpa", {"output_attentions": True}, "weights"),
+    ],
+)
+def test_calls_that_mean_more_than_kernels_know_are_left(function, implementation, others, words):
+    reason = interface._obstacle(function, implementation, others)
+    assert (reason is None) == (words is None)
+    assert words is None or words in reason
+
+
+def test_the_table_is_otherwise_the_original_one():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as table
+
+    ours = interface.Interfaces(table)
+    assert "sdpa" in ours
+    assert "nothing" not in ours
+    assert ours.get("nothing") is None
+    assert ours.get("nothing", plain).args == (plain, "nothing")
+    assert ours["sdpa"].args == (table["sdpa"], "sdpa")
+    assert ours.get_interface("eager", plain).args == (plain, "eager")
+    assert list(ours.valid_keys()) == list(table.valid_keys())
+
+
+def test_patched_is_undone_after_an_error():
+    model = tiny("bert")
+    classes = attention_classes(model.module)
+
+    def fails():
+        with patched(model.module, kernel="sage"):
+            assert attention_classes(model.module) != classes
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert attention_classes(model.module) == classes
