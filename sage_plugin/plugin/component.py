@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -43,7 +44,10 @@ class Component:
         self.handle = handle
         self.layers: dict[str, LayerContext] = {}
         self.skipped: dict[str, str] = {}
-        self._hook = module.register_forward_pre_hook(Watch(self))
+        self._hooks = [
+            module.register_forward_pre_hook(Watch(self)),
+            module.register_forward_hook(FirstForward(self)),
+        ]
 
     def apply(self, options: PatchOptions) -> None:
         """Patch the layers that the options choose, and put back the others.
@@ -97,10 +101,11 @@ class Component:
         )
 
     def release(self) -> None:
-        """Put every processor back and take the hook away."""
+        """Put every processor back and take the hooks away."""
         for layer in self.layers.values():
             _host(layer).put_back(layer)
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def rename(self, name: str) -> None:
         """Give the component, and so its layers, another name."""
@@ -163,6 +168,32 @@ class Watch:
     def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
         """A copy of a patched module is not patched."""
         return Watch, ()
+
+
+class FirstForward:
+    """Forward hook of a patched module: after the first eager forward it says what ran where."""
+
+    def __init__(self, component: Component | None = None) -> None:
+        self.component = component
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        """Log one line, once a patch."""
+        if torch.compiler.is_compiling() or self.component is None:
+            return
+        component, self.component = self.component, None
+        calls: Counter[str] = Counter()
+        for layer in component.layers.values():
+            calls += layer.calls
+            calls["host"] += sum(layer.fallbacks.values())
+        told = ", ".join(f"{count} on {label}" for label, count in calls.items() if count)
+        logger.info(
+            "%s: attention calls of the first forward: %s",
+            component.state.component, told or "none",
+        )  # fmt: skip
+
+    def __reduce__(self) -> tuple[type[FirstForward], tuple[()]]:
+        """A copy of a patched module is not patched."""
+        return FirstForward, ()
 
 
 def component_of(module: nn.Module) -> Component | None:

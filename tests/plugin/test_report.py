@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from torch import nn
 
@@ -54,3 +56,24 @@ def test_a_new_patch_starts_new_counts():
     with patched(layer, kernel="sage", min_seq=0) as second:
         assert second.report().total_calls() == 0
     assert first.report().total_calls() == 1
+
+
+def test_the_first_forward_of_a_patch_logs_one_line(caplog):
+    model = ToyAttention(ThreeCalls())
+    caplog.set_level("INFO", "sage_plugin")
+    handle = patch(model, kernel="sage", min_seq=0)
+    copied = copy.deepcopy(model)
+
+    def lines():
+        return [r.getMessage() for r in caplog.records if "first forward" in r.getMessage()]
+
+    for _ in range(2):
+        model(*qkv())
+        copied(*qkv())
+    line = "model: attention calls of the first forward: 3 on sage:emulation"
+    assert lines() == [line]
+    handle.unpatch()
+    model(*qkv())
+    patch(model, kernel="fav2", min_seq=1000)
+    model(*qkv())
+    assert lines() == [line, line.replace("3 on sage:emulation", "3 on host")]

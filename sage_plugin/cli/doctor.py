@@ -1,0 +1,131 @@
+"""`sage doctor`: what this machine has, what each kernel can do on it, and its tuned configs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sage_plugin.cli.console import stdout
+from sage_plugin.errors import ConfigError
+from sage_plugin.schema import KERNELS, DeviceFacts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
+
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "safetensors")
+HEAD_DIMS = (64, 128)
+EMULATED = "emulated in plain torch: right numbers, no speed"
+
+
+def command(device: Device = None) -> None:
+    """Print what is here and what each kernel can do with it; paste it into a report of a fault."""
+    from sage_plugin import device as devices
+
+    facts = devices.facts(device)
+    for title, lines in (
+        ("Device", _device(facts)),
+        ("Versions", _versions()),
+        ("Environment", _environment()),
+        ("Configs", _configs(facts)),
+        ("auto", _auto(facts)),
+    ):
+        _say(title)
+        for line in lines:
+            _say(f"  {line}")
+    _say("Kernels")
+    stdout.print(_kernels(facts))
+
+
+def _device(facts: DeviceFacts) -> Iterator[str]:
+    yield f"{facts.name} ({facts.slug}), {facts.arch}"
+    if facts.kind == "cpu":
+        yield f"no GPU that torch sees; kernels are {EMULATED}"
+        return
+    gib = facts.memory_bytes / 2**30
+    yield f"{gib:.0f} GiB, {facts.sm_count} multiprocessors, {facts.smem_bytes // 1024} KiB shared"
+    yield f"FP8 type of its matrix units: {facts.fp8_dtype or 'none'}"
+
+
+def _versions() -> Iterator[str]:
+    from sage_plugin import device as devices
+
+    tools = devices.toolchain()
+    yield f"sage_plugin {tools.sage_plugin}, Python {tools.python}, {platform.platform()}"
+    yield ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    yield f"driver {tools.driver or 'none'}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _environment() -> Iterator[str]:
+    names = sorted(n for n in os.environ if n.startswith("SAGE_PLUGIN_") or n == "TRITON_INTERPRET")
+    yield ", ".join(f"{n}={os.environ[n]}" for n in names if os.environ[n]) or "nothing is set"
+
+
+def _configs(facts: DeviceFacts) -> Iterator[str]:
+    from sage_plugin.registry import load
+
+    for label, path in load.search_path(facts.slug):
+        if not path.exists():
+            yield f"{label}: none ({path})"
+            continue
+        try:
+            entries = load.read(path).entries
+        except ConfigError as error:
+            yield f"{label}: not readable: {error}"
+            continue
+        kernels = sorted({f"{one.key.kernel}:{one.key.variant}" for one in entries})
+        yield f"{label}: {len(entries)} tuned calls of {', '.join(kernels)} ({path})"
+
+
+def _auto(facts: DeviceFacts) -> Iterator[str]:
+    from sage_plugin.kernels import support
+
+    runs = [name for name in support.kernels_of(facts) if name not in ("torch", "sdpa")]
+    wanted = "fav3_sage" if facts.fp8_dtype else "sage"
+    if facts.kind == "cpu" or wanted not in runs:
+        reason = support.device_reason(wanted, facts) or "on a CPU it is the fastest"
+        yield f"the host's attention: {reason}"
+        return
+    yield f"{wanted}; the host's attention where a call cannot run on it"
+    for dim in HEAD_DIMS:
+        if fewest := support.fewest_operations(facts.arch, dim):
+            tokens = round((fewest / (4 * 24 * dim)) ** 0.5, -2)
+            yield (
+                f"calls under {fewest:.0e} operations at {dim} channels, which are {tokens:.0f} "
+                "tokens of 24 heads, are the host's"
+            )
+
+
+def _kernels(facts: DeviceFacts) -> Table:
+    from rich.table import Table
+
+    from sage_plugin.kernels.support import support
+
+    table = Table("kernel", "runs as", *(f"tile at {dim} channels" for dim in HEAD_DIMS), "why not")
+    for kernel in KERNELS:
+        found = [support(kernel, facts, head_dim=dim) for dim in HEAD_DIMS]
+        variants = dict.fromkeys(one.variant for one in found if one.variant)
+        table.add_row(kernel, ", ".join(variants) or "-", *map(_tile, found), found[0].reason or "")
+    return table
+
+
+def _tile(found: object) -> str:
+    launch = getattr(found, "launch", None)
+    return "" if launch is None else f"{launch.block_m}x{launch.block_n}, {launch.num_warps} warps"
+
+
+def _say(text: str) -> None:
+    stdout.print(text, markup=False)

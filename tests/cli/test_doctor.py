@@ -1,0 +1,75 @@
+"""`sage doctor` from the outside, on devices that are not here."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from sage_plugin import device
+from sage_plugin.cli import app
+from sage_plugin.registry import load
+from tests.kernels.aot_builds import facts_of
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH", "DISABLE"):
+        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(load, "shipped_dir", lambda: None)
+    monkeypatch.setattr(device, "triton_version", lambda: "3.6.0")
+
+
+def told(monkeypatch, arch):
+    """What the doctor says of an architecture: its lines, and the row of each kernel."""
+    if arch:
+        monkeypatch.setattr(device, "facts", lambda _=None: facts_of(arch))
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.output
+    lines = [line.strip() for line in done.output.splitlines()]
+    cells = [[c.strip() for c in line.strip("│").split("│")] for line in lines if "│" in line]
+    return lines, {row[0]: row[1:] for row in cells}
+
+
+def test_a_hopper_runs_every_kernel_and_small_calls_are_the_host_s(monkeypatch):
+    lines, rows = told(monkeypatch, "sm_90")
+    assert rows["fav3_sage"] == ["hopper", "192x128, 12 warps", "192x128, 12 warps", ""]
+    assert rows["sage"][0] == "portable, hopper"
+    assert rows["fav2"][0] == "portable"
+    assert "FP8 type of its matrix units: float8_e4m3fn" in lines
+    assert "fav3_sage; the host's attention where a call cannot run on it" in lines
+    (wide,) = [line for line in lines if "at 128 channels, which are" in line]
+    assert "under 3e+11 operations" in wide
+    assert "4900 tokens of 24 heads" in wide
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel", "words"),
+    [
+        ("sm_80", "fav3_sage", "sm_80 has no FP8 matrix units"),
+        ("sm_75", "sage", "sm_75 has no INT8 tensor product"),
+    ],
+)
+def test_what_cannot_run_says_why(monkeypatch, arch, kernel, words):
+    _, rows = told(monkeypatch, arch)
+    assert rows[kernel][0] == "-"
+    assert words in rows[kernel][-1]
+    assert rows["sdpa"] == ["host", "", "", ""]
+
+
+def test_a_cpu_emulates_and_auto_is_the_host(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    lines, rows = told(monkeypatch, None)
+    assert {row[0] for name, row in rows.items() if name.startswith("fav")} == {"emulation"}
+    assert "the host's attention: on a CPU it is the fastest" in lines
+
+
+def test_the_environment_and_configs_are_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGE_PLUGIN_KERNEL", "sage")
+    folder = tmp_path / "user" / "sage_plugin" / "sm_90"
+    folder.mkdir(parents=True)
+    (folder / "attention.json").write_text("{")
+    lines, _ = told(monkeypatch, "sm_90")
+    assert any("SAGE_PLUGIN_KERNEL=sage" in line for line in lines)
+    assert any(line.startswith("user: not readable: ") for line in lines)
