@@ -63,6 +63,8 @@ class Component:
         self.state.disabled = settings.current().disabled
         self.state.warned.clear()
         self.state.unbuilt.clear()
+        for layer in self.layers.values():
+            layer.broken = None
         for path in set(self.layers) - set(chosen):
             self._drop(path)
         self.skipped = {self._full(path): EXCLUDED for path in found if path not in chosen}
@@ -72,6 +74,7 @@ class Component:
     def check(self) -> None:
         """Patch again where processors were replaced since; runs before each eager forward."""
         self.state.disabled = settings.current().disabled
+        self.state.forwards += 1
         replaced = [
             layer
             for layer in self.layers.values()

@@ -62,6 +62,7 @@ class PatchOptions:
         config_dir: folder of configs that is searched first, or `None`.
         min_seq: calls with fewer queries or keys go to the host's attention.
         strict: an unsupported call is an error, not a fallback.
+        check_finite: eager outputs of kernels are looked at for NaN and infinity.
         include: globs of layer paths to patch, `None` for all.
         exclude: globs of layer paths to leave alone.
     """
@@ -71,6 +72,7 @@ class PatchOptions:
     config_dir: str | None
     min_seq: int
     strict: bool
+    check_finite: bool
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
 
@@ -86,6 +88,7 @@ class PatchState:
         disabled: `SAGE_PLUGIN_DISABLE` was set when it was last read.
         warned: reasons that were logged since the last `patch`.
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
+        forwards: eager forwards of the component since it was patched first.
     """
 
     component: str
@@ -94,6 +97,7 @@ class PatchState:
     disabled: bool = False
     warned: set[str] = field(default_factory=set)
     unbuilt: dict[tuple[object, ...], str] = field(default_factory=dict)
+    forwards: int = 0
 
 
 @dataclass(eq=False)  # no slots: traced code reads `state`
@@ -109,6 +113,7 @@ class LayerContext:
         calls: eager calls by `kernel:variant`.
         fallbacks: eager calls that went to the host's attention, by reason.
         config_sources: eager calls by where their launch config came from.
+        broken: why `check_finite` took its kernel away, or `None`.
     """
 
     name: str
@@ -119,6 +124,7 @@ class LayerContext:
     calls: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     config_sources: Counter[str] = field(default_factory=Counter)
+    broken: str | None = None
 
 
 class Frame:

@@ -107,8 +107,9 @@ def patch(
     exclude: str | Iterable[str] | None = None,
     min_seq: int = MIN_SEQ,
     on_unsupported: str = "fallback",
+    check_finite: bool = False,
 ) -> PatchHandle:
-    """Run the attention of a diffusers pipeline or model on our kernels.
+    """Run the attention of a pipeline, or of a model of diffusers or transformers, on our kernels.
 
     Calls that a kernel cannot take, and short ones, go to the host's own attention with the
     arguments that the model passed; each reason is logged once and counted per layer. A second call
@@ -126,6 +127,9 @@ def patch(
         exclude: glob or globs of layer paths to leave alone.
         min_seq: calls with fewer queries or keys go to the host's attention, whatever `kernel` is.
         on_unsupported: `"fallback"`, or `"error"` to raise where a kernel cannot take a call.
+        check_finite: look at each eager output for NaN and infinity, which waits for the device. A
+            warning names layer, forward and kernel of the first one, and the host's attention takes
+            that call and all further ones of the layer.
 
     Returns:
         The handle: `.unpatch()`, `.report()`, and a context manager.
@@ -144,7 +148,9 @@ def patch(
         <PatchHandle of model, 1 attention layers>
         >>> sage_plugin.unpatch(layer)
     """
-    options = _checked(kernel, variant, config_dir, include, exclude, min_seq, on_unsupported)
+    options = _checked(
+        kernel, variant, config_dir, include, exclude, min_seq, on_unsupported, check_finite
+    )
     chosen = choose(obj, components)
     retarget.refresh()
     known = {p: p.state.options for module in chosen.values() if (p := component_of(module))}
@@ -190,6 +196,7 @@ def patched(
     exclude: str | Iterable[str] | None = None,
     min_seq: int = MIN_SEQ,
     on_unsupported: str = "fallback",
+    check_finite: bool = False,
 ) -> Iterator[PatchHandle]:
     """`patch` for the duration of a `with` block; arguments and errors are those of `patch`.
 
@@ -212,6 +219,7 @@ def patched(
     handle = patch(
         obj, kernel=kernel, variant=variant, config_dir=config_dir, components=components,
         include=include, exclude=exclude, min_seq=min_seq, on_unsupported=on_unsupported,
+        check_finite=check_finite,
     )  # fmt: skip
     try:
         yield handle
@@ -247,6 +255,7 @@ def _checked(
     exclude: str | Iterable[str] | None,
     min_seq: int,
     on_unsupported: str,
+    check_finite: bool,
 ) -> PatchOptions:
     text = kernel if ":" in kernel or variant == "auto" else f"{kernel}:{variant}"
     kernel, variant = dispatch.parse_kernel(text)
@@ -266,6 +275,7 @@ def _checked(
         config_dir=None if config_dir is None else os.fspath(config_dir),
         min_seq=min_seq,
         strict=on_unsupported == "error",
+        check_finite=bool(check_finite),
         include=None if include is None else _globs(include),
         exclude=_globs(exclude or ()),
     )

@@ -35,6 +35,7 @@ SHORT = "shorter than min_seq"
 FUNCTION_MODE = "another TorchFunctionMode watches the attention calls"
 SHAPE = "not one batch of (B, H, S, D) tensors"
 CAUSAL = "a causal call with Sq != Sk is aligned to the first key by the host"
+NOT_FINITE = "an earlier output of this layer was not finite"
 PARALLEL = "context parallel attention is the host's"
 ARGUMENTS = "arguments that only the host's attention knows"
 DEVICES = ("cpu", "cuda")
@@ -110,6 +111,8 @@ def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tens
     if frame is None or frame.layer is None:
         return host()
     layer, eager = frame.layer, not torch.compiler.is_compiling()
+    if eager and layer.broken is not None:
+        blocked = layer.broken
     decision, mask = _decide(layer.state, call, blocked)
     if eager:
         _note(frame, layer, call, decision)
@@ -117,11 +120,46 @@ def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tens
         raise UnsupportedInputError(_complaint(layer, decision.reason))
     if decision.kernel == "sdpa":
         return host()
+    result = _run_under_autocast(host, layer, call, mask, decision)
+    if eager and layer.state.options.check_finite and isinstance(result, torch.Tensor):
+        return result if _is_sound(layer, call, decision, result) else host()
+    return result
+
+
+def _run_under_autocast(
+    host: Callable[[], T],
+    layer: LayerContext,
+    call: Call,
+    mask: torch.Tensor | None,
+    decision: Decision,
+) -> torch.Tensor | T:
+    """As `_run`, in autocast's dtype where it is on."""
     kind = call.q.device.type
     if not torch.is_autocast_enabled(kind):
         return _run(host, layer, call, mask, decision)
     with torch.autocast(kind, enabled=False):  # our op is not on autocast's list, as SDPA is
         return _run(host, layer, call.cast(torch.get_autocast_dtype(kind)), mask, decision)
+
+
+def _is_sound(layer: LayerContext, call: Call, decision: Decision, result: torch.Tensor) -> bool:
+    """Whether an output is finite; if not, say where it came from, and keep a kernel off the layer.
+
+    Inputs that are not finite are no fault of the kernel, which stays.
+    """
+    if torch.isfinite(result).all():
+        return True
+    place = f"{layer.name}, forward {layer.state.forwards}, kernel {decision.label!r}"
+    if all(torch.isfinite(x).all() for x in (call.q, call.k, call.v)):
+        layer.broken = NOT_FINITE
+        logger.warning(
+            "%s: finite inputs gave an output with NaN or infinity; the host's attention takes "
+            "this call and all further ones of the layer", place,
+        )  # fmt: skip
+        return False
+    if NOT_FINITE not in layer.state.warned:
+        layer.state.warned.add(NOT_FINITE)
+        logger.warning("%s: Q, K or V has NaN or infinity already (said once)", place)
+    return True
 
 
 def _run(
@@ -213,7 +251,8 @@ def _obstacle(state: PatchState, call: Call) -> str | None:
 
 def _wanted(reason: str) -> bool:
     """Whether the user asked for this reason, so that it is no failure."""
-    return reason in (DISABLED, dispatch.SLOW_TILES, dispatch.SMALL) or reason.startswith(SHORT)
+    asked = (DISABLED, NOT_FINITE, dispatch.SLOW_TILES, dispatch.SMALL)
+    return reason in asked or reason.startswith(SHORT)
 
 
 def _watched() -> bool:

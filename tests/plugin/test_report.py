@@ -58,7 +58,7 @@ def test_a_new_patch_starts_new_counts():
     assert first.report().total_calls() == 1
 
 
-def test_the_first_forward_of_a_patch_logs_one_line(caplog):
+def test_report_70_the_first_forward_of_a_patch_logs_one_line(caplog):
     model = ToyAttention(ThreeCalls())
     caplog.set_level("INFO", "sage_plugin")
     handle = patch(model, kernel="sage", min_seq=0)

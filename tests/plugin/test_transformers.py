@@ -71,7 +71,7 @@ def test_kernels_take_the_calls_or_name_what_keeps_them(name, kernel, limit):
 
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_hidden(name, side):
+def test_report_40_and_43_padding_is_hidden(name, side):
     model = tiny(name)
     kept = torch.arange(TOKENS) >= 7 if side == "left" else torch.arange(TOKENS) < TOKENS - 7
     padding = torch.stack((torch.ones(TOKENS), kept)).long()
@@ -112,7 +112,7 @@ def test_a_static_cache_is_filled_and_read():
     assert handle.report().kernel_calls() == 12
 
 
-def test_compiled_models_run_on_kernels_in_one_graph():
+def test_report_79_compiled_models_run_on_kernels_in_one_graph():
     model = tiny("llama")
     handle = patch(model.module, kernel="sage", min_seq=0)
     eager = model.run()
@@ -160,7 +160,7 @@ def test_layers_are_chosen_by_their_paths():
     assert len(handle.layers) == 2
 
 
-def test_a_wrapper_is_looked_through_and_a_pipeline_s_text_encoder_only_on_demand():
+def test_report_48_a_wrapper_is_looked_through_and_a_text_encoder_only_on_demand():
     model = tiny("llama")
     wrapper = nn.ModuleDict({"base": model.module})
     assert next(iter(patch(wrapper).layers)) == "model.base.model.layers.0.self_attn"

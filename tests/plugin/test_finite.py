@@ -1,0 +1,75 @@
+"""`check_finite`: the first NaN is named, and its layer gives way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sage_plugin.plugin import route
+from sage_plugin.plugin.patch import patch
+from tests.plugin.toys import Direct, ToyAttention, qkv
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """A kernel whose output has a NaN where a score is huge, which Q of 1e4 makes."""
+    real = route.run_decided
+
+    def run(decision, q, k, v, **options):
+        out = real(decision, q, k, v, **options)
+        if q.abs().max() > 1e3:
+            out[..., 0] = float("nan")
+        return out
+
+    monkeypatch.setattr(route, "run_decided", run)
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+def patched_pair(**options):
+    model = nn.ModuleDict({"a": ToyAttention(Direct()), "b": ToyAttention(Direct())})
+    model.forward = lambda q, k, v: [model[name](q, k, v) for name in "ab"]
+    return model, patch(model, kernel="sage", min_seq=0, **options)
+
+
+@pytest.mark.usefixtures("faulty")
+def test_the_first_nan_is_named_and_its_layer_gives_way(caplog):
+    model, handle = patched_pair(check_finite=True)
+    q, k, v = qkv()
+    model(q, k, v)
+    assert warnings(caplog) == []
+    huge = 1e4 * q
+    expected = F.scaled_dot_product_attention(huge, k, v)
+    assert torch.equal(model["a"](huge, k, v), expected)
+    (line,) = warnings(caplog)
+    assert line.startswith("model.a, forward 1, kernel 'sage:emulation': finite inputs gave")
+    first, second = handle.report().rows
+    assert torch.equal(model["a"](q, k, v), F.scaled_dot_product_attention(q, k, v))
+    first, second = handle.report().rows
+    assert first.fallbacks == {route.NOT_FINITE: 1}
+    assert second.fallbacks == {}
+    patch(model, kernel="sage", min_seq=0, check_finite=True)
+    assert not torch.equal(model["a"](q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.usefixtures("faulty")
+def test_without_the_check_nothing_is_looked_at(caplog):
+    model, _ = patched_pair()
+    q, k, v = qkv()
+    assert model["a"](1e4 * q, k, v).isnan().any()
+    assert warnings(caplog) == []
+
+
+def test_inputs_that_are_not_finite_are_no_fault_of_the_kernel(caplog):
+    model, handle = patched_pair(check_finite=True)
+    q, k, v = qkv()
+    v[0, 0, 3, 1] = float("nan")
+    for _ in range(2):
+        assert model["a"](q, k, v).isnan().any()
+    (line,) = warnings(caplog)
+    assert "Q, K or V has NaN or infinity already" in line
+    assert handle.report().rows[0].calls == {"sage:emulation": 2}
