@@ -13,6 +13,8 @@ from tests.real import captured, inputs, models, weights
 if weights.missing():
     pytest.skip(weights.missing(), allow_module_level=True)
 
+pytestmark = pytest.mark.timeout(900)  # a hundred forwards of a real model on a CPU
+
 PROMPT = 1100
 WRITTEN = 100
 LAYERS = models.LAYERS["smollm2"]
