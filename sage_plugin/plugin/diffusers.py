@@ -1,7 +1,8 @@
 """What a diffusers pipeline or model holds: denoisers, their attention modules, their processors.
 
 Everything is recognised by what it is made of, so that nothing of diffusers is imported here. An
-attention module is one with a `processor` of its own whose class calls attention.
+attention module is one with a `processor` of its own whose class calls attention; those of
+transformers are found in `transformers.py`.
 """
 
 from __future__ import annotations

@@ -108,9 +108,10 @@ def _generate(original: type) -> type | None:
 
 
 def _generate_module(original: type) -> type | None:
-    methods = dict(_methods(original))
-    if "forward" not in methods:
+    forward = getattr(original, "forward", None)
+    if not isinstance(forward, types.FunctionType) or not _reaches(forward, set()):
         return None
+    methods = dict(_methods(original))
     namespace = {
         **methods,
         "forward": _entering(methods["forward"]),

@@ -26,9 +26,16 @@ def is_model(obj: object) -> bool:
 
 
 def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]:
-    """Path and module, twice, of every attention module in a model: it is its own processor."""
+    """Path and module, twice, of every attention module in a model: it is its own processor.
+
+    In a model of transformers that may be a module of somebody else's, as checkpoints that bring
+    their code have it; outside of one, modules of transformers alone.
+    """
+    anybodys = is_model(root)
     for path, module in root.named_modules():
-        if is_model(module) and retarget.patched_module_class(retarget.original_class(module)):
+        original = retarget.original_class(module)
+        ours = anybodys and not original.__module__.startswith("torch.")
+        if (ours or is_model(module)) and retarget.patched_module_class(original):
             parts = [part for part in path.split(".") if part != "_orig_mod"]
             yield ".".join(parts), module, module
 

@@ -171,6 +171,27 @@ def test_report_48_a_wrapper_is_looked_through_and_a_text_encoder_only_on_demand
     assert len(patch(pipe, components="text_encoder").layers) == 2
 
 
+class Foreign(nn.Module):
+    """Attention as a checkpoint with code of its own may bring it."""
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+
+def test_attention_of_somebody_else_s_inside_a_model_is_found():
+    model = tiny("llama")
+    model.module.extra = Foreign()
+    handle = patch(model.module, kernel="sage", min_seq=0, include="extra")
+    assert list(handle.layers) == ["model.extra"]
+    x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(0))
+    found = model.module.extra(x)
+    handle.unpatch()
+    expected = model.module.extra(x)
+    assert handle.report().kernel_calls() == 1
+    assert 0 < difference(found, expected) < 0.02
+
+
 def test_attention_weights_come_from_the_model_s_own_attention():
     model = tiny("llama")
     model.module.set_attn_implementation("eager")
