@@ -48,6 +48,12 @@ def of_calls() -> tuple[str | None, ...]:
     return kernel, variant, folder and os.path.expanduser(folder.strip()), launch
 
 
+def given() -> dict[str, str]:
+    """The variables of ours, and Triton's, that are set, by name; for people to read."""
+    names = sorted(n for n in os.environ if n.startswith("SAGE_PLUGIN_") or n == "TRITON_INTERPRET")
+    return {name: os.environ[name] for name in names if os.environ[name]}
+
+
 def triton_interpreted() -> bool:
     """Whether Triton kernels run in its CPU interpreter (`TRITON_INTERPRET=1`)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")

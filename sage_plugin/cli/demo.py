@@ -91,7 +91,7 @@ def _ask(
         raise UsageError(f"--size {size!r}: allowed are {', '.join(SIZES)}")
     resolved, variant = dispatch.parse_kernel(kernel)
     if resolved == "auto":
-        resolved = "fav3_sage" if facts.fp8_dtype else "sage"
+        resolved = dispatch.automatic_kernel(facts)
     if resolved in ("torch", "sdpa"):
         raise UsageError(
             f"--kernel {kernel!r} has nothing to tune; choose fav2, sage, fav3_sage or fav3_fp8"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -70,8 +69,10 @@ def _version(package: str) -> str:
 
 
 def _environment() -> Iterator[str]:
-    names = sorted(n for n in os.environ if n.startswith("SAGE_PLUGIN_") or n == "TRITON_INTERPRET")
-    yield ", ".join(f"{n}={os.environ[n]}" for n in names if os.environ[n]) or "nothing is set"
+    from sage_plugin import settings
+
+    given = settings.given()
+    yield ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing is set"
 
 
 def _configs(facts: DeviceFacts) -> Iterator[str]:
@@ -91,10 +92,10 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
 
 
 def _auto(facts: DeviceFacts) -> Iterator[str]:
-    from sage_plugin.kernels import support
+    from sage_plugin.kernels import dispatch, support
 
     runs = [name for name in support.kernels_of(facts) if name not in ("torch", "sdpa")]
-    wanted = "fav3_sage" if facts.fp8_dtype else "sage"
+    wanted = dispatch.automatic_kernel(facts)
     if facts.kind == "cpu" or wanted not in runs:
         reason = support.device_reason(wanted, facts) or "on a CPU it is the fastest"
         yield f"the host's attention: {reason}"

@@ -41,6 +41,7 @@ __all__ = [
     "SMALL",
     "Decision",
     "Found",
+    "automatic_kernel",
     "call_key",
     "candidates",
     "decide",
@@ -111,6 +112,16 @@ def environment_choice() -> tuple[str, str]:
     return now.kernel or "auto", now.variant or "auto"
 
 
+def automatic_kernel(facts: DeviceFacts) -> str:
+    """The kernel that `auto` stands for on a device, where it takes a call at all.
+
+    Example:
+        >>> automatic_kernel(device.facts("cpu"))
+        'fav3_sage'
+    """
+    return "sage" if facts.fp8_dtype is None else "fav3_sage"
+
+
 # What `torch.compiler.assume_constant_result` does, without its import of the whole compiler.
 for _constant in (facts_of, environment_choice):
     vars(_constant)["_dynamo_marked_constant"] = True
@@ -156,7 +167,7 @@ def decide(
     if automatic:
         if facts.kind == "cpu" and variant == "auto":
             return _host("on a CPU the host's attention is the fastest")
-        kernel = "fav3_sage" if facts.fp8_dtype is not None else "sage"
+        kernel = automatic_kernel(facts)
     variant = _checked_variant(kernel, variant)
     if kernel == "sdpa":
         return Decision(kernel, HOST)

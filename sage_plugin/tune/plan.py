@@ -136,6 +136,9 @@ def _study(
     kernel, variant = dispatch.parse_kernel(text)
     shape = group.shape
     decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
+    if decision.reason in (dispatch.SMALL, dispatch.SLOW_TILES):  # asked for, so tuned all the same
+        kernel = dispatch.automatic_kernel(facts)
+        decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
     refuse_gpu_variant(decision.kernel, decision.variant, facts)
     what = f"{text} on {shape.batch}x{shape.heads_q}x{shape.seq_q}x{shape.seq_k}x{shape.head_dim}"
     what += "" if shape.mask_kind == "none" else f" with a {shape.mask_kind} mask"

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from sage_plugin import device
 from sage_plugin.cli import app
+from sage_plugin.cli.console import stdout
 from sage_plugin.registry import load
 from tests.kernels.aot_builds import facts_of
 
@@ -16,7 +17,7 @@ def _alone(monkeypatch, tmp_path):
     for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH", "DISABLE"):
         monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(stdout, "width", 160)
     monkeypatch.setattr(load, "shipped_dir", lambda: None)
     monkeypatch.setattr(device, "triton_version", lambda: "3.6.0")
 

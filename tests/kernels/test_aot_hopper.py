@@ -18,7 +18,7 @@ SMALL_PARTS_BYTES = 2048
 """Barriers, and the ones that row sums are products with: all that the bound leaves out."""
 SPILL_LIMIT_BYTES = {"plain": 288, "causal": 640, "terms": 896}
 """What a thread may spill outside of the main loop; terms of keys take registers."""
-LOCAL_LIMIT = {"plain": 0, "causal": 0, "terms": 18}
+LOCAL_LIMIT = {"plain": 0, "causal": 1, "terms": 18}
 """Accesses to spilt values in the main loop."""
 FORMS = {
     "plain": {},
