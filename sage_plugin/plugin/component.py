@@ -84,7 +84,10 @@ class Component:
             return
         for path, layer in self.layers.items():
             if layer in replaced:
-                self._patch_layer(path, layer.attention, _host(layer).standing(layer))
+                processor = _host(layer).standing(layer)
+                if _host(layer) is transformers:  # somebody gave the module another class
+                    layer.processor, processor = None, layer.attention
+                self._patch_layer(path, layer.attention, processor)
         if REPLACED in self.state.warned:
             return
         self.state.warned.add(REPLACED)
@@ -129,9 +132,8 @@ class Component:
             return
         if layer is None:
             layer = LayerContext(self._full(path), self.state, module, processor)
-        _host(layer).put_back(
-            layer
-        )  # our former copy may lie where upstream will take it from again
+        # Our former copy may lie where upstream will take it from again.
+        _host(layer).put_back(layer)
         owner = retarget.layer_of(processor)
         layer.original = processor if owner is None else owner.original
         if _host(layer).swap(layer):

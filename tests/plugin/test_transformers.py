@@ -171,6 +171,22 @@ def test_report_48_a_wrapper_is_looked_through_and_a_text_encoder_only_on_demand
     assert len(patch(pipe, components="text_encoder").layers) == 2
 
 
+def test_a_module_that_was_given_another_class_is_patched_again(caplog):
+    model = tiny("llama")
+    attention = model.module.model.layers[0].self_attn
+    handle = patch(model.module, kernel="sage", min_seq=0)
+    after = model.run()
+    other = type("Other", (transformers.models.llama.modeling_llama.LlamaAttention,), {})
+    attention.__class__ = other
+    assert handle.report().lost == ("model.model.layers.0.self_attn",)
+    assert torch.equal(model.run(), after)
+    assert handle.report().lost == ()
+    assert handle.report().kernel_calls() == 4
+    assert "1 are patched again" in caplog.text
+    handle.unpatch()
+    assert type(attention) is other
+
+
 class Foreign(nn.Module):
     """Attention as a checkpoint with code of its own may bring it."""
 
