@@ -35,7 +35,8 @@ SHORT = "shorter than min_seq"
 FUNCTION_MODE = "another TorchFunctionMode watches the attention calls"
 SHAPE = "not one batch of (B, H, S, D) tensors"
 CAUSAL = "a causal call with Sq != Sk is aligned to the first key by the host"
-NOT_FINITE = "an earlier output of this layer was not finite"
+NOT_FINITE = "an output of this layer was not finite"
+BAD_INPUT = "inputs are not finite"
 PARALLEL = "context parallel attention is the host's"
 ARGUMENTS = "arguments that only the host's attention knows"
 DEVICES = ("cpu", "cuda")
@@ -120,25 +121,15 @@ def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tens
         raise UnsupportedInputError(_complaint(layer, decision.reason))
     if decision.kernel == "sdpa":
         return host()
-    result = _run_under_autocast(host, layer, call, mask, decision)
-    if eager and layer.state.options.check_finite and isinstance(result, torch.Tensor):
-        return result if _is_sound(layer, call, decision, result) else host()
-    return result
-
-
-def _run_under_autocast(
-    host: Callable[[], T],
-    layer: LayerContext,
-    call: Call,
-    mask: torch.Tensor | None,
-    decision: Decision,
-) -> torch.Tensor | T:
-    """As `_run`, in autocast's dtype where it is on."""
-    kind = call.q.device.type
-    if not torch.is_autocast_enabled(kind):
-        return _run(host, layer, call, mask, decision)
-    with torch.autocast(kind, enabled=False):  # our op is not on autocast's list, as SDPA is
-        return _run(host, layer, call.cast(torch.get_autocast_dtype(kind)), mask, decision)
+    result, kind = None, call.q.device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):  # our op is not on autocast's list, as SDPA is
+            result = _run(layer, call.cast(torch.get_autocast_dtype(kind)), mask, decision)
+    else:
+        result = _run(layer, call, mask, decision)
+    if result is not None and eager and layer.state.options.check_finite:
+        result = result if _is_sound(layer, call, decision, result) else None
+    return host() if result is None else result
 
 
 def _is_sound(layer: LayerContext, call: Call, decision: Decision, result: torch.Tensor) -> bool:
@@ -149,27 +140,29 @@ def _is_sound(layer: LayerContext, call: Call, decision: Decision, result: torch
     if torch.isfinite(result).all():
         return True
     place = f"{layer.name}, forward {layer.state.forwards}, kernel {decision.label!r}"
-    if all(torch.isfinite(x).all() for x in (call.q, call.k, call.v)):
+    mask = call.attn_mask
+    if all(torch.isfinite(x).all() for x in (call.q, call.k, call.v)) and (
+        mask is None or not mask.isnan().any()
+    ):
         layer.broken = NOT_FINITE
+        layer.calls[decision.label] -= 1
+        layer.fallbacks[NOT_FINITE] += 1
+        layer.state.warned.add(NOT_FINITE)
         logger.warning(
             "%s: finite inputs gave an output with NaN or infinity; the host's attention takes "
             "this call and all further ones of the layer", place,
         )  # fmt: skip
         return False
-    if NOT_FINITE not in layer.state.warned:
-        layer.state.warned.add(NOT_FINITE)
-        logger.warning("%s: Q, K or V has NaN or infinity already (said once)", place)
+    if BAD_INPUT not in layer.state.warned:
+        layer.state.warned.add(BAD_INPUT)
+        logger.warning("%s: Q, K, V or the mask has NaN or infinity already (said once)", place)
     return True
 
 
 def _run(
-    host: Callable[[], T],
-    layer: LayerContext,
-    call: Call,
-    mask: torch.Tensor | None,
-    decision: Decision,
-) -> torch.Tensor | T:
-    """Run the kernel; where it cannot be built, the host takes this call and its like."""
+    layer: LayerContext, call: Call, mask: torch.Tensor | None, decision: Decision
+) -> torch.Tensor | None:
+    """Run the kernel; `None` where it cannot be built, which the layer remembers of such calls."""
     if torch.compiler.is_compiling() or decision.variant == HOST:
         return _launch(layer, call, mask, decision)
     key = dispatch.call_key(call.shape(mask), decision)
@@ -189,7 +182,7 @@ def _run(
             return result
     layer.calls[decision.label] -= 1
     _give_way(layer, reason)
-    return host()
+    return None
 
 
 def _launch(

@@ -47,11 +47,11 @@ def test_the_first_nan_is_named_and_its_layer_gives_way(caplog):
     assert torch.equal(model["a"](huge, k, v), expected)
     (line,) = warnings(caplog)
     assert line.startswith("model.a, forward 1, kernel 'sage:emulation': finite inputs gave")
-    first, second = handle.report().rows
     assert torch.equal(model["a"](q, k, v), F.scaled_dot_product_attention(q, k, v))
     first, second = handle.report().rows
-    assert first.fallbacks == {route.NOT_FINITE: 1}
-    assert second.fallbacks == {}
+    assert (first.kernel_calls(), first.fallbacks) == (1, {route.NOT_FINITE: 2})
+    assert (second.kernel_calls(), second.fallbacks) == (1, {})
+    assert len(warnings(caplog)) == 1
     patch(model, kernel="sage", min_seq=0, check_finite=True)
     assert not torch.equal(model["a"](q, k, v), F.scaled_dot_product_attention(q, k, v))
 
@@ -64,12 +64,26 @@ def test_without_the_check_nothing_is_looked_at(caplog):
     assert warnings(caplog) == []
 
 
-def test_inputs_that_are_not_finite_are_no_fault_of_the_kernel(caplog):
+@pytest.mark.parametrize("which", ["v", "mask"])
+def test_inputs_that_are_not_finite_are_no_fault_of_the_kernel(caplog, which):
     model, handle = patched_pair(check_finite=True)
     q, k, v = qkv()
-    v[0, 0, 3, 1] = float("nan")
+    mask = torch.zeros(24, 24) if which == "mask" else None
+    (v[0, 0] if mask is None else mask)[3, 1] = float("nan")
     for _ in range(2):
-        assert model["a"](q, k, v).isnan().any()
+        assert model["a"](q, k, v, attn_mask=mask).isnan().any()
     (line,) = warnings(caplog)
-    assert "Q, K or V has NaN or infinity already" in line
+    assert "Q, K, V or the mask has NaN or infinity already" in line
     assert handle.report().rows[0].calls == {"sage:emulation": 2}
+
+
+def test_a_kernel_that_cannot_be_built_leaves_autocast_to_the_host(monkeypatch):
+    model, handle = patched_pair()
+    monkeypatch.setattr(route, "build_failure", lambda error: "cannot be built")
+    monkeypatch.setattr(route, "run_decided", lambda *_, **__: 1 / 0)
+    q, k, v = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = model["a"](q, k, v), F.scaled_dot_product_attention(q, k, v)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    assert handle.report().rows[0].fallbacks == {"cannot be built": 1}
