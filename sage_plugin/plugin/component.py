@@ -84,10 +84,7 @@ class Component:
             return
         for path, layer in self.layers.items():
             if layer in replaced:
-                processor = _host(layer).standing(layer)
-                if _host(layer) is transformers:  # somebody gave the module another class
-                    layer.processor, processor = None, layer.attention
-                self._patch_layer(path, layer.attention, processor)
+                self._patch_layer(path, layer.attention, _host(layer).found(layer))
         if REPLACED in self.state.warned:
             return
         self.state.warned.add(REPLACED)
@@ -128,7 +125,7 @@ class Component:
 
     def _patch_layer(self, path: str, module: nn.Module, processor: object) -> None:
         layer = self.layers.get(path)
-        if layer is not None and layer.processor is processor:
+        if layer is not None and layer.processor is _host(layer).standing(layer) is processor:
             return
         if layer is None:
             layer = LayerContext(self._full(path), self.state, module, processor)

@@ -17,6 +17,9 @@ from torch import nn
 
 from sage_plugin.kernels.contract import Decision
 
+WRAPPER = "_orig_mod"
+"""Where a compiled module keeps the module inside it."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallEvent:
@@ -125,6 +128,16 @@ class LayerContext:
     fallbacks: Counter[str] = field(default_factory=Counter)
     config_sources: Counter[str] = field(default_factory=Counter)
     broken: str | None = None
+
+
+def layer_path(path: str) -> str:
+    """A module's path without what `torch.compile` puts around modules.
+
+    Example:
+        >>> layer_path("blocks._orig_mod.0.attn")
+        'blocks.0.attn'
+    """
+    return ".".join(part for part in path.split(".") if part != WRAPPER)
 
 
 class Frame:

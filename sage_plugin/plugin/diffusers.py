@@ -15,13 +15,12 @@ from torch import nn
 
 from sage_plugin.errors import PatchError
 from sage_plugin.plugin import retarget, transformers
-from sage_plugin.plugin.context import LayerContext
+from sage_plugin.plugin.context import WRAPPER, LayerContext, layer_path
 
 DENOISERS = ("transformer*", "unet*", "*_transformer", "*_unet", "prior", "prior_prior", "decoder")
 """Component names of a pipeline that `patch` chooses by itself."""
 
 AUTOENCODERS = ("Autoencoder", "AsymmetricAutoencoder", "ConsistencyDecoder", "VQModel")
-WRAPPER = "_orig_mod"
 
 
 def find_denoisers(obj: object) -> dict[str, nn.Module]:
@@ -128,8 +127,7 @@ def _with_processors(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]
         # Not getattr: wrappers forward it, and the module inside comes by itself.
         processor = vars(module).get("processor", module._modules.get("processor"))
         if callable(processor):
-            parts = [part for part in path.split(".") if part != WRAPPER]
-            yield ".".join(parts), module, processor
+            yield layer_path(path), module, processor
 
 
 def swap(layer: LayerContext) -> bool:
@@ -171,6 +169,10 @@ def standing(layer: LayerContext) -> object:
     """The processor that stands in the layer's place."""
     processor: object = layer.attention.processor
     return processor
+
+
+found = standing
+"""What there is to patch in a layer's place."""
 
 
 def _class_for(processor: object) -> type | None:

@@ -33,7 +33,8 @@ ORIGINAL = "_sage_original"
 PRIVATE = "sage_plugin._retarget"
 
 _lock = threading.RLock()
-_classes: dict[type, type | None] = {}
+_processors: dict[type, type | None] = {}
+_modules: dict[type, type | None] = {}
 _shadows: dict[int, _Shadow] = {}
 
 
@@ -47,9 +48,9 @@ def patched_class(original: type) -> type | None:
         The subclass, or `None` where the class makes no attention call that can be redirected.
     """
     with _lock:
-        if original not in _classes:
-            _classes[original] = _generate(original)
-        return _classes[original]
+        if original not in _processors:
+            _processors[original] = _generate(original)
+        return _processors[original]
 
 
 def patched_module_class(original: type) -> type | None:
@@ -62,9 +63,9 @@ def patched_module_class(original: type) -> type | None:
         The subclass, or `None` where its `forward` looks no attention function up.
     """
     with _lock:
-        if original not in _classes:
-            _classes[original] = _generate_module(original)
-        return _classes[original]
+        if original not in _modules:
+            _modules[original] = _generate_module(original)
+        return _modules[original]
 
 
 def refresh() -> None:
@@ -92,15 +93,7 @@ def _generate(original: type) -> type | None:
         return None
     home = sys.modules[_scope_name(next(iter(methods.values())))]
     name = f"Sage{original.__name__}"
-    namespace = {
-        **methods,
-        "__call__": _entering(methods.get("__call__", original.__call__)),
-        "__reduce_ex__": _reduce_as_original,
-        "__module__": home.__name__,
-        "__doc__": original.__doc__,
-        ORIGINAL: original,
-        LAYER: None,  # an instance made by `type(processor)()` belongs to no layer
-    }
+    namespace = _namespace(original, methods, "__call__") | {"__module__": home.__name__}
     generated = type(original)(name, (original,), namespace)
     setattr(home, name, generated)
     _register_metadata(original, generated)
@@ -112,17 +105,26 @@ def _generate_module(original: type) -> type | None:
     if not isinstance(forward, types.FunctionType) or not _reaches(forward, set()):
         return None
     methods = dict(_methods(original))
-    namespace = {
-        **methods,
-        "forward": _entering(methods["forward"]),
-        "__reduce_ex__": _reduce_as_original,
+    namespace = _namespace(original, methods, "forward") | {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
+    }
+    return type(original)(original.__name__, (original,), namespace)
+
+
+def _namespace(original: type, methods: dict[str, Any], entry: str) -> dict[str, Any]:
+    """What our subclass of a class has: the copied methods, and the entrance that leaves its layer.
+
+    An instance that `type(processor)()` makes belongs to no layer.
+    """
+    return {
+        **methods,
+        entry: _entering(methods.get(entry, getattr(original, entry))),
+        "__reduce_ex__": _reduce_as_original,
         "__doc__": original.__doc__,
         ORIGINAL: original,
         LAYER: None,
     }
-    return type(original)(original.__name__, (original,), namespace)
 
 
 def _methods(original: type) -> Iterator[tuple[str, Any]]:

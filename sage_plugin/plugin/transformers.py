@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from sage_plugin.plugin import retarget
-from sage_plugin.plugin.context import LayerContext
+from sage_plugin.plugin.context import LayerContext, layer_path
 
 
 def is_model(obj: object) -> bool:
@@ -36,8 +36,7 @@ def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]
         original = retarget.original_class(module)
         ours = anybodys and not original.__module__.startswith("torch.")
         if (ours or is_model(module)) and retarget.patched_module_class(original):
-            parts = [part for part in path.split(".") if part != "_orig_mod"]
-            yield ".".join(parts), module, module
+            yield layer_path(path), module, module
 
 
 def swap(layer: LayerContext) -> bool:
@@ -71,3 +70,8 @@ def standing(layer: LayerContext) -> object:
     """What stands in the layer's place: the module while it is ours, `None` after that."""
     ours = type(layer.attention) is not retarget.original_class(layer.attention)
     return layer.attention if ours else None
+
+
+def found(layer: LayerContext) -> object:
+    """What there is to patch in a layer's place: the module, of whatever class it is now."""
+    return layer.attention

@@ -183,6 +183,8 @@ def test_a_module_that_was_given_another_class_is_patched_again(caplog):
     assert handle.report().lost == ()
     assert handle.report().kernel_calls() == 4
     assert "1 are patched again" in caplog.text
+    attention.__class__ = other
+    assert patch(model.module, kernel="sage", min_seq=0).report().lost == ()
     handle.unpatch()
     assert type(attention) is other
 
