@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 from collections.abc import Iterator
@@ -16,10 +17,13 @@ from sage_plugin.schema import KERNELS, DeviceFacts
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from sage_plugin.kernels.support import Support
+
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "safetensors")
 HEAD_DIMS = (64, 128)
+HEADS = 24
 EMULATED = "emulated in plain torch: right numbers, no speed"
 
 
@@ -92,22 +96,26 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
 
 
 def _auto(facts: DeviceFacts) -> Iterator[str]:
+    from sage_plugin.cli.call_shape import call_shape
     from sage_plugin.kernels import dispatch, support
 
-    runs = [name for name in support.kernels_of(facts) if name not in ("torch", "sdpa")]
-    wanted = dispatch.automatic_kernel(facts)
-    if facts.kind == "cpu" or wanted not in runs:
-        reason = support.device_reason(wanted, facts) or "on a CPU it is the fastest"
-        yield f"the host's attention: {reason}"
-        return
-    yield f"{wanted}; the host's attention where a call cannot run on it"
     for dim in HEAD_DIMS:
-        if fewest := support.fewest_operations(facts.arch, dim):
-            tokens = round((fewest / (4 * 24 * dim)) ** 0.5, -2)
-            yield (
-                f"calls under {fewest:.0e} operations at {dim} channels, which are {tokens:.0f} "
-                "tokens of 24 heads, are the host's"
+        large = call_shape(
+            batch=1, heads_q=HEADS, heads_k=None, seq_q=2**16, seq_k=None, head_dim=dim, dv=None,
+            dtype="bf16", causal=False, layout="bhsd", mask="none",
+        )  # fmt: skip
+        decision = dispatch.decide(large, facts)
+        told = f"{dim} channels: {decision.label}"
+        told += "" if decision.reason is None else f", since {decision.reason}"
+        small = dataclasses.replace(large, seq_q=1, seq_k=1)
+        if dispatch.decide(small, facts).reason == dispatch.SMALL:
+            fewest = support.fewest_operations(facts.arch, dim)
+            tokens = round((fewest / (4 * HEADS * dim)) ** 0.5, -2)
+            told += (
+                f"; calls under {fewest:.0e} operations, {tokens:.0f} tokens of {HEADS} heads, are "
+                "the host's"
             )
+        yield told
 
 
 def _kernels(facts: DeviceFacts) -> Table:
@@ -123,8 +131,8 @@ def _kernels(facts: DeviceFacts) -> Table:
     return table
 
 
-def _tile(found: object) -> str:
-    launch = getattr(found, "launch", None)
+def _tile(found: Support) -> str:
+    launch = found.launch
     return "" if launch is None else f"{launch.block_m}x{launch.block_n}, {launch.num_warps} warps"
 
 

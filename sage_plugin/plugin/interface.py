@@ -22,15 +22,16 @@ TABLE = "ALL_ATTENTION_FUNCTIONS"
 WEIGHTS = "attention weights are asked for"
 OWN_EAGER = "the model's eager attention does more than softmax"
 
-MEANT = ("dropout", "scaling", "is_causal", "softcap", "s_aux")
-"""Arguments that kernels know."""
-IN_THE_MASK = ("sliding_window",)
-"""Arguments that the mask holds already, where it is not of the flash kind."""
-WITHOUT_MEANING = (
-    "position_ids", "use_cache", "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k",
-    "max_length_q", "max_length_k", "num_items_in_batch",
-)  # fmt: skip
-"""Arguments that `sdpa` and `eager` attention pass over."""
+UNDERSTOOD = frozenset((
+    # what kernels know
+    "dropout", "scaling", "is_causal", "softcap", "s_aux",
+    # what the mask holds already, where it is not of the flash kind
+    "sliding_window",
+    # what `sdpa` and `eager` attention pass over
+    "position_ids", "use_cache", "output_attentions", "output_router_logits", "cu_seq_lens_q",
+    "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch",
+))  # fmt: skip
+"""Arguments that do not keep a call from kernels; attention weights do where they are wanted."""
 
 SOFTMAX_NAMES = frozenset((
     "F", "contiguous", "dropout", "dtype", "float32", "functional", "getattr", "hasattr",
@@ -138,8 +139,7 @@ def _obstacle(original: Function, implementation: str, others: dict[str, Any]) -
     if others.get("output_attentions"):
         return WEIGHTS
     for name, given in others.items():
-        harmless = name in IN_THE_MASK or name in WITHOUT_MEANING or name == "output_attentions"
-        if given is not None and name not in MEANT and not harmless:
+        if given is not None and name not in UNDERSTOOD:
             return f"only the model's own attention knows {name}"
     sinks = others.get("s_aux")
     if implementation == "eager" and not _is_softmax(original, sinks is not None):

@@ -39,9 +39,8 @@ def test_a_hopper_runs_every_kernel_and_small_calls_are_the_host_s(monkeypatch):
     assert rows["sage"][0] == "portable, hopper"
     assert rows["fav2"][0] == "portable"
     assert "FP8 type of its matrix units: float8_e4m3fn" in lines
-    assert "fav3_sage; the host's attention where a call cannot run on it" in lines
-    (wide,) = [line for line in lines if "at 128 channels, which are" in line]
-    assert "under 3e+11 operations" in wide
+    (wide,) = [line for line in lines if line.startswith("128 channels: ")]
+    assert wide.startswith("128 channels: fav3_sage:hopper; calls under 3e+11 operations, ")
     assert "4900 tokens of 24 heads" in wide
 
 
@@ -63,7 +62,7 @@ def test_a_cpu_emulates_and_auto_is_the_host(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     lines, rows = told(monkeypatch, None)
     assert {row[0] for name, row in rows.items() if name.startswith("fav")} == {"emulation"}
-    assert "the host's attention: on a CPU it is the fastest" in lines
+    assert "64 channels: sdpa:host, since on a CPU the host's attention is the fastest" in lines
 
 
 def test_the_environment_and_configs_are_told(monkeypatch, tmp_path):
@@ -73,4 +72,5 @@ def test_the_environment_and_configs_are_told(monkeypatch, tmp_path):
     (folder / "attention.json").write_text("{")
     lines, _ = told(monkeypatch, "sm_90")
     assert any("SAGE_PLUGIN_KERNEL=sage" in line for line in lines)
+    assert "64 channels: sage:portable" in lines
     assert any(line.startswith("user: not readable: ") for line in lines)
