@@ -111,7 +111,7 @@ FAMILIES = {
     "gemma2": Family(  # a soft cap, and a window in every other layer
         _model(
             "Gemma2ForCausalLM", "Gemma2Config", **DECODER, head_dim=8, sliding_window=8,
-            query_pre_attn_scalar=8, attn_logit_softcapping=2.0,
+            query_pre_attn_scalar=8, attn_logit_softcapping=0.001, initializer_range=0.5,
         ),
         _ids,
     ),
