@@ -16,6 +16,12 @@ _OF_CALLS = (
     "SAGE_PLUGIN_CONFIG_DIR",
     "SAGE_PLUGIN_LAUNCH",
 )
+_NOTHING_GIVEN: tuple[str | None, ...] = (None,) * len(_OF_CALLS)
+
+# `os.environ.get` takes a microsecond for a variable that is not there; its dict, where it has one
+# by this name, a tenth of that.
+_KNOWN: dict[bytes | str, object] | None = getattr(os.environ, "_data", None)
+_NAMES = frozenset((*_OF_CALLS, *map(os.fsencode, _OF_CALLS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ def current() -> Settings:
 
 def of_calls() -> tuple[str | None, ...]:
     """What calls depend on, as it is now and not yet read: part of the key of a memo of answers."""
+    if _KNOWN is not None and _KNOWN.keys().isdisjoint(_NAMES):
+        return _NOTHING_GIVEN
     kernel, variant, folder, launch = map(os.environ.get, _OF_CALLS)
     return kernel, variant, folder and os.path.expanduser(folder.strip()), launch
 

@@ -36,16 +36,17 @@ Checks = tuple[tuple[bool, str], ...]
 
 
 class Memo(dict[tuple[object, ...], Answer]):
-    """Answers by key that `forget` drops, as many as `MEMO_LIMIT`."""
+    """Answers by key that `forget` drops, as many as a limit, `MEMO_LIMIT` if `None`."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         super().__init__()
+        self._limit = limit
         _memos.append(self)
 
     def keep(self, key: tuple[object, ...], answer: Answer) -> None:
         """Remember an answer."""
         with _lock:
-            if len(self) >= MEMO_LIMIT:
+            if len(self) >= (self._limit or MEMO_LIMIT):
                 self.clear()
             self[key] = answer
 

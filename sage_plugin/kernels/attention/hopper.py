@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sage_plugin.kernels import tape
 from sage_plugin.kernels.attention.gluon_names import TensorDescriptor, gl
 from sage_plugin.kernels.attention.hopper_kernel import hopper_attention_kernel
 from sage_plugin.kernels.attention.portable import QuantisedPortable
@@ -53,7 +54,8 @@ class QuantisedHopper(QuantisedPortable):
         row_blocks = -(-ops.seq_q // config.block_m)
         groups, pv8 = config.block_m // GROUP_ROWS, self.recipe.pv == "fp8"
         late = config.overlap and not pv8 and ops.k8.shape[-1] > LATE_ABOVE
-        hopper_attention_kernel[(row_blocks * ops.sequences * ops.heads_q,)](
+        tape.launch(
+            hopper_attention_kernel, row_blocks * ops.sequences * ops.heads_q,
             *_descriptors(ops), view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite,
             ops.key_term, ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.v_drifts,
             ops.shift,

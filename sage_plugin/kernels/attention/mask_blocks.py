@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sage_plugin.kernels import tape
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.mask_kernel import classify_mask_kernel
 from sage_plugin.kernels.contract import Problem
@@ -116,12 +117,12 @@ def _classified(
     row_blocks, key_count = -(-seq_q // block_m), -(-seq_k // block_n)
     rows = batch * heads * row_blocks
     words = rows * key_count * block_m * max(1, block_n // 32)
-    bits = mask.new_empty(words, dtype=torch.int32)
-    lists = mask.new_empty(rows * (4 + 3 * key_count) + 1, dtype=torch.int32)
+    bits = tape.empty(mask.device, torch.int32, words)
+    lists = tape.empty(mask.device, torch.int32, rows * (4 + 3 * key_count) + 1)
     warps = max(4, min(16, block_m * block_n * mask.element_size() // BYTES_A_WARP))
-    classify_mask_kernel[(rows,)](
-        as_readable(mask), bits, lists, *strides, heads, seq_q, seq_k, row_blocks,
-        problem.left, problem.right,
+    tape.launch(
+        classify_mask_kernel, rows, as_readable(mask), bits, lists, *strides, heads, seq_q, seq_k,
+        row_blocks, problem.left, problem.right,
         BM=block_m, BN=block_n, UNIT=unit, BOOL=mask.dtype == torch.bool, LEFT=problem.left >= 0,
         RIGHT=problem.right >= 0, STAGES=STAGES, num_warps=warps,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 
 from sage_plugin import settings
 from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention import checks, run
+from sage_plugin.kernels.attention import checks, replay, run
 from sage_plugin.kernels.attention.implementations import ON_GPUS
 from sage_plugin.kernels.attention.mask import is_added, mask_kind, of_heads
 from sage_plugin.kernels.contract import HOST, Decision, Implementation, Packed, Problem
@@ -45,10 +45,10 @@ class Plan(NamedTuple):
         out_dtype: torch.dtype | None,
         return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Both steps at once, where the tensors are."""
-        with run.on_device(q.device), run.without_autocast(q.device):
-            operands = self.kernel.prepare(q, k, v, problem=problem, launch=self.launch)
-            out, lse = self.kernel.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
+        """Both steps at once, where the tensors are; on a GPU from a tape, once there is one."""
+        on_gpu = self.decision.variant in ON_GPUS and q.device.type != "cpu"
+        both = replay.run if on_gpu else replay.run_once
+        out, lse = both(self, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
         return (run.as_promised(q, out) if self.decision.variant == HOST else out), lse
 
 

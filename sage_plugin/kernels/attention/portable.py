@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from sage_plugin.kernels import tape
 from sage_plugin.kernels.attention.mask_blocks import MaskArguments
 from sage_plugin.kernels.attention.plain_kernel import plain_attention_kernel
 from sage_plugin.kernels.attention.quantised_kernel import quantised_attention_kernel
@@ -69,7 +70,8 @@ class QuantisedPortable:
         q8, k8, v8 = _descriptors(ops) if tma else (ops.q8, ops.k8, ops.v8)
         mask = MaskArguments.of(problem, seq_q=ops.seq_q, launch=config, terms_by_key=True)
         cu_q, cu_k = _cu_seqlens(problem)
-        quantised_attention_kernel[(row_blocks * ops.sequences * ops.heads_q,)](
+        tape.launch(
+            quantised_attention_kernel, row_blocks * ops.sequences * ops.heads_q,
             q8, k8, v8, view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term,
             ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.shift,
             mask.values, mask.bits, mask.lists, problem.sinks, cu_q, cu_k,
@@ -107,7 +109,8 @@ class PlainPortable(ReadsInPlace):
         row_blocks = -(-sizes.seq_q // config.block_m)
         mask = MaskArguments.of(problem, seq_q=sizes.seq_q, launch=config, terms_by_key=False)
         cu_q, cu_k = _cu_seqlens(problem)
-        plain_attention_kernel[(row_blocks * sizes.sequences * heads_q,)](
+        tape.launch(
+            plain_attention_kernel, row_blocks * sizes.sequences * heads_q,
             q, k, v, o, lse, mask.values, mask.bits, mask.lists, problem.sinks, cu_q, cu_k,
             *q.stride(), *k.stride(), *v.stride(), *o.stride(), *mask.strides, *mask.planes,
             heads_q, heads_q // k.shape[1], sizes.seq_q, sizes.seq_k, row_blocks, q.shape[2],

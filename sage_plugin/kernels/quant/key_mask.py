@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sage_plugin.kernels import tape
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.quant.operands import QuantisedOperands
 from sage_plugin.kernels.quant.statistics_kernels import seen_keys_kernel
@@ -37,10 +38,11 @@ class KeyMask:
             return cls(readable, (broadcast_stride(mask, 0), 0, mask.stride(3)))
         ratio = operands.heads_q // operands.heads_k if heads > 1 else 1
         heads //= ratio
-        seen = torch.empty((batch, heads, seq_k), dtype=torch.uint8, device=mask.device)
+        seen = tape.empty(mask.device, torch.uint8, batch, heads, seq_k)
         blocks = -(-seq_k // SEEN_KEYS)
         problem = operands.problem
-        seen_keys_kernel[(batch * heads * blocks,)](
+        tape.launch(
+            seen_keys_kernel, batch * heads * blocks,
             readable, seen, mask.stride(0), mask.stride(1), broadcast_stride(mask, 2),
             mask.stride(3), heads, ratio, operands.seq_q, seq_k, blocks, problem.left,
             problem.right, ROWS=SEEN_ROWS, BN=SEEN_KEYS, LEFT=problem.left >= 0,

@@ -9,8 +9,11 @@ offsets.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from sage_plugin.kernels import tape
 from sage_plugin.kernels.contract import OutputForm, Problem, bhsd
 from sage_plugin.kernels.quant.fold_kernels import COUNTERS
 from sage_plugin.kernels.quant.key_mask import KeyMask
@@ -53,7 +56,7 @@ def quantise(
     sizes = Sizes.of(q4, k4, problem, launch)
     heads_q, heads_k, head_dim = q4.shape[1], k4.shape[1], q4.shape[3]
     width = padded_head_dim(head_dim)
-    new = _Allocator(q.device)
+    new = functools.partial(tape.empty, q.device)
     rows_q, rows_k = sizes.planes * heads_q, sizes.planes * heads_k
     pv8 = recipe.pv == "fp8"
     v_shape = (rows_k, width, sizes.k_rows) if pv8 else (rows_k, sizes.k_rows, width)
@@ -92,16 +95,6 @@ def quantise(
     return operands
 
 
-class _Allocator:
-    """Uninitialised scratch on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-
 def _turns(launch: LaunchConfig) -> int:
     """Passes of sums and differences that a rotation takes: log2 of its block."""
     return max(launch.hadamard, 1).bit_length() - 1
@@ -127,20 +120,20 @@ def _launch(
         slots, ratio, ops.seq_q, ops.seq_k, width,
         (launch.block_m, launch.block_n, launch.q_granule),
     )  # fmt: skip
-    new = _Allocator(q.device)
     count = slots * (plan.parts + plan.groups) * (4 * width + 16)
     # They are done with before a second launch makes V, whose place they take if they fit.
     place = ops.v8.view(torch.uint8).flatten()[: 4 * count]
     fits = len(plan.launches) > 1 and place.numel() == 4 * count
-    records = place.view(torch.float32) if fits else new(torch.float32, count)
-    counters = torch.zeros(slots, COUNTERS.value + plan.groups, dtype=torch.int32, device=q.device)
+    records = place.view(torch.float32) if fits else tape.empty(q.device, torch.float32, count)
+    counters = tape.zeros(q.device, torch.int32, slots, COUNTERS.value + plan.groups)
     key_mask = KeyMask.of(ops)
     pv8 = recipe.pv == "fp8"
     amd = torch.version.hip is not None
     limit = {} if amd or launch.hadamard or _is_wide(q, k, v) else {"maxnreg": REGISTERS}
     for phase, programs, warps in plan.launches:
         threads = 32 * warps
-        prepass_kernel[(programs,)](
+        tape.launch(
+            prepass_kernel, programs,
             q, k, v, ops.q8, ops.k8, ops.v8, ops.q_scale, ops.shift, ops.k_scale,
             ops.k_scale_finite, ops.key_term, k_mean, ops.v_mean, ops.v_scale, ops.v_unit,
             ops.v_residual, ops.v_drifts, records, counters, key_mask.values,

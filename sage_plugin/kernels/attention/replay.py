@@ -1,0 +1,95 @@
+"""Both steps of a call, and calls of a key that was met before from their tape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from sage_plugin.kernels.attention import run as runs
+from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.launches import Memo
+from sage_plugin.kernels.tape import Outputs, Tape, aligned, hooked, recording, tape_of
+
+if TYPE_CHECKING:
+    from sage_plugin.kernels.attention.plan import Plan
+
+MOST_TAPES = 1024
+"""Some 10 KB each; a language model meets a new length a token, and each in all of its layers."""
+
+
+class _Entry(NamedTuple):
+    """What is known of a key.
+
+    Attributes:
+        plan: kept alive, since its identity is part of the key.
+        tape: its tape, if it has one.
+        recordable: whether a call is worth recording.
+    """
+
+    plan: Plan
+    tape: Tape | None
+    recordable: bool
+
+
+_entries: Memo[_Entry] = Memo(MOST_TAPES)
+
+
+def run_once(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    *,
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
+) -> Outputs:
+    """Both steps of a call, one after the other."""
+    with runs.on_device(q.device), runs.without_autocast(q.device):
+        operands = plan.kernel.prepare(q, k, v, problem=problem, launch=plan.launch)
+        return plan.kernel.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
+
+
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    *,
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
+) -> Outputs:
+    """A call on a GPU: the first of its key as it is, the second recorded, the others replayed."""
+    mask, sinks, packed = problem.mask, problem.sinks, problem.packed
+    ends = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
+    inputs = (q, k, v, mask, sinks, *ends)
+    addresses = [0 if t is None else t.data_ptr() for t in inputs]
+    key = (
+        id(plan), q.stride(), k.stride(), v.stride(), problem.scale, problem.window,
+        problem.softcap, _form(mask), _form(sinks), _form(ends[0]), _form(ends[1]), out_dtype,
+        return_lse,
+    )  # fmt: skip
+    entry = _entries.get(key)
+    if entry is not None and (entry.tape or entry.recordable):
+        if aligned(addresses) and not hooked():
+            if entry.tape is not None:
+                with runs.on_device(q.device):
+                    return entry.tape.replay(addresses)
+            given = [address for address in addresses if address]
+            if len(set(given)) == len(given):
+                with recording() as recorder:
+                    outputs = run_once(
+                        plan, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse
+                    )
+                _entries.keep(key, _Entry(plan, tape_of(recorder, inputs, outputs), False))
+                return outputs
+    elif entry is None:
+        _entries.keep(key, _Entry(plan, None, True))
+    return run_once(plan, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+
+
+def _form(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    """All that launches read of a tensor but its address."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)

@@ -1,0 +1,291 @@
+"""Calls repeated from their tape: the numbers of a call that is run anew, and nothing kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from sage_plugin.kernels import launches, tape
+from sage_plugin.kernels.attention import plan as plans
+from sage_plugin.kernels.attention import replay
+from sage_plugin.kernels.contract import Packed, Problem
+from tests.kernels.calls import EMULATED, Shape, draw, launch
+from tests.kernels.raw_builds import LAUNCHED, RawKernel
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+SHAPE = Shape(1, 4, 2, 70, 90, 64)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Names of the kernels that builds ran on addresses; nothing is remembered before or after."""
+    found: list[str] = []
+    for module, name in LAUNCHED:
+        monkeypatch.setattr(module, name, RawKernel(getattr(module, name), found))
+    monkeypatch.setattr(tape, "_stream", lambda device: "stream")
+    launches.forget()
+    yield found
+    launches.forget()
+
+
+def planned(q, k, v, kernel, **options):
+    asked = (None, False, "bhsd", kernel, "portable", launch(**options), None)
+    return plans.settled(q, k, v, *asked, special=True)[0]
+
+
+def called(plan, q, k, v, problem, **options):
+    return replay.run(
+        plan, q, k, v, problem, **{"out_dtype": torch.float32, "return_lse": True, **options}
+    )
+
+
+def fresh(plan, q, k, v, problem, **options):
+    return replay.run_once(
+        plan, q, k, v, problem, **{"out_dtype": torch.float32, "return_lse": True, **options}
+    )
+
+
+def repeated(plan, calls, problems, **options):
+    """The third call of a key, which its tape answers, after two with other tensors."""
+    for tensors, problem in zip(calls[:2], problems[:2], strict=True):
+        called(plan, *tensors, problem, **options)
+    return called(plan, *calls[2], problems[2], **options)
+
+
+def mask_of(kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "none":
+        return None
+    if kind == "padding":
+        return torch.rand(1, 1, 1, SHAPE.seq_k, generator=generator) < 0.7
+    if kind == "bias":
+        return torch.randn(1, 1, 1, SHAPE.seq_k, generator=generator)
+    return torch.rand(1, 1, SHAPE.seq_q, SHAPE.seq_k, generator=generator) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("mask", "loads"),
+    [("none", "descriptor"), ("padding", "pointer"), ("bias", "pointer"), ("rows", "descriptor")],
+)
+@pytest.mark.parametrize("kernel", EMULATED)
+def test_the_third_call_is_replayed_with_its_own_tensors(kernel, loads, mask, runs):
+    calls = [draw(SHAPE, torch.float16, seed=seed) for seed in range(3)]
+    problems = [Problem(0.125, False, "bhsd", mask_of(mask, seed)) for seed in range(3)]
+    plan = planned(*calls[0], kernel, loads=loads)
+    out, lse = repeated(plan, calls, problems)
+    assert runs[-1].endswith("attention_kernel")
+    assert len(runs) == {"fav2": 1}.get(kernel, 2) + (mask == "rows") * (1 + (kernel != "fav2"))
+    right, right_lse = fresh(plan, *calls[2], problems[2])
+    assert torch.equal(out, right)
+    assert torch.equal(lse, right_lse)
+    assert out.stride() == right.stride()
+
+
+def test_a_long_call_quantises_in_two_launches_from_zeroed_counters(runs, monkeypatch):
+    from sage_plugin.kernels.quant import plan as prepass
+
+    monkeypatch.setattr(prepass, "ONE_LAUNCH_VALUES", 0)
+    prepass.plan_of.cache_clear()
+    calls = [draw(Shape(1, 2, 2, 300, 2100, 32), torch.float16, seed=seed) for seed in range(4)]
+    problem = Problem(0.2, False, "bhsd")
+    plan = planned(*calls[0], "fav3_sage")
+    out, _ = repeated(plan, calls, [problem] * 3)
+    assert runs == ["prepass_kernel", "prepass_kernel", "quantised_attention_kernel"]
+    assert torch.equal(out, fresh(plan, *calls[2], problem)[0])
+    again, _ = called(plan, *calls[3], problem)
+    assert torch.equal(again, fresh(plan, *calls[3], problem)[0])
+    prepass.plan_of.cache_clear()
+
+
+def test_packed_sequences_and_sinks_are_inputs_too(runs):
+    lengths = ([0, 30, 70], [0, 11, 70], [0, 69, 70])
+    calls = [draw(Shape(1, 4, 2, 70, 70, 32), torch.float16, layout="bshd", seed=s)
+             for s in range(3)]  # fmt: skip
+    problems = []
+    for seed, ends in enumerate(lengths):
+        sinks = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        cu = [torch.tensor(ends, dtype=torch.int32) for _ in "qk"]
+        problems.append(Problem(0.2, True, "bshd", sinks=sinks, packed=Packed(*cu, 70, 70)))
+    plan = planned(*draw(Shape(1, 4, 2, 70, 70, 32), torch.float16), "sage")
+    out, lse = repeated(plan, calls, problems)
+    assert runs
+    right, right_lse = fresh(plan, *calls[2], problems[2])
+    assert torch.equal(out, right)
+    assert torch.equal(lse, right_lse)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0.5},
+        {"softcap": 3.0},
+        {"window": (5, 5)},
+        {"mask": torch.ones(1, 1, 1, 90, dtype=torch.bool)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_problem_is_another_key(change, runs):
+    tensors = draw(SHAPE, torch.float16)
+    plan = planned(*tensors, "sage")
+    usual = Problem(0.125, False, "bhsd")
+    repeated(plan, [tensors] * 3, [usual] * 3)
+    runs.clear()
+    other = Problem(**{"scale": 0.125, "causal": False, "layout": "bhsd", **change})
+    out, _ = called(plan, *tensors, other)
+    assert runs == []
+    assert torch.equal(out, fresh(plan, *tensors, other)[0])
+
+
+def test_other_strides_dtypes_and_outputs_are_other_keys(runs):
+    q, k, v = draw(SHAPE, torch.float16)
+    problem = Problem(0.125, False, "bhsd")
+    plan = planned(q, k, v, "fav3_fp8")
+    repeated(plan, [(q, k, v)] * 3, [problem] * 3)
+    runs.clear()
+    apart = torch.empty(1, 4, 70, 128, dtype=q.dtype)[..., :64].copy_(q)
+    for tensors, options in (((apart, k, v), {}), ((q, k, v), {"out_dtype": torch.bfloat16}),
+                             ((q, k, v), {"return_lse": False})):  # fmt: skip
+        out, lse = called(plan, *tensors, problem, **options)
+        right, _ = fresh(plan, *tensors, problem, **options)
+        assert torch.equal(out, right)
+        assert out.dtype == right.dtype
+        assert (lse is None) == (options.get("return_lse") is False)
+    assert runs == []
+
+
+def test_unaligned_inputs_run_anew(runs):
+    q, k, v = draw(SHAPE, torch.float16)
+    problem = Problem(0.125, False, "bhsd")
+    plan = planned(q, k, v, "sage")
+    repeated(plan, [(q, k, v)] * 3, [problem] * 3)
+    runs.clear()
+    odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    assert odd.stride() == q.stride()
+    assert odd.data_ptr() % tape.POINTER_ALIGNMENT
+    out, _ = called(plan, odd, k, v, problem)
+    assert runs == []
+    assert torch.equal(out, fresh(plan, q, k, v, problem)[0])
+
+
+def test_one_tensor_in_two_places_is_not_recorded_as_one(runs):
+    shape = Shape(1, 2, 2, 64, 64, 32)
+    q, k, v = draw(shape, torch.float16)
+    problem = Problem(0.2, False, "bhsd")
+    plan = planned(q, q, v, "sage")
+    for _ in range(3):
+        called(plan, q, q, v, problem)
+    assert runs == []
+    for _ in range(2):
+        out, _ = called(plan, q, k, v, problem)
+    assert runs
+    assert torch.equal(out, fresh(plan, q, k, v, problem)[0])
+
+
+def test_a_call_with_a_tensor_of_unknown_origin_is_never_replayed(runs, monkeypatch):
+    from sage_plugin.kernels.quant import portable as quantisers
+
+    stock = tape.empty
+    monkeypatch.setattr(
+        quantisers.tape, "empty", lambda device, dtype, *shape: torch.empty(shape, dtype=dtype)
+    )
+    tensors = draw(SHAPE, torch.float16)
+    problem = Problem(0.125, False, "bhsd")
+    plan = planned(*tensors, "sage")
+    for _ in range(4):
+        called(plan, *tensors, problem)
+    assert runs == []
+    assert stock is not tape.empty
+
+
+def test_a_launch_hook_sees_every_launch(runs, monkeypatch):
+    from triton import knobs
+
+    tensors, problem = draw(SHAPE, torch.float16), Problem(0.125, False, "bhsd")
+    plan = planned(*tensors, "sage")
+    repeated(plan, [tensors] * 3, [problem] * 3)
+    runs.clear()
+
+    def hook(metadata):
+        del metadata
+
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        called(plan, *tensors, problem)
+        assert runs == []
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    called(plan, *tensors, problem)
+    assert runs
+
+
+def test_a_tape_keeps_no_tensor_alive(runs):
+    tensors, problem = draw(SHAPE, torch.float16), Problem(0.125, False, "bhsd")
+    plan = planned(*tensors, "fav3_sage", loads="descriptor")
+    out, lse = repeated(plan, [tensors] * 3, [problem] * 3)
+    storages = [weakref.ref(t) for t in (*tensors, out, lse)]
+    del tensors, out, lse
+    gc.collect()
+    assert [ref() for ref in storages] == [None] * 5
+    (entry,) = [entry for entry in replay._entries.values() if entry.tape]
+    assert _inside(entry.tape) == []
+
+
+def _inside(record):
+    """The tensors that a tape reaches."""
+    seen, found, todo = set(), [], [record]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, tape.Tape | tuple | list | dict) or hasattr(one, "block_shape"):
+            todo += gc.get_referents(one)
+    return found
+
+
+def test_forget_drops_tapes(runs):
+    tensors, problem = draw(SHAPE, torch.float16), Problem(0.125, False, "bhsd")
+    plan = planned(*tensors, "sage")
+    repeated(plan, [tensors] * 3, [problem] * 3)
+    assert replay._entries
+    launches.forget()
+    assert not replay._entries
+    runs.clear()
+    called(plan, *tensors, problem)
+    assert runs == []
+
+
+def test_tapes_do_not_grow_for_ever(runs, monkeypatch):
+    monkeypatch.setattr(replay._entries, "_limit", 4)
+    problem = Problem(0.125, False, "bhsd")
+    for seq in range(1, 12):
+        tensors = draw(Shape(1, 1, 1, seq, seq, 16), torch.float16)
+        called(planned(*tensors, "fav2"), *tensors, problem)
+        assert 1 <= len(replay._entries) <= 4
+
+
+def test_recordings_of_two_threads_stay_apart(runs):
+    import threading
+
+    seen = {}
+
+    def record(name, value):
+        with tape.recording() as recorder:
+            barrier.wait()
+            tape.empty(torch.device("cpu"), torch.float32, value)
+            barrier.wait()
+        seen[name] = [scratch.numel() for scratch, _ in recorder.scratch]
+
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=record, args=(n, n)) for n in (3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {3: [3], 5: [5]}
