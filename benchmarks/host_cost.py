@@ -2,8 +2,10 @@
 
 Microseconds of the calling thread, medians over all calls of all groups; the variants take turns,
 and the device is waited for after each group, so that no call waits for a place in its queue.
-"outside" is a call of ours less its launches (`JITFunction.run`), "above SDPA" what that exceeds a
-whole call of SDPA by. A replayed CUDA graph runs nothing of ours, which its `launches` show.
+"outside" is a call of ours less its launches, which hand a build over to the driver
+(`tape.relaunch`) or, where a call is not repeated from its tape, look for it too (`tape.launch`);
+"above SDPA" is what that exceeds a whole call of SDPA by. A replayed CUDA graph runs nothing of
+ours, as its `launches` show.
 
     python benchmarks/host_cost.py --output host_cost.json [--kernels fav2,...] [--head-dims 64,128]
 """
@@ -27,7 +29,7 @@ from gpu_options import gpu_parser, on_gpu
 
 import sage_plugin
 from sage_plugin import device as devices
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels import dispatch, tape
 from sage_plugin.measure.inputs import self_attention, synthetic
 from sage_plugin.schema import CallShape
 
@@ -40,7 +42,7 @@ Facts = dict[str, Any]
 
 
 class Launches:
-    """The launches of a Triton without its interpreter while `timed`, in the order of a call."""
+    """The launches of ours while `timed`, in the order of a call."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, float]] = []
@@ -48,22 +50,25 @@ class Launches:
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """Time every launch of this thread's program."""
-        from triton.runtime.jit import JITFunction
-
-        stock = JITFunction.run
-
-        @functools.wraps(stock)
-        def run(function: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401
-            start = time.perf_counter_ns()
-            result = stock(function, *args, **options)
-            self.seen.append((function.__name__, (time.perf_counter_ns() - start) / 1e3))
-            return result
-
-        JITFunction.run = run
+        stock = tape.launch, tape.relaunch
+        tape.launch, tape.relaunch = (
+            self._timed(stock[0], lambda kernel: kernel.__name__),
+            self._timed(stock[1], lambda one: one.name),
+        )
         try:
             yield
         finally:
-            JITFunction.run = stock
+            tape.launch, tape.relaunch = stock
+
+    def _timed(
+        self, stock: Callable[..., None], name_of: Callable[[Any], str]
+    ) -> Callable[..., None]:
+        def run(kernel: Any, *args: Any, **options: Any) -> None:  # noqa: ANN401
+            start = time.perf_counter_ns()
+            stock(kernel, *args, **options)
+            self.seen.append((name_of(kernel), (time.perf_counter_ns() - start) / 1e3))
+
+        return run
 
 
 def host_us(

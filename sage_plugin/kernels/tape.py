@@ -133,10 +133,11 @@ class _Place(NamedTuple):
     descriptor: Any
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """One launch of a tape: a build, its arguments, and which of them are addresses.
 
     Attributes:
+        name: of the kernel.
         run: launches the build.
         programs: size of the grid.
         function: the driver's handle.
@@ -146,6 +147,7 @@ class _Launch(NamedTuple):
         inside: pointers into scratch.
     """
 
+    name: str
     run: Any
     programs: int
     function: Any
@@ -153,6 +155,11 @@ class _Launch(NamedTuple):
     arguments: tuple[object, ...]
     outside: tuple[_Place, ...]
     inside: tuple[_Place, ...]
+
+
+def relaunch(one: Launch, stream: int, arguments: Sequence[object]) -> None:
+    """Hand a build over to the driver."""
+    one.run(one.programs, 1, 1, stream, one.function, one.metadata, None, None, None, *arguments)
 
 
 class _Form(NamedTuple):
@@ -168,7 +175,7 @@ class Tape:
 
     def __init__(
         self,
-        launches: Sequence[_Launch],
+        launches: Sequence[Launch],
         forms: tuple[_Form, _Form | None],
         sizes: tuple[int, int],
         device: torch.device,
@@ -199,9 +206,7 @@ class Tape:
             given = arguments.copy()
             for number, base, offset, descriptor in one.outside:
                 given[number] = _pointer(outside[base] + offset, descriptor)
-            one.run(
-                one.programs, 1, 1, stream, one.function, one.metadata, None, None, None, *given
-            )
+            relaunch(one, stream, given)
         return out, lse
 
     def _pointed_at(self, at: tuple[int, int], first: int) -> list[list[object]]:
@@ -237,7 +242,7 @@ def tape_of(
             return None
         names = kernel.arg_names[len(args) :]
         arguments = (*args, *(options[name] for name in names))
-        one = _launch_of(spans, built, programs, arguments, len(tensors))
+        one = _launch_of(spans, kernel.__name__, built, programs, arguments, len(tensors))
         if one is None:
             return None
         launches.append(one)
@@ -285,11 +290,12 @@ def _map_of(
 
 def _launch_of(
     spans: Sequence[_Span],
+    name: str,
     built: Any,  # noqa: ANN401
     programs: int,
     arguments: Sequence[object],
     first: int,
-) -> _Launch | None:
+) -> Launch | None:
     """A launch with its pointers found, `None` where one points elsewhere."""
     values, places = list(arguments), []
     for number, value in enumerate(arguments):
@@ -303,7 +309,8 @@ def _launch_of(
         descriptor = None if tensor is value else _without_tensor(value)
         places.append(_Place(number, span.base, span.offset + address - span.begin, descriptor))
         values[number] = None
-    return _Launch(
+    return Launch(
+        name,
         built.run,
         programs,
         built.function,

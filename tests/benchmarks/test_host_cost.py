@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from sage_plugin.kernels import tape
 from sage_plugin.measure.inputs import self_attention
 
 SHAPE = self_attention(1, 2, 32, 32)
@@ -31,34 +32,34 @@ def _args(**changes: object) -> argparse.Namespace:
 
 @pytest.fixture
 def launching(monkeypatch: pytest.MonkeyPatch):
-    """A call of two launches, of about 2 ms and 4 ms, and 3 ms beside them."""
-    jit = pytest.importorskip("triton.runtime.jit")
+    """A call of two launches, of about 2 ms and 4 ms, and 3 ms beside them; one from a tape."""
 
     class Function:
         def __init__(self, name: str, ms: float) -> None:
-            self.__name__, self.ms = name, ms
+            self.__name__ = self.name = name
+            self.ms = ms
 
-    def run(function: Function, *args: object, grid: object, **options: object) -> str:
+    def run(function: Function, *args: object, **options: object) -> None:
         time.sleep(function.ms / 1e3)
-        return function.__name__
 
-    monkeypatch.setattr(jit.JITFunction, "run", run)
+    monkeypatch.setattr(tape, "launch", run)
+    monkeypatch.setattr(tape, "relaunch", run)
 
     def call() -> None:
-        for one in (Function("first", 2), Function("second", 4)):
-            assert jit.JITFunction.run(one, 1, grid=(1,)) == one.__name__
+        tape.launch(Function("first", 2), 1)
+        tape.relaunch(Function("second", 4), 0, [])
         time.sleep(3e-3)
 
-    return jit, run, call
+    return run, call
 
 
 def test_a_call_is_split_into_its_launches_and_the_rest(host_cost: ModuleType, launching) -> None:
-    jit, run, call = launching
+    run, call = launching
     waits: list[int] = []
     both = {"sdpa": lambda: time.sleep(1e-3), "ours": call}
     total = host_cost.host_us(both, 6, 3, lambda: None)
     launches = host_cost.launches_us(call, 6, 3, lambda: waits.append(1))
-    assert jit.JITFunction.run is run
+    assert (tape.launch, tape.relaunch) == (run, run)
     assert [one["kernel"] for one in launches] == ["first", "second"]
     first, second = (one["us"] for one in launches)
     assert 2000 < first < 3500 < second < 6000

@@ -25,7 +25,7 @@ class RawKernel:
 
     def __init__(self, kernel: Any, runs: list[str]) -> None:
         self.kernel, self.runs = kernel, runs
-        self.arg_names = kernel.arg_names
+        self.arg_names, self.__name__ = kernel.arg_names, kernel.__name__
 
     def __getitem__(self, grid):
         def run(*args, **options):
