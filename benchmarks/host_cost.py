@@ -3,9 +3,9 @@
 Microseconds of the calling thread, medians over all calls of all groups; the variants take turns,
 and the device is waited for after each group, so that no call waits for a place in its queue.
 "outside" is a call of ours less its launches, which hand a build over to the driver
-(`tape.relaunch`) or, where a call is not repeated from its tape, look for it too (`tape.launch`);
-"above SDPA" is what that exceeds a whole call of SDPA by. A replayed CUDA graph runs nothing of
-ours, as its `launches` show.
+(`tape.relaunch`) or, where a call is not repeated from its tape, look for it too (`tape.launch`),
+and the zeroing of counters (`tape.memset`); "above SDPA" is what that exceeds a whole call of SDPA
+by. A replayed CUDA graph runs nothing of ours, as its `launches` show.
 
     python benchmarks/host_cost.py --output host_cost.json [--kernels fav2,...] [--head-dims 64,128]
 """
@@ -50,23 +50,25 @@ class Launches:
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """Time every launch of this thread's program."""
-        stock = tape.launch, tape.relaunch
-        tape.launch, tape.relaunch = (
+        stock = tape.launch, tape.relaunch, tape.memset
+        tape.launch, tape.relaunch, tape.memset = (
             self._timed(stock[0], lambda kernel: kernel.__name__),
             self._timed(stock[1], lambda one: one.name),
+            self._timed(stock[2], lambda size: "memset"),
         )
         try:
             yield
         finally:
-            tape.launch, tape.relaunch = stock
+            tape.launch, tape.relaunch, tape.memset = stock
 
     def _timed(
-        self, stock: Callable[..., None], name_of: Callable[[Any], str]
-    ) -> Callable[..., None]:
-        def run(kernel: Any, *args: Any, **options: Any) -> None:  # noqa: ANN401
+        self, stock: Callable[..., Any], name_of: Callable[[Any], str]
+    ) -> Callable[..., Any]:
+        def run(what: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401
             start = time.perf_counter_ns()
-            stock(kernel, *args, **options)
-            self.seen.append((name_of(kernel), (time.perf_counter_ns() - start) / 1e3))
+            result = stock(what, *args, **options)
+            self.seen.append((name_of(what), (time.perf_counter_ns() - start) / 1e3))
+            return result
 
         return run
 

@@ -157,6 +157,11 @@ class Launch(NamedTuple):
     inside: tuple[_Place, ...]
 
 
+def memset(size: int, device: torch.device) -> torch.Tensor:
+    """Bytes of zeros, which take a launch of their own."""
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
 def relaunch(one: Launch, stream: int, arguments: Sequence[object]) -> None:
     """Hand a build over to the driver."""
     one.run(one.programs, 1, 1, stream, one.function, one.metadata, None, None, None, *arguments)
@@ -197,7 +202,7 @@ class Tape:
         out = _new(form_of_out, device)
         lse = None if form_of_lse is None else _new(form_of_lse, device)
         scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
-        zeroed = torch.zeros(self._zeroed_bytes, dtype=torch.uint8, device=device)
+        zeroed = memset(self._zeroed_bytes, device)
         outside = [*addresses, out.data_ptr(), 0 if lse is None else lse.data_ptr()]
         at = (scratch.data_ptr(), zeroed.data_ptr())
         pointed = self._pointed.get(at) or self._pointed_at(at, len(outside))
@@ -253,10 +258,16 @@ def tape_of(
 
 
 def _stream(device: torch.device) -> int:
+    stream: int = _streams()(device.index)
+    return stream
+
+
+@functools.cache
+def _streams() -> Any:  # noqa: ANN401
+    """What tells the current stream of a device."""
     from triton.runtime import driver
 
-    stream: int = driver.active.get_current_stream(device.index)
-    return stream
+    return driver.active.get_current_stream
 
 
 class _Span(NamedTuple):

@@ -16,7 +16,7 @@ from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.ops import text_of
 from sage_plugin.kernels.attention.plan import Plan, decided, settled
 from sage_plugin.kernels.attention.run import shape_of
-from sage_plugin.kernels.contract import NO_WINDOW, Decision, Problem
+from sage_plugin.kernels.contract import NO_WINDOW, Decision, Problem, plain_problem
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["attention", "host_attention", "run_decided"]
@@ -135,7 +135,10 @@ def attention(
         )  # fmt: skip
         return out if out_dtype is None else out.to(out_dtype)
     if plan is not None:
-        problem = Problem(factor, is_causal, layout, mask, sides, cap, sinks)
+        if mask is None and sinks is None:
+            problem = plain_problem(factor, is_causal, layout, sides, cap)
+        else:
+            problem = Problem(factor, is_causal, layout, mask, sides, cap, sinks)
         out, lse = plan.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
         return out if lse is None else (out, lse)
     return run_decided(

@@ -62,14 +62,12 @@ def run(
     return_lse: bool,
 ) -> Outputs:
     """A call on a GPU: the first of its key as it is, the second recorded, the others replayed."""
-    mask, sinks, packed = problem.mask, problem.sinks, problem.packed
-    ends = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
-    inputs = (q, k, v, mask, sinks, *ends)
-    addresses = [0 if t is None else t.data_ptr() for t in inputs]
+    others = _others(problem)
+    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+    addresses += [0 if t is None else t.data_ptr() for t in others]
     key = (
         id(plan), q.stride(), k.stride(), v.stride(), problem.scale, problem.window,
-        problem.softcap, _form(mask), _form(sinks), _form(ends[0]), _form(ends[1]), out_dtype,
-        return_lse,
+        problem.softcap, tuple([_form(t) for t in others]), out_dtype, return_lse,
     )  # fmt: skip
     entry = _entries.get(key)
     if entry is not None and (entry.tape or entry.recordable):
@@ -79,6 +77,7 @@ def run(
                     return entry.tape.replay(addresses)
             given = [address for address in addresses if address]
             if len(set(given)) == len(given):
+                inputs = (q, k, v, *others)
                 with recording() as recorder:
                     outputs = run_once(
                         plan, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse
@@ -88,6 +87,14 @@ def run(
     elif entry is None:
         _entries.keep(key, _Entry(plan, None, True))
     return run_once(plan, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+
+
+def _others(problem: Problem) -> tuple[torch.Tensor | None, ...]:
+    """The inputs of a call besides Q, K and V; none of them where all would be `None`."""
+    mask, sinks, packed = problem.mask, problem.sinks, problem.packed
+    if packed is not None:
+        return mask, sinks, packed.cu_seqlens_q, packed.cu_seqlens_k
+    return () if mask is None and sinks is None else (mask, sinks)
 
 
 def _form(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
