@@ -61,6 +61,7 @@ MAX_HEAD_DIM = 256
 SLOW_TILES = "an additive mask of rows and keys is faster on the host's attention"
 """Why `auto` leaves them: at head dim 128 SDPA took three quarters of the time on an H100. A bool
 mask of rows and keys is faster here, whatever it hides."""
+GRADIENT = "a gradient is needed"
 SMALL = "so small a call is faster on the host's attention"
 """Why `auto` leaves calls of fewer operations than `support.fewest_operations`."""
 
@@ -254,7 +255,7 @@ def _call_reason(
 ) -> str | None:
     """Why a kernel does not take this call on any hardware, or `None`."""
     if needs_grad:
-        return "a gradient is needed"
+        return GRADIENT
     if dropout > 0.0:
         return "dropout is not supported"
     if kernel != "torch" and shape.dtype not in DTYPES:

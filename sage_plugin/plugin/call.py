@@ -28,6 +28,7 @@ class Call:
     Attributes:
         softcap: bound of the scores, 0 for none; SDPA knows none.
         sinks: one more logit a query head, likewise.
+        return_lse: the LSE is wanted too, of parts of a call that are merged by it.
     """
 
     q: torch.Tensor
@@ -41,6 +42,7 @@ class Call:
     layout: str
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    return_lse: bool = False
 
     def factor(self) -> float:
         """The factor of the scores before softmax."""
@@ -79,5 +81,5 @@ class Call:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (self.q, self.k, self.v))
         return Call(
             q, k, v, self.attn_mask, self.dropout_p, self.is_causal, self.scale, self.enable_gqa,
-            self.layout, self.softcap, self.sinks,
+            self.layout, self.softcap, self.sinks, self.return_lse,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils._device import DeviceContext
@@ -22,6 +22,7 @@ from sage_plugin.kernels.attention.checks import wants_gradient
 from sage_plugin.kernels.attention.mask import is_added, of_heads
 from sage_plugin.kernels.build_failure import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
+from sage_plugin.plugin import parallel
 from sage_plugin.plugin.call import SUBCLASS, Call, plain
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.schema import DeviceFacts
@@ -29,6 +30,7 @@ from sage_plugin.schema import DeviceFacts
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 DISABLED = "SAGE_PLUGIN_DISABLE is set"
 SHORT = "shorter than min_seq"
@@ -37,7 +39,7 @@ SHAPE = "not one batch of (B, H, S, D) tensors"
 CAUSAL = "a causal call with Sq != Sk is aligned to the first key by the host"
 NOT_FINITE = "an output of this layer was not finite"
 BAD_INPUT = "inputs are not finite"
-PARALLEL = "context parallel attention is the host's"
+PARALLEL = "context parallel attention of this kind is the host's"
 ARGUMENTS = "arguments that only the host's attention knows"
 DEVICES = ("cpu", "cuda")
 
@@ -89,12 +91,10 @@ def dispatch_instead_of(original: Callable[..., torch.Tensor]) -> Callable[..., 
                 attention_kwargs, backend=backend, parallel_config=parallel_config, **unknown,
             )  # fmt: skip
 
-        blocked = None
-        if parallel_config is not None:
-            blocked = PARALLEL
-        elif attention_kwargs or unknown:
-            blocked = ARGUMENTS
+        blocked = ARGUMENTS if attention_kwargs or unknown else None
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd")
+        if parallel_config is not None:
+            return attend_in_parallel(host, call, blocked, original, parallel_config)
         return attend(host, call, blocked)
 
     return dispatch_attention_fn
@@ -107,6 +107,9 @@ def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tens
         host: the host's own attention, with the arguments that the model passed.
         call: those arguments.
         blocked: why no kernel takes it, if that is known already.
+
+    Returns:
+        The output, with its LSE `(B, H, Sq)` where the call wants it.
     """
     frame = STACK.frames[-1] if STACK.frames else None
     if frame is None or frame.layer is None:
@@ -128,8 +131,46 @@ def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tens
     else:
         result = _run(layer, call, mask, decision)
     if result is not None and eager and layer.state.options.check_finite:
-        result = result if _is_sound(layer, call, decision, result) else None
-    return host() if result is None else result
+        output = result[0] if isinstance(result, tuple) else result
+        result = result if _is_sound(layer, call, decision, output) else None
+    # Only a `T` of two tensors asks for the LSE.
+    return host() if result is None else cast("torch.Tensor", result)
+
+
+def attend_in_parallel(
+    host: Callable[[], torch.Tensor],
+    call: Call,
+    blocked: str | None,
+    original: Callable[..., torch.Tensor],
+    config: Any,  # noqa: ANN401
+) -> torch.Tensor:
+    """One attention call whose sequence lies on several devices, as diffusers spreads it.
+
+    What a kernel takes goes through diffusers' own exchange (`parallel.py`), each part of it a call
+    of its own.
+
+    Args:
+        host: the host's own attention, with the arguments that the model passed.
+        call: those arguments; Q, K and V are this device's part of the sequence.
+        blocked: why no kernel takes it, if that is known already.
+        original: diffusers' `dispatch_attention_fn`.
+        config: its `parallel_config`.
+    """
+    frame = STACK.frames[-1] if STACK.frames else None
+    if frame is None or frame.layer is None:
+        return host()
+    spread, degrees = parallel.exchange_of(original), parallel.degrees_of(config)
+    if spread is None or degrees is None or call.is_causal or call.enable_gqa:
+        blocked = blocked or PARALLEL
+    if blocked is None and wants_gradient(call.q, call.k, call.v):
+        blocked = dispatch.GRADIENT  # autograd does not see inside of the exchange
+    if blocked is None and degrees is not None:
+        seen = parallel.as_exchanged(call, degrees)
+        decision, _ = _decide(frame.layer.state, seen, None)
+        if decision.kernel != "sdpa":
+            return parallel.attention(spread, attend, call, config)
+        blocked = decision.reason
+    return attend(host, call, blocked)
 
 
 def _is_sound(layer: LayerContext, call: Call, decision: Decision, result: torch.Tensor) -> bool:
@@ -161,7 +202,7 @@ def _is_sound(layer: LayerContext, call: Call, decision: Decision, result: torch
 
 def _run(
     layer: LayerContext, call: Call, mask: torch.Tensor | None, decision: Decision
-) -> torch.Tensor | None:
+) -> Result | None:
     """Run the kernel; `None` where it cannot be built, which the layer remembers of such calls."""
     if torch.compiler.is_compiling() or decision.variant == HOST:
         return _launch(layer, call, mask, decision)
@@ -187,14 +228,13 @@ def _run(
 
 def _launch(
     layer: LayerContext, call: Call, mask: torch.Tensor | None, decision: Decision
-) -> torch.Tensor:
-    result = run_decided(
+) -> Result:
+    return run_decided(
         decision, call.q, call.k, call.v, is_causal=call.is_causal, scale=call.factor(),
-        layout=call.layout, config_dir=layer.state.options.config_dir, mask=mask,
-        softcap=call.softcap, sinks=call.sinks,
+        layout=call.layout, return_lse=call.return_lse,
+        config_dir=layer.state.options.config_dir, mask=mask, softcap=call.softcap,
+        sinks=call.sinks,
     )  # fmt: skip
-    assert isinstance(result, torch.Tensor)
-    return result
 
 
 def _decide(
