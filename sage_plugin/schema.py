@@ -331,6 +331,7 @@ class Evidence(JsonRecord):
         date: day of the measurement, UTC.
         confirmed: the baseline itself won.
         stamp: how far the times can be trusted (`clean`, `noisy`, `throttled`), or empty.
+        host_time: time of the host's attention in the same measurement, `None` where unknown.
     """
 
     time: Timing
@@ -345,6 +346,7 @@ class Evidence(JsonRecord):
     date: str
     confirmed: bool = False
     stamp: str = ""
+    host_time: Timing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +427,7 @@ class Trial(JsonRecord):
         reason: one sentence for every status but `ok`.
         time: time with quantisation.
         kernel_time: time of the attention launch alone.
+        host_time: time of the host's attention in the same race.
         errors: metrics of the worst head of the worst capture.
         registers: registers a thread, `None` where unknown.
         smem_bytes: shared memory of a program, `None` where unknown.
@@ -438,6 +441,7 @@ class Trial(JsonRecord):
     reason: str = ""
     time: Timing | None = None
     kernel_time: Timing | None = None
+    host_time: Timing | None = None
     errors: ErrorMetrics | None = None
     registers: int | None = None
     smem_bytes: int | None = None

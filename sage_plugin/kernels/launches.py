@@ -13,7 +13,7 @@ from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.contract import Found
 from sage_plugin.kernels.space import Region, Space
 from sage_plugin.kernels.support import FP8_KERNELS
-from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
+from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, RegistryEntry
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,8 @@ def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> Found:
 
     found = lookup.find(key, facts=facts, config_dir=config_dir, is_legal=legal)
     if found is not None:
-        base = Found(found.entry.config, found.source, f"{found.label}: {found.path}")
+        saved_ms = _saved_ms(found.entry, key)
+        base = Found(found.entry.config, found.source, f"{found.label}: {found.path}", saved_ms)
     else:
         base = Found(default_launch(key, facts), "default", f"default of {facts.arch}")
         _warn_miss(key, facts)
@@ -278,6 +279,18 @@ def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> Found:
             f"SAGE_PLUGIN_LAUNCH gives a config that {facts.name} cannot run: {reason}"
         )
     return Found(config, "env", f"SAGE_PLUGIN_LAUNCH over {base.detail}")
+
+
+def _saved_ms(entry: RegistryEntry, key: CallKey) -> float | None:
+    """What a call saves by the times of an entry, which go by the work where lengths differ."""
+    host, own = entry.evidence.host_time, entry.evidence.time
+    if host is None:
+        return None
+    return (host.median_ms - own.median_ms) * _pairs(key) / _pairs(entry.key)
+
+
+def _pairs(key: CallKey) -> int:
+    return max(1, key.batch_heads * key.seq_q * key.seq_k)
 
 
 def _overridden(config: LaunchConfig, text: str) -> LaunchConfig:

@@ -116,6 +116,8 @@ class LayerContext:
         calls: eager calls by `kernel:variant`.
         fallbacks: eager calls that went to the host's attention, by reason.
         config_sources: eager calls by where their launch config came from.
+        saved_ms: what its calls saved over the host's attention, by the times of their configs.
+        timed_calls: how many calls that is the sum of.
         broken: why `check_finite` took its kernel away, or `None`.
     """
 
@@ -127,6 +129,8 @@ class LayerContext:
     calls: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     config_sources: Counter[str] = field(default_factory=Counter)
+    saved_ms: float = 0.0
+    timed_calls: int = 0
     broken: str | None = None
 
 

@@ -220,6 +220,9 @@ def _run(
             layer.state.unbuilt[key.discrete()] = reason
         else:
             layer.config_sources[found.source] += 1
+            if found.saved_ms is not None:
+                layer.saved_ms += found.saved_ms
+                layer.timed_calls += 1
             return result
     layer.calls[decision.label] -= 1
     _give_way(layer, reason)

@@ -114,6 +114,7 @@ def _entry(
         date=_date(winner),
         confirmed=confirmed,
         stamp=_stamp(winner),
+        host_time=winner.host_time,
     )
     return RegistryEntry(
         key=key,

@@ -30,7 +30,7 @@ from sage_plugin.schema import ErrorMetrics, LaunchConfig, Trial
 from sage_plugin.tune.runner import Contest
 from sage_plugin.tune.study import Source, Study
 
-BASE, NEW, AGAIN = "base", "new", "again"
+BASE, NEW, AGAIN, HOST_CALL = "base", "new", "again", "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class ScreenJob:
 
 @dataclass(frozen=True, slots=True)
 class RaceJob:
-    """Time the finalists of a study interleaved, the first one twice."""
+    """Time the finalists of a study interleaved, the first one twice, and the host's attention."""
 
     study: Study
     contest: Contest
@@ -115,6 +115,9 @@ class RaceJob:
         if study.device != "cpu":
             for i, config in enumerate(contest.configs):
                 calls[f"{i}/kernel"] = _kernel_call(study, loaded.timed, config)
+        host = _call(study, loaded.timed, None)
+        if _runs(host):
+            calls[HOST_CALL] = host
         before = clocks.snapshot(study.device)
         samples = measure(
             calls,
@@ -151,7 +154,7 @@ def _finals(
         if held is not None:
             against = gain_interval(samples[f"{held}"].ms, samples[f"{i}"].ms)
             extra |= {"gain_low_over_incumbent": against[1], "incumbent": float(i == held)}
-        kernel = samples.get(f"{i}/kernel")
+        kernel, host = samples.get(f"{i}/kernel"), samples.get(HOST_CALL)
         finals.append(
             Trial(
                 study.id,
@@ -160,6 +163,7 @@ def _finals(
                 "ok",
                 time=samples[f"{i}"].timing(),
                 kernel_time=None if kernel is None else kernel.timing(),
+                host_time=None if host is None else host.timing(),
                 extra=extra,
             )
         )
@@ -224,8 +228,17 @@ def _errors(study: Study, config: LaunchConfig, source: Source, saved: Masked) -
     )
 
 
-def _call(study: Study, timed: Masked, config: LaunchConfig) -> Callable[[], object]:
-    """The call as a patched model makes it, quantisation included."""
+def _runs(call: Callable[[], object]) -> bool:
+    """Whether the host's attention does a call, which may take more memory than there is."""
+    try:
+        call()
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _call(study: Study, timed: Masked, config: LaunchConfig | None) -> Callable[[], object]:
+    """The call as a patched model makes it, quantisation included; the host's without a config."""
     key, scale = study.key, study.timed.shape.scale
     q, k, v = _as_layout(timed.tensors, key.layout)
 
@@ -238,8 +251,8 @@ def _call(study: Study, timed: Masked, config: LaunchConfig) -> Callable[[], obj
             is_causal=key.causal,
             scale=scale,
             enable_gqa=key.gqa_ratio > 1,
-            kernel=key.kernel,
-            variant=key.variant,
+            kernel="sdpa" if config is None else key.kernel,
+            variant="auto" if config is None else key.variant,
             layout=key.layout,
             launch=config,
         )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 from torch import nn
 
 import sage_plugin
+from sage_plugin import device
 from sage_plugin.errors import PatchError
+from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention.run import shape_of
+from sage_plugin.kernels.contract import Decision
 from sage_plugin.plugin.patch import patch, patched, unpatch
+from sage_plugin.registry import store
 from tests.plugin.toys import Direct, ThreeCalls, ToyAttention, qkv
+from tests.registry import samples
 
 
 def test_counts_are_per_layer_and_survive_unpatch():
@@ -47,6 +54,43 @@ def test_report_124_the_text_says_what_ran_where():
     assert lines[2].startswith("1 of 2 calls ran on a kernel")
     assert lines[3] == "not patched: model.b (left out by include or exclude)"
     assert len(lines) == 4
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_what_calls_saved_is_what_their_configs_were_tuned_with(tmp_path):
+    q, k, v = qkv()
+    shape = shape_of(q, k, v, causal=False, scale=1.0, layout="bhsd")
+    of = dispatch.call_key(shape, Decision("sage", "emulation"))
+    cpu = device.facts("cpu")
+    twice = dataclasses.replace(of, seq_q=2 * of.seq_q, seq_k=2 * of.seq_k)
+    times = samples.evidence(time=samples.timing(3.0), host_time=samples.timing(11.0))
+    entry = samples.entry(
+        twice, dispatch.default_launch(of, cpu), because=times,
+        seq_q_range=(of.seq_q, twice.seq_q), seq_k_range=(of.seq_k, twice.seq_k),
+    )  # fmt: skip
+    path = tmp_path / cpu.slug / "attention.json"
+    path.parent.mkdir()
+    store.write_atomically(path, store.text_of(samples.file(entry, facts=cpu)))
+    layer = ToyAttention(Direct())
+    with patched(layer, kernel="sage", min_seq=0, config_dir=tmp_path) as handle:
+        for _ in range(3):
+            layer(q, k, v)
+        layer(q, k, v, dropout_p=0.1)
+    report = handle.report()
+    (row,) = report.rows
+    assert row.config_sources == {"near": 3}
+    assert (row.timed_calls, row.saved_ms, report.saved_ms()) == (3, 6.0, 6.0)
+    assert "saved 6.0 ms" in report.text()
+    assert "about 6.0 ms saved over the host's attention in 3 of them" in report.text()
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_nothing_is_said_of_times_that_nobody_took():
+    layer = ToyAttention(Direct())
+    with patched(layer, kernel="sage", min_seq=0) as handle:
+        layer(*qkv())
+    assert handle.report().rows[0].timed_calls == 0
+    assert "saved" not in handle.report().text()
 
 
 def test_a_new_patch_starts_new_counts():

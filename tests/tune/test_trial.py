@@ -126,6 +126,24 @@ def test_a_race_times_all_in_one_measurement_and_the_first_twice(study):
     assert [final.extra["incumbent"] for final in finals] == [0.0, 0.0, 1.0]
     assert finals[2].extra["gain_low_over_incumbent"] == 0.0
     assert all(final.kernel_time is None for final in finals), "an emulation has no launch"
+    assert len({final.host_time for final in finals}) == 1
+    assert finals[0].host_time.n == finals[0].time.n
+
+
+def test_a_race_goes_on_where_the_host_s_attention_fails(study, monkeypatch):
+    real, asked = trial.attention, []
+
+    def failing(*args, kernel, **keywords):
+        asked.append(kernel)
+        if kernel == "sdpa":
+            raise torch.OutOfMemoryError("no memory for the scores")
+        return real(*args, kernel=kernel, **keywords)
+
+    monkeypatch.setattr(trial, "attention", failing)
+    finals = RaceJob(study, Contest(study.space[:2], None, budget_s=0.1))()
+    assert asked.count("sdpa") == 1
+    assert [final.status for final in finals] == ["ok", "ok"]
+    assert [final.host_time for final in finals] == [None, None]
 
 
 @pytest.fixture(params=[(MASKED, (0, 2)), (DENSE, (1,))], ids=["key_bias", "dense"])
