@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from diffusers import CogVideoXTransformer3DModel
@@ -52,6 +52,7 @@ TINY: dict[str, Any] = {
     "sample_width": 16,
 }
 """In place of the full numbers, for trying the script on a CPU."""
+Model = TypeVar("Model", bound=nn.Module)
 BATCH = 2
 """Both halves of classifier-free guidance."""
 WEIGHT_STD = 0.02
@@ -104,11 +105,24 @@ def build(
         ) from error
 
 
-def _built(
-    config: dict[str, Any], device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> RandomStep:
+def with_random_weights(
+    kind: type[Model],
+    config: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Model:
+    """A model of diffusers in evaluation mode, its weights drawn where it lies.
+
+    Args:
+        kind: class of the model.
+        config: what it is built from.
+        device: where.
+        dtype: of weights.
+        generator: of that device.
+    """
     with torch.device("meta"):
-        model = CogVideoXTransformer3DModel(**config)
+        model = kind(**config)
     nn.Module.to(model, dtype)  # diffusers' own `to` warns, of weights that are not there yet
     model.to_empty(device=device).eval().requires_grad_(False)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -116,6 +130,13 @@ def _built(
             tensor.normal_(std=WEIGHT_STD, generator=generator)
         else:  # norms and biases as they are before training
             tensor.fill_(1.0 if name.endswith("weight") else 0.0)
+    return model
+
+
+def _built(
+    config: dict[str, Any], device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> RandomStep:
+    model = with_random_weights(CogVideoXTransformer3DModel, config, device, dtype, generator)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)

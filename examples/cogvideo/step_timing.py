@@ -21,6 +21,7 @@ from sage_plugin.plugin.report import PluginReport
 from sage_plugin.schema import JsonRecord, Timing
 
 UNPATCHED, AGAIN = "unpatched", "unpatched again"
+COMPILED = ", compiled"
 NO_SPEED = "emulation: not a speed"
 BUDGET_S = {"cuda": 60.0, "cpu": 3.0}
 
@@ -32,7 +33,7 @@ class StepTime(JsonRecord):
     Attributes:
         name: the kernel as it was asked for, or `unpatched`.
         time: of the step; `None` where the kernel is emulated.
-        ratio: time of the unpatched step over this one's.
+        ratio: time of the unpatched step over this one's, of the compiled one where this is.
         ratio_low: lower end of its 95 % interval.
         ratio_high: upper end.
         attention_calls: attention calls of the step.
@@ -81,6 +82,7 @@ def time_steps(
     *,
     min_seq: int,
     budget_s: float | None = None,
+    compiled: bool = False,
 ) -> StepTimes:
     """Time a denoiser unpatched, and patched with each kernel.
 
@@ -93,6 +95,7 @@ def time_steps(
         kernels: kernels as `patch` takes them.
         min_seq: as `patch` takes it.
         budget_s: seconds that timing may take, `None` for those of `BUDGET_S`.
+        compiled: time each of them with its blocks compiled too.
 
     Raises:
         DeviceError: a step ran out of memory or made NaN.
@@ -110,6 +113,18 @@ def time_steps(
             handle.unpatch()
         if not rows[name].emulated:
             steps[name] = _step(twin, arguments)
+        if compiled:
+            name += COMPILED
+            faster = sharing_copy(model)
+            if kernel != "sdpa":
+                sage_plugin.patch(faster, kernel=kernel, min_seq=min_seq)
+            compile_blocks(faster)
+            steps[name] = _step(faster, arguments)
+            rows[name] = replace(
+                rows[name.removesuffix(COMPILED)],
+                name=name,
+                peak_memory_bytes=_warmed_up(name, steps[name], device),
+            )
     before = snapshot(device)
     budget_s = budget_s or BUDGET_S[device.type]
     steps[AGAIN] = steps[UNPATCHED]
@@ -123,6 +138,35 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     """A copy of the modules that shares parameters and buffers."""
     shared = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the blocks that a model repeats, each by itself, in place.
+
+    Example:
+        >>> compile_blocks(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    """
+    for blocks in model.modules():
+        if isinstance(blocks, nn.ModuleList) and len({type(block) for block in blocks}) == 1:
+            for block in blocks:
+                if any(True for _ in block.parameters()) and "Block" in type(block).__name__:
+                    block.compile(fullgraph=True)
+
+
+def _warmed_up(name: str, step: Callable[[], object], device: torch.device) -> int | None:
+    """Run a compiled step twice; most memory that torch held in the second.
+
+    Raises:
+        DeviceError: it ran out of memory.
+    """
+    try:
+        step()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        step()
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(f"a step on {name} does not fit into the memory of {device}") from error
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def _step(model: nn.Module, arguments: Mapping[str, Any]) -> Callable[[], Any]:
@@ -182,9 +226,10 @@ def _with_time(row: StepTime, timed: Mapping[str, Samples]) -> StepTime:
     samples = timed.get(row.name)
     if samples is None:
         return row
-    if row.name == UNPATCHED:
+    base = UNPATCHED + COMPILED if row.name.endswith(COMPILED) else UNPATCHED
+    if row.name == base:
         return replace(row, time=samples.timing())
-    ratio, low, high = (1 / (1 - gain) for gain in samples.gain_over(timed[UNPATCHED]))
+    ratio, low, high = (1 / (1 - gain) for gain in samples.gain_over(timed[base]))
     return replace(row, time=samples.timing(), ratio=ratio, ratio_low=low, ratio_high=high)
 
 

@@ -1,0 +1,99 @@
+"""`benchmarks/step_times.py`: models of the size that they are named after, and who ran on what."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+PARAMETERS = {"cogvideox-2b": 1.69e9, "cogvideox-5b": 5.57e9, "wan-1.3b": 1.42e9,
+              "flux-dev-1024": 11.9e9}  # fmt: skip
+"""As their model cards say."""
+CALLS = {"cogvideox-2b": 2, "cogvideox-5b": 2, "wan-1.3b": 4, "flux-dev-1024": 4}
+
+
+@pytest.fixture
+def step_models() -> ModuleType:
+    return importlib.import_module("step_models")
+
+
+@pytest.fixture
+def step_times() -> ModuleType:
+    return importlib.import_module("step_times")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_full_size_models_have_the_size_of_their_names(
+    step_models: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    weights, counts = step_models.random_weights, []
+
+    def on_meta(kind, config, device, dtype, generator):
+        with torch.device("meta"):
+            counts.append(sum(p.numel() for p in kind(**config).parameters()))
+        raise InterruptedError
+
+    def build() -> None:
+        device = torch.device("cpu")
+        if name.startswith("cogvideox"):  # refuses a full-size model on a CPU
+            weights._built(weights.VARIANTS[name[-2:]], device, torch.bfloat16, None)
+        step_models.build(name, device)
+
+    monkeypatch.setattr(weights, "with_random_weights", on_meta)
+    with pytest.raises(InterruptedError):
+        build()
+    assert counts == [pytest.approx(PARAMETERS[name], rel=0.02)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_attention_call_of_a_step_is_counted(step_times: ModuleType, name: str) -> None:
+    asked = argparse.Namespace(
+        device="cpu", tiny=True, kernels=["sage", "auto"], budget=0.1, compiled=False
+    )
+    facts = step_times.measured(name, asked)
+    unpatched, sage, auto = facts["rows"]
+    assert [row["attention_calls"] for row in facts["rows"]] == [CALLS[name]] * 3
+    assert [row["kernel_calls"] for row in facts["rows"]] == [0, CALLS[name], 0]
+    assert unpatched["time"]["median_ms"] > 0
+    assert sage["time"] is None, "an emulation is no speed"
+    assert auto["ratio"] > 0
+    assert "sage " not in "".join(step_times.lines_of(facts))
+
+
+def test_compiled_steps_are_compared_with_the_compiled_one(step_times: ModuleType) -> None:
+    asked = argparse.Namespace(device="cpu", tiny=True, kernels=["auto"], budget=0.5, compiled=True)
+    rows = {row["name"]: row for row in step_times.measured("wan-1.3b", asked)["rows"]}
+    assert list(rows) == ["unpatched", "unpatched, compiled", "auto", "auto, compiled"]
+    assert rows["unpatched, compiled"]["ratio"] is None
+    pair = [rows[name]["time"]["median_ms"] for name in ("unpatched, compiled", "auto, compiled")]
+    assert rows["auto, compiled"]["ratio"] == pytest.approx(pair[0] / pair[1], rel=0.5)
+
+
+def test_a_model_that_fails_costs_its_own_row_alone(
+    step_times: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measured(name: str, args: argparse.Namespace) -> dict[str, object]:
+        if name == "wan-1.3b":
+            raise RuntimeError("out of memory")
+        return {"model": name}
+
+    monkeypatch.setattr(step_times, "measured", measured)
+    output = tmp_path / "times.json"
+    asked = ["--output", str(output), "--models", "wan-1.3b,flux-dev-1024", "--tiny"]
+    assert step_times.main(asked) == 1
+    report = json.loads(output.read_text())
+    assert report["models"] == [{"model": "flux-dev-1024"}]
+    assert report["failed"] == ["wan-1.3b: RuntimeError: out of memory"]
+
+
+def test_an_unknown_model_is_refused(step_times: ModuleType, capsys) -> None:
+    with pytest.raises(SystemExit):
+        step_times.parsed(["--output", "x.json", "--models", "wan-14b", "--tiny"])
+    assert "'wan-14b' is no model; choose from cogvideox-2b" in capsys.readouterr().err
