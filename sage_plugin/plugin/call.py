@@ -57,9 +57,12 @@ class Call:
 
     def mask(self) -> torch.Tensor | str | None:
         """The mask as kernels take it, or why none does; the shapes of Q, K and V fit."""
-        mask, seq, heads = self.attn_mask, *((2, 1) if self.layout == "bhsd" else (1, 2))
-        if mask is None:
+        given: object = self.attn_mask
+        if given is None:
             return None
+        if not isinstance(given, torch.Tensor):
+            return f"a mask that is a {type(given).__name__}"
+        mask, seq, heads = given, *((2, 1) if self.layout == "bhsd" else (1, 2))
         if not plain(mask):
             return SUBCLASS
         if mask.device != self.q.device:

@@ -1,8 +1,8 @@
 """What a diffusers pipeline or model holds: denoisers, their attention modules, their processors.
 
 Everything is recognised by what it is made of, so that nothing of diffusers is imported here. An
-attention module is one with a `processor` of its own whose class calls attention; those of
-transformers are found in `transformers.py`.
+attention module is one with a `processor` of its own whose class calls attention, or one that calls
+it itself; those of transformers are found in `transformers.py`.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def has_attention(module: nn.Module) -> bool:
 def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]:
     """Path, module and processor of every attention module under `root`.
 
-    In a model of transformers a module is its own processor. Autoencoders and transformers models
-    inside a denoiser are passed over; a module without a processor of diffusers, such as an adapter
-    around a language model, is looked through for models of transformers.
+    A module without a processor, as all of transformers are, is its own. Autoencoders and
+    transformers models inside a denoiser are passed over; what has no attention of diffusers, such
+    as an adapter around a language model, is looked through for models of transformers.
     """
     found = list(_with_processors(root))
     yield from found
@@ -128,6 +128,15 @@ def _with_processors(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]
         processor = vars(module).get("processor", module._modules.get("processor"))
         if callable(processor):
             yield layer_path(path), module, processor
+        elif _attends_itself(module):
+            yield layer_path(path), module, module
+
+
+def _attends_itself(module: nn.Module) -> bool:
+    """Whether a module of diffusers calls attention in its `forward`, without a processor."""
+    original = retarget.original_class(module)
+    named = original.__module__.startswith("diffusers.")
+    return named and retarget.patched_module_class(original) is not None
 
 
 def swap(layer: LayerContext) -> bool:

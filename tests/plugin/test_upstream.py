@@ -18,7 +18,7 @@ pytest.importorskip("diffusers")
 import diffusers
 from diffusers.models import attention_processor
 
-from sage_plugin.plugin.retarget import DISPATCH, SDPA, patched_class
+from sage_plugin.plugin.retarget import DISPATCH, SDPA, patched_class, patched_module_class
 
 TARGETS = {DISPATCH, SDPA}
 ROOT = Path(diffusers.__file__).parent
@@ -34,11 +34,8 @@ KNOWN = {
     "autoencoders.autoencoder_kl_qwenimage21.QwenImage21AttentionBlock": AUTOENCODER,
     "autoencoders.autoencoder_kl_wan.WanAttentionBlock": AUTOENCODER,
     "autoencoders.autoencoder_vidtok.VidTokAttnBlock": AUTOENCODER,
-    "embeddings.MochiAttentionPool": "one query pools a text into a vector: nothing to gain",
-    "transformers.transformer_sana_wm.SanaWMSoftmaxAttention": "a module without a processor",
-    "transformers.transformer_sana_wm.SanaWMSoftmaxCamAttention": "a module without a processor",
 }
-"""Classes that call attention outside any processor, and why that is so."""
+"""Classes that call attention and are not patched, and why that is so."""
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -110,9 +107,13 @@ def test_a_class_that_calls_attention_is_patched_or_known(module, name):
         generated = patched_class(cls)
         assert generated is not None, f"{module}.{name} is a processor that we do not patch"
         assert not direct_calls(generated), f"{module}.{name} still calls the host's attention"
-    else:
-        path = f"{module}.{name}".removeprefix("diffusers.models.")
-        assert path in KNOWN, f"{path} calls attention, but has no processor; patch it or list it"
+        return
+    path = f"{module}.{name}".removeprefix("diffusers.models.")
+    if path in KNOWN:
+        return
+    generated = patched_module_class(cls)
+    assert generated is not None, f"{path} calls attention, and we neither patch nor list it"
+    assert not direct_calls(generated), f"{path} still calls the host's attention"
 
 
 def test_nothing_is_listed_that_is_gone_or_a_processor():

@@ -29,8 +29,6 @@ class Family:
         fallbacks: how many of them no kernel takes, by reason.
         flex: how many of them go to FlexAttention instead of SDPA.
         skipped: processors without an attention call, which are left as they are.
-        missed: attention calls outside any processor, which stay the host's.
-        where: the class that makes the missed ones.
     """
 
     build: Callable[[], tuple[nn.Module, dict[str, Any]]]
@@ -38,8 +36,6 @@ class Family:
     fallbacks: dict[str, int] = field(default_factory=dict)
     flex: int = 0
     skipped: int = 0
-    missed: int = 0
-    where: str = ""
 
 
 def text(width: int = 16, tokens: int = WORDS) -> torch.Tensor:
