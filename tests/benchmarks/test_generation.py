@@ -1,4 +1,4 @@
-"""`benchmarks/generation.py`: where two texts part, and what ran on a kernel while it was written."""
+"""`benchmarks/generation.py`: where two texts part, and what ran on a kernel meanwhile."""
 
 from __future__ import annotations
 
