@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,32 +72,29 @@ def parting(
     return first, best - next_best
 
 
-def rows_of(network: Any, prompt: torch.Tensor, args: argparse.Namespace) -> list[Row]:  # noqa: ANN401
+def rows_of(network: Any, prompt: torch.Tensor, args: argparse.Namespace) -> Iterator[Row]:  # noqa: ANN401
     """One row a kernel and shortest call."""
     expected, logits = written(network, prompt, args.tokens)
-    rows = []
     for kernel in args.kernels:
         for min_seq in SHORTEST:
             with patched(network, kernel=kernel, min_seq=min_seq) as handle:
                 tokens, own = written(network, prompt, args.tokens)
             report = handle.report()
             first, gap = parting(tokens, expected, logits)
-            rows.append(
-                {
-                    "kernel": kernel,
-                    "min_seq": min_seq,
-                    "kernel_calls": report.kernel_calls(),
-                    "layers": len(report.rows),
-                    "ran": sorted({label for row in report.rows for label in row.calls}),
-                    "parts_at": first,
-                    "gap": gap,
-                    "same_tokens": int((tokens == expected).sum()),
-                    "first_logits_max_error": float((own[0] - logits[0]).abs().max()),
-                    "first_logits_spread": float(logits[0].std()),
-                }
-            )
-            print(line_of(rows[-1], args.tokens), flush=True)
-    return rows
+            row: Row = {
+                "kernel": kernel,
+                "min_seq": min_seq,
+                "kernel_calls": report.kernel_calls(),
+                "layers": len(report.rows),
+                "ran": sorted({label for row in report.rows for label in row.calls}),
+                "parts_at": first,
+                "gap": gap,
+                "same_tokens": int((tokens == expected).sum()),
+                "first_logits_max_error": float((own[0] - logits[0]).abs().max()),
+                "first_logits_spread": float(logits[0].std()),
+            }
+            print(line_of(row, args.tokens), flush=True)
+            yield row
 
 
 def line_of(row: Row, count: int) -> str:
@@ -133,8 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = inputs.token_ids(tokenizer, args.prompt).to(device)
     nobody = peer_kernels.Found((), {}, ())
     facts = {"dtype": str(dtype).removeprefix("torch."), "prompt": args.prompt}
-    body = identity(device, nobody, args.commit) | facts
-    write(args.output, body | {"tokens": args.tokens, "rows": rows_of(network, prompt, args)})
+    body = identity(device, nobody, args.commit) | facts | {"tokens": args.tokens}
+    rows: list[Row] = []
+    for row in rows_of(network, prompt, args):
+        rows.append(row)
+        write(args.output, body | {"rows": rows})
     return 0
 
 
