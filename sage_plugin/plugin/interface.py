@@ -33,6 +33,10 @@ UNDERSTOOD = frozenset((
 ))  # fmt: skip
 """Arguments that do not keep a call from kernels; attention weights do where they are wanted."""
 
+UNKNOWN_TO_SDPA = {"softcap": "soft cap", "s_aux": "sinks"}
+"""Arguments that transformers' `sdpa` leaves out (5.17) or refuses (5.24). A kernel that heeds them
+would make the prompt another than the tokens after it, which the host writes."""
+
 SOFTMAX_NAMES = frozenset((
     "F", "contiguous", "dropout", "dtype", "float32", "functional", "getattr", "hasattr",
     "head_dim", "matmul", "nn", "num_key_value_groups", "repeat_kv", "size", "softmax", "tanh",
@@ -141,6 +145,13 @@ def _obstacle(original: Function, implementation: str, others: dict[str, Any]) -
     for name, given in others.items():
         if given is not None and name not in UNDERSTOOD:
             return f"only the model's own attention knows {name}"
+    if implementation == "sdpa":
+        for name, meaning in UNKNOWN_TO_SDPA.items():
+            if others.get(name) is not None:
+                return (
+                    f"transformers' sdpa attention knows no {meaning}, which this model has: load "
+                    "it with attn_implementation='eager'"
+                )
     sinks = others.get("s_aux")
     if implementation == "eager" and not _is_softmax(original, sinks is not None):
         return OWN_EAGER

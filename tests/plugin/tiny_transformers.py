@@ -112,6 +112,7 @@ FAMILIES = {
         _model(
             "Gemma2ForCausalLM", "Gemma2Config", **DECODER, head_dim=8, sliding_window=8,
             query_pre_attn_scalar=8, attn_logit_softcapping=0.001, initializer_range=0.5,
+            attn_implementation="eager",
         ),
         _ids,
     ),
