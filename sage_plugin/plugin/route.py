@@ -280,9 +280,9 @@ def _obstacle(state: PatchState, call: Call) -> str | None:
     if not _fits(call):
         return SHAPE
     seq = 2 if call.layout == "bhsd" else 1
-    if q.shape[seq] < options.min_seq or k.shape[seq] < options.min_seq:
+    if not (_surely(q.shape[seq] >= options.min_seq) and _surely(k.shape[seq] >= options.min_seq)):
         return f"{SHORT}={options.min_seq}"
-    return CAUSAL if call.is_causal and q.shape[seq] != k.shape[seq] else None
+    return CAUSAL if call.is_causal and not _surely(q.shape[seq] == k.shape[seq]) else None
 
 
 def _wanted(reason: str) -> bool:
@@ -304,14 +304,24 @@ def _fits(call: Call) -> bool:
     heads, seq = (1, 2) if call.layout == "bhsd" else (2, 1)
     grouped = call.enable_gqa and k.shape[heads] > 0 and q.shape[heads] % k.shape[heads] == 0
     return (
-        q.shape[0] == k.shape[0] == v.shape[0]
-        and (q.shape[heads] == k.shape[heads] or grouped)
-        and k.shape[heads] == v.shape[heads]
-        and k.shape[seq] == v.shape[seq]
-        and q.shape[3] == k.shape[3]
+        _surely(q.shape[0] == k.shape[0])
+        and _surely(k.shape[0] == v.shape[0])
+        and (_surely(q.shape[heads] == k.shape[heads]) or grouped)
+        and _surely(k.shape[heads] == v.shape[heads])
+        and _surely(k.shape[seq] == v.shape[seq])
+        and _surely(q.shape[3] == k.shape[3])
         and q.device == k.device == v.device
         and (call.sinks is None or call.sinks.shape == (q.shape[heads],))
     )
+
+
+def _surely(condition: bool) -> bool:
+    """Whether sizes compare so; no, where a graph cannot tell, since they follow from data."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # which imports sympy
+
+    return guard_or_false(condition)
 
 
 def _note(frame: Frame, layer: LayerContext, call: Call, decision: Decision) -> None:

@@ -136,3 +136,31 @@ def test_blocks_compiled_in_place_keep_plain_names():
     assert [row.total_calls() for row in handle.report().rows] == [0, 1]
     unpatch(model.module)
     torch.testing.assert_close(model.run(), host, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("lengths", ["one", "two"])
+def test_lengths_that_follow_from_data_are_compared_where_a_graph_can(lengths):
+    """As in Framepack, whose text is cut to its mask: what cannot be told is left to the host."""
+    layer = ToyAttention(Direct())
+    q, k, v = qkv()
+    keep = torch.ones(q.shape[2], dtype=torch.bool)
+    keep[5:9] = False
+    other = keep if lengths == "one" else keep.clone()
+
+    def cut(q, k, v, keep, other):
+        return layer(q[:, :, :4], k[:, :, keep], v[:, :, other if lengths == "two" else keep])
+
+    host = cut(q, k, v, keep, other)
+    patch(layer, kernel="sage", min_seq=0)
+    eager = cut(q, k, v, keep, other)
+    assert not torch.equal(eager, host)
+    counter = CompileCounter()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(cut, backend=counter, fullgraph=True)
+        if lengths == "two":  # torch's own attention compares them too
+            with pytest.raises(torch._dynamo.exc.UserError, match="scaled_dot_product_attention"):
+                compiled(q, k, v, keep, other)
+            return
+        found = compiled(q, k, v, keep, other)
+    assert counter.frame_count == 1
+    torch.testing.assert_close(found, eager, rtol=0, atol=1e-6)
