@@ -19,6 +19,7 @@ _HOME = {
     "patched": "sage_plugin.plugin.patch",
     "prepare": "sage_plugin.kernels.attention.two_step",
     "record": "sage_plugin.capture.recorder",
+    "refresh": "sage_plugin.plugin.patch",
     "report": "sage_plugin.plugin.report",
     "unpatch": "sage_plugin.plugin.patch",
 }
@@ -32,6 +33,7 @@ __all__ = [
     "patched",
     "prepare",
     "record",
+    "refresh",
     "report",
     "unpatch",
 ]
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from sage_plugin.kernels.attention.api import attention
     from sage_plugin.kernels.attention.two_step import launch, prepare
     from sage_plugin.kernels.attention.varlen import attention_varlen
-    from sage_plugin.plugin.patch import patch, patched, unpatch
+    from sage_plugin.plugin.patch import patch, patched, refresh, unpatch
     from sage_plugin.plugin.report import report
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 EXCLUDED = "left out by include or exclude"
 REPLACED = "processors were replaced"
-NO_CALL = "the processor makes no attention call that can be redirected"
+NO_CALL = "the processor or forward in place makes no attention call that can be redirected"
 
 
 class Component:
@@ -50,7 +50,19 @@ class Component:
         ]
 
     def apply(self, options: PatchOptions) -> None:
-        """Patch the layers that the options choose, and put back the others.
+        """Take over other options, and forget what failed under the former ones.
+
+        Raises:
+            PatchError: a layer is patched through another module already.
+        """
+        self.cover(options)
+        self.state.warned.clear()
+        self.state.unbuilt.clear()
+        for layer in self.layers.values():
+            layer.broken = None
+
+    def cover(self, options: PatchOptions) -> None:
+        """Patch the layers that the options choose, as the module is now, and put back the others.
 
         Raises:
             PatchError: a layer is patched through another module already.
@@ -61,10 +73,6 @@ class Component:
             self._check_owner(path, *found[path])
         self.state.options = options
         self.state.disabled = settings.current().disabled
-        self.state.warned.clear()
-        self.state.unbuilt.clear()
-        for layer in self.layers.values():
-            layer.broken = None
         for path in set(self.layers) - set(chosen):
             self._drop(path)
         self.skipped = {self._full(path): EXCLUDED for path in found if path not in chosen}
@@ -125,16 +133,22 @@ class Component:
 
     def _patch_layer(self, path: str, module: nn.Module, processor: object) -> None:
         layer = self.layers.get(path)
-        if layer is not None and layer.processor is _host(layer).standing(layer) is processor:
+        if (
+            layer is not None
+            and layer.attention is module
+            and layer.processor is _host(layer).standing(layer) is processor
+        ):
             return
         if layer is None:
             layer = LayerContext(self._full(path), self.state, module, processor)
         # Our former copy may lie where upstream will take it from again.
         _host(layer).put_back(layer)
+        layer.attention = module
         owner = retarget.layer_of(processor)
         layer.original = processor if owner is None else owner.original
         if _host(layer).swap(layer):
             self.layers[path] = layer
+            self.skipped.pop(layer.name, None)
         else:
             self.skipped[layer.name] = NO_CALL
 

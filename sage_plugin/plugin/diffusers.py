@@ -168,6 +168,7 @@ def put_back(layer: LayerContext) -> None:
     vars(original).update(state)  # such as an attention backend that was set meanwhile
     if layer.attention.processor is ours:
         layer.attention.processor = original  # type: ignore[assignment]
+    _without_layer(layer.attention.processor)
     # Copies may lie elsewhere: `fuse_qkv_projections` keeps the processors that it replaces.
     ours.__class__ = type(original)
     vars(ours).pop(retarget.LAYER, None)
@@ -182,6 +183,13 @@ def standing(layer: LayerContext) -> object:
 
 found = standing
 """What there is to patch in a layer's place."""
+
+
+def _without_layer(processor: object) -> None:
+    """Make a processor plain that upstream made with `type(processor)()` of one of ours."""
+    original = retarget.original_class(processor)
+    if type(processor) is not original and retarget.layer_of(processor) is None:
+        processor.__class__ = original
 
 
 def _class_for(processor: object) -> type | None:

@@ -1,4 +1,4 @@
-"""`patch`, `unpatch` and `patched`: a model's attention on our kernels, and back.
+"""`patch`, `refresh`, `unpatch` and `patched`: a model's attention on our kernels, and back.
 
 Nothing outside the chosen denoisers is touched: not `F.scaled_dot_product_attention`, not the
 process-wide attention backend of diffusers, no autoencoder, no text encoder.
@@ -182,6 +182,45 @@ def unpatch(obj: object) -> None:
     """
     for part in parts_of(obj):
         part.handle._release([part])
+
+
+def refresh(obj: object) -> PatchHandle:
+    """Patch again, now and with the settings that are in force, what changed since `patch`.
+
+    That is attention whose processor or class was replaced, and attention that came in since. An
+    eager forward notices what was replaced by itself; a compiled one does not, and neither looks
+    for new layers.
+
+    Args:
+        obj: a pipeline or model that is patched.
+
+    Returns:
+        Its handle.
+
+    Raises:
+        PatchError: nothing of `obj` is patched, or something new in it is patched by itself.
+
+    Example:
+        >>> import torch, sage_plugin
+        >>> from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+        >>> layer = torch.nn.ModuleDict({"attn": Attention(query_dim=8, heads=2, dim_head=4)})
+        >>> handle = sage_plugin.patch(layer, kernel="sage")
+        >>> layer["attn"].set_processor(AttnProcessor2_0())
+        >>> handle.report().lost
+        ('model.attn',)
+        >>> sage_plugin.refresh(layer).report().lost
+        ()
+    """
+    parts = parts_of(obj)
+    if not parts:
+        raise PatchError(
+            f"{type(obj).__name__} is not patched, so that there is nothing to refresh; call "
+            "sage_plugin.patch() on it"
+        )
+    retarget.refresh()
+    for part in parts:
+        part.cover(part.state.options)
+    return parts[0].handle
 
 
 @contextlib.contextmanager

@@ -152,7 +152,7 @@ def _entering(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         frames = STACK.frames
-        frames.append(Frame(self._sage_layer))
+        frames.append(Frame(layer_of(self)))
         try:
             return call(self, *args, **kwargs)
         finally:

@@ -7,7 +7,9 @@ of transformers is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -43,11 +45,11 @@ def swap(layer: LayerContext) -> bool:
     """Make a layer's module one of our subclass.
 
     Returns:
-        Whether its class can be patched.
+        Whether its class can be patched, and its `forward` is the class's.
     """
     module = layer.attention
     generated = retarget.patched_module_class(retarget.original_class(module))
-    if generated is None:
+    if generated is None or not _rebind(module, _forward):
         return False
     module.__class__ = generated
     vars(module)[retarget.LAYER] = layer
@@ -61,7 +63,9 @@ def put_back(layer: LayerContext) -> None:
     if layer.processor is None:
         return
     if retarget.layer_of(module) is layer:
-        module.__class__ = retarget.original_class(module)
+        original: Any = retarget.original_class(module)
+        _rebind(module, original.forward)
+        module.__class__ = original
     vars(module).pop(retarget.LAYER, None)
     layer.processor = None
 
@@ -75,3 +79,37 @@ def standing(layer: LayerContext) -> object:
 def found(layer: LayerContext) -> object:
     """What there is to patch in a layer's place: the module, of whatever class it is now."""
     return layer.attention
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """The `forward` of the class that a module has, and that a copy of it has."""
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _rebind(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Put another function where hooks keep the `forward` that they found in a module, bound to it.
+
+    Returns:
+        Whether a call of the module comes to it, or to the class, and not to somebody's function.
+    """
+    original = retarget.original_class(module)
+    known = [getattr(cls, "forward", None) for cls in (original, type(module))]
+    held = [
+        (holder, name)
+        for holder, name in _holders(module)
+        if isinstance(bound := vars(holder).get(name), types.MethodType)
+        and bound.__self__ is module
+        and bound.__func__ in (*known, _forward)
+    ]
+    for holder, name in held:
+        setattr(holder, name, types.MethodType(forward, module))
+    return bool(held) or "forward" not in vars(module)
+
+
+def _holders(module: nn.Module) -> Iterator[tuple[object, str]]:
+    """Where a bound `forward` may lie: in the module, and in hooks of accelerate and diffusers."""
+    yield module, "forward"
+    yield module, "_old_forward"
+    for reference in getattr(vars(module).get("_diffusers_hook"), "_fn_refs", ()):
+        yield reference, "forward"
+        yield reference, "original_forward"

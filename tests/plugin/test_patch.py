@@ -19,7 +19,7 @@ from diffusers.models.attention_processor import Attention, IPAdapterAttnProcess
 import sage_plugin
 from sage_plugin.errors import ConfigError, PatchError, UnknownKernelError, UsageError
 from sage_plugin.plugin.diffusers import find_denoisers, has_attention
-from sage_plugin.plugin.patch import PatchHandle, handle_of, patch, patched, unpatch
+from sage_plugin.plugin.patch import PatchHandle, handle_of, patch, patched, refresh, unpatch
 from tests.plugin import tiny_transformers
 from tests.plugin.tiny import CALLS, Pipeline, random, tiny, vae
 from tests.plugin.toys import ByProduct, Direct, ToyAttention, qkv
@@ -399,6 +399,7 @@ def test_bad_arguments_are_refused_at_patch_time():
 
 def test_the_public_names_are_these():
     assert sage_plugin.patch is patch
+    assert sage_plugin.refresh is refresh
     assert sage_plugin.unpatch is unpatch
     assert sage_plugin.patched is patched
     assert isinstance(sage_plugin.patch(tiny("cogx").module), PatchHandle)

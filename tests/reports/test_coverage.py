@@ -21,6 +21,7 @@ SECTIONS = {
     "F": (71, 72, 73, 74, 75, 76, 77, 79, 80),
     "G": (81, 82, 84, 85, 86, 88),
     "H": (89, 90, 91, 92, 94, 95),
+    "I": (96, 97, 98, 100, 101, 102, 103),
 }
 """The numbers of the collected reports; those that are missing repeat others."""
 
