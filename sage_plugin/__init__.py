@@ -20,6 +20,7 @@ _HOME = {
     "prepare": "sage_plugin.kernels.attention.two_step",
     "record": "sage_plugin.capture.recorder",
     "refresh": "sage_plugin.plugin.patch",
+    "register": "sage_plugin.plugin.names",
     "report": "sage_plugin.plugin.report",
     "unpatch": "sage_plugin.plugin.patch",
 }
@@ -34,6 +35,7 @@ __all__ = [
     "prepare",
     "record",
     "refresh",
+    "register",
     "report",
     "unpatch",
 ]
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from sage_plugin.kernels.attention.api import attention
     from sage_plugin.kernels.attention.two_step import launch, prepare
     from sage_plugin.kernels.attention.varlen import attention_varlen
+    from sage_plugin.plugin.names import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch
     from sage_plugin.plugin.report import report
 

@@ -19,6 +19,9 @@ from sage_plugin.plugin.call import Call
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 """The name of the table in every modeling file."""
 
+NAME = "sage_plugin"
+"""What `names.register` enters in the table; models make the masks of `sdpa` for it."""
+
 WEIGHTS = "attention weights are asked for"
 OWN_EAGER = "the model's eager attention does more than softmax"
 
@@ -28,8 +31,9 @@ UNDERSTOOD = frozenset((
     # what the mask holds already, where it is not of the flash kind
     "sliding_window",
     # what `sdpa` and `eager` attention pass over
-    "position_ids", "use_cache", "output_attentions", "output_router_logits", "cu_seq_lens_q",
-    "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch",
+    "position_ids", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "num_items_in_batch",
 ))  # fmt: skip
 """Arguments that do not keep a call from kernels; attention weights do where they are wanted."""
 
@@ -106,6 +110,7 @@ def attention(
     def host() -> tuple[torch.Tensor, torch.Tensor | None]:
         return original(module, query, key, value, attention_mask, *rest, **others)
 
+    implementation = "sdpa" if implementation == NAME else implementation
     blocked = _obstacle(original, implementation, others)
     blocked = route.ARGUMENTS if rest else blocked
     call = _call(implementation, module, query, key, value, attention_mask, others)
