@@ -7,7 +7,9 @@ touched in eager mode alone.
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +18,8 @@ import torch
 from torch import nn
 
 from sage_plugin.kernels.contract import Decision
+from sage_plugin.plugin.policy import Policy
+from sage_plugin.plugin.steps import StepClock
 
 WRAPPER = "_orig_mod"
 """Where a compiled module keeps the module inside it."""
@@ -68,6 +72,7 @@ class PatchOptions:
         check_finite: eager outputs of kernels are looked at for NaN and infinity.
         include: globs of layer paths to patch, `None` for all.
         exclude: globs of layer paths to leave alone.
+        policy: rules that choose the kernel of each call, `None` where `kernel` does.
     """
 
     kernel: str
@@ -78,6 +83,7 @@ class PatchOptions:
     check_finite: bool
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
+    policy: Policy | None = None
 
 
 @dataclass(eq=False)  # no slots: traced code reads it
@@ -92,6 +98,7 @@ class PatchState:
         warned: reasons that were logged since the last `patch`.
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
         forwards: eager forwards of the component since it was patched first.
+        clock: tells the denoising step, where a policy has bands of them.
     """
 
     component: str
@@ -101,6 +108,7 @@ class PatchState:
     warned: set[str] = field(default_factory=set)
     unbuilt: dict[tuple[object, ...], str] = field(default_factory=dict)
     forwards: int = 0
+    clock: StepClock | None = None
 
 
 @dataclass(eq=False)  # no slots: traced code reads `state`
@@ -119,6 +127,9 @@ class LayerContext:
         saved_ms: what its calls saved over the host's attention, by the times of their configs.
         timed_calls: how many calls that is the sum of.
         broken: why `check_finite` took its kernel away, or `None`.
+        rules: calls by the number of the policy's rule that decided them, from 1.
+        rule_steps: the denoising steps of those calls, by rule.
+        handle: names the layer in a graph, which reads it when it runs; layers share a graph so.
     """
 
     name: str
@@ -132,6 +143,19 @@ class LayerContext:
     saved_ms: float = 0.0
     timed_calls: int = 0
     broken: str | None = None
+    rules: Counter[int] = field(default_factory=Counter)
+    rule_steps: dict[int, set[int]] = field(default_factory=dict)
+    handle: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        self.handle = torch.tensor(number, device="cpu")
+        LAYERS[number] = self
+
+
+_numbers = itertools.count()
+LAYERS: weakref.WeakValueDictionary[int, LayerContext] = weakref.WeakValueDictionary()
+"""Layers by the number that their handles hold."""
 
 
 def layer_path(path: str) -> str:

@@ -17,11 +17,14 @@ from torch import nn
 
 from sage_plugin.errors import ConfigError, PatchError, UsageError
 from sage_plugin.kernels import dispatch
-from sage_plugin.plugin import retarget
+from sage_plugin.plugin import retarget, routed
 from sage_plugin.plugin.component import Component, component_of, parts_of
 from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, PatchState
 from sage_plugin.plugin.diffusers import choose
+from sage_plugin.plugin.policy import Policy
+from sage_plugin.plugin.policy import chosen as chosen_policy
 from sage_plugin.plugin.report import PluginReport, joined, report_of
+from sage_plugin.plugin.steps import StepClock, counts_steps
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class PatchHandle:
         self.listeners: list[Listener] = []
         self._parts: list[Component] = []
         self._past: list[PluginReport] = []
+        self._clock: StepClock | None = None
 
     @property
     def components(self) -> dict[str, nn.Module]:
@@ -94,6 +98,18 @@ class PatchHandle:
         for part in parts:
             part.release()
             self._parts.remove(part)
+        if not self._parts:
+            self._keep_time(None)
+
+    def _keep_time(self, clock: StepClock | None) -> None:
+        """Let a clock tell all parts the step, in place of the one before."""
+        if self._clock is not None:
+            self._clock.stop()
+        self._clock = clock
+        if clock is not None:
+            clock.now()  # the one before may have watched the same scheduler
+        for part in self._parts:
+            part.state.clock = clock
 
 
 def patch(
@@ -108,6 +124,7 @@ def patch(
     min_seq: int = MIN_SEQ,
     on_unsupported: str = "fallback",
     check_finite: bool = False,
+    policy: str | os.PathLike[str] | Policy | None = None,
 ) -> PatchHandle:
     """Run the attention of a pipeline, or of a model of diffusers or transformers, on our kernels.
 
@@ -130,6 +147,10 @@ def patch(
         check_finite: look at each eager output for NaN and infinity, which waits for the device. A
             warning names layer, forward and kernel of the first one, and the host's attention takes
             that call and all further ones of the layer.
+        policy: a preset (`"fast"`, `"balanced"`, `"safe"`), a file of rules, or a `Policy`: which
+            kernel each layer runs on at each denoising step. It takes the place of `kernel`; what
+            no rule takes stays with the host's attention. Steps are counted by the pipeline's
+            scheduler.
 
     Returns:
         The handle: `.unpatch()`, `.report()`, and a context manager.
@@ -137,7 +158,8 @@ def patch(
     Raises:
         PatchError: `obj` has no attention that can be patched, or none that the arguments choose.
         UnknownKernelError: no kernel or variant of that name.
-        ConfigError: `config_dir` is not a folder.
+        ConfigError: `config_dir` is not a folder, or `policy` no sound one, or one of another
+            model.
         UsageError: another argument is out of range.
 
     Example:
@@ -149,9 +171,12 @@ def patch(
         >>> sage_plugin.unpatch(layer)
     """
     options = _checked(
-        kernel, variant, config_dir, include, exclude, min_seq, on_unsupported, check_finite
+        kernel, variant, config_dir, include, exclude, min_seq, on_unsupported, check_finite, policy
     )
     chosen = choose(obj, components)
+    clock = _clock_for(obj, options.policy)
+    if options.policy is not None:
+        routed.ready()
     retarget.refresh()
     known = {p: p.state.options for module in chosen.values() if (p := component_of(module))}
     handle = next(iter(known)).handle if known else PatchHandle()
@@ -161,11 +186,15 @@ def patch(
             part.apply(options)
         if not any(part.layers for part in parts):
             raise PatchError(_nothing_chosen(parts, options))
+        _check_policy_of(parts, options.policy)
     except BaseException:
         handle._release([part for part in handle._parts if component_of(part.module) not in known])
         for part, former in known.items():
             part.apply(former)
+        if clock is not None:
+            clock.stop()
         raise
+    handle._keep_time(clock)
     logger.info("patched %r with kernel %r", handle, options.kernel)
     return handle
 
@@ -236,6 +265,7 @@ def patched(
     min_seq: int = MIN_SEQ,
     on_unsupported: str = "fallback",
     check_finite: bool = False,
+    policy: str | os.PathLike[str] | Policy | None = None,
 ) -> Iterator[PatchHandle]:
     """`patch` for the duration of a `with` block; arguments and errors are those of `patch`.
 
@@ -258,7 +288,7 @@ def patched(
     handle = patch(
         obj, kernel=kernel, variant=variant, config_dir=config_dir, components=components,
         include=include, exclude=exclude, min_seq=min_seq, on_unsupported=on_unsupported,
-        check_finite=check_finite,
+        check_finite=check_finite, policy=policy,
     )  # fmt: skip
     try:
         yield handle
@@ -267,6 +297,7 @@ def patched(
             part = component_of(module)
             if part is not None and name in before:
                 part.apply(before[name])
+                part.handle._keep_time(_clock_for(obj, before[name].policy))
             elif part is not None:
                 part.handle._release([part])
 
@@ -295,6 +326,7 @@ def _checked(
     min_seq: int,
     on_unsupported: str,
     check_finite: bool,
+    policy: str | os.PathLike[str] | Policy | None = None,
 ) -> PatchOptions:
     text = kernel if ":" in kernel or variant == "auto" else f"{kernel}:{variant}"
     kernel, variant = dispatch.parse_kernel(text)
@@ -308,7 +340,12 @@ def _checked(
         raise UsageError(
             f"on_unsupported is {on_unsupported!r}; choose one of {', '.join(ON_UNSUPPORTED)}"
         )
+    if policy is not None and (kernel, variant) != ("auto", "auto"):
+        raise UsageError(
+            f"kernel {kernel!r} and a policy were given; a policy names the kernels itself"
+        )
     return PatchOptions(
+        policy=None if policy is None else chosen_policy(policy),
         kernel=kernel,
         variant=variant,
         config_dir=None if config_dir is None else os.fspath(config_dir),
@@ -318,6 +355,42 @@ def _checked(
         include=None if include is None else _globs(include),
         exclude=_globs(exclude or ()),
     )
+
+
+def _clock_for(obj: object, policy: Policy | None) -> StepClock | None:
+    """What tells the denoising steps that a policy goes by.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    if policy is None or not policy.needs_steps:
+        return None
+    if not counts_steps(obj):
+        raise ConfigError(
+            f"the policy has bands of denoising steps, and {type(obj).__name__} has no scheduler "
+            "that tells them; patch the pipeline instead of its model"
+        )
+    return StepClock(obj)
+
+
+def _check_policy_of(parts: list[Component], policy: Policy | None) -> None:
+    """A policy fits the model: its class, and at least one layer for each rule.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if policy is None:
+        return
+    kinds = sorted({type(part.module).__name__ for part in parts})
+    if policy.model and policy.model not in kinds:
+        raise ConfigError(f"the policy is for {policy.model}, and this is {', '.join(kinds)}")
+    names = [layer.name for part in parts for layer in part.layers.values()]
+    for number, rule in enumerate(policy.rules, start=1):
+        if not any(map(rule.names, names)):
+            raise ConfigError(
+                f"rule {number} of the policy names no layer of this model with "
+                f"{', '.join(rule.layers)}; its layers are such as {names[0]}"
+            )
 
 
 def _globs(patterns: str | Iterable[str]) -> tuple[str, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from sage_plugin.errors import PatchError
 from sage_plugin.plugin.component import Component, parts_of
@@ -24,6 +25,8 @@ class LayerReport:
         saved_ms: milliseconds saved over the host's attention, by the times that the configs were
             tuned with; 0 where none were.
         timed_calls: how many of the calls that is the sum of.
+        rules: calls by the number of the policy's rule that decided them, from 1.
+        rule_steps: the denoising steps of those calls, by rule.
     """
 
     layer: str
@@ -32,6 +35,8 @@ class LayerReport:
     config_sources: dict[str, int]
     saved_ms: float = 0.0
     timed_calls: int = 0
+    rules: dict[int, int] = field(default_factory=dict)
+    rule_steps: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def total_calls(self) -> int:
         """All calls of the layer."""
@@ -50,11 +55,13 @@ class PluginReport:
         rows: one report a layer, in the model's order.
         skipped: attention layers that are not patched, and why.
         lost: patched layers whose processor was replaced since.
+        idle_rules: rules of the policy that no call has met, as text.
     """
 
     rows: tuple[LayerReport, ...]
     skipped: dict[str, str]
     lost: tuple[str, ...]
+    idle_rules: tuple[str, ...] = ()
 
     def total_calls(self) -> int:
         """All calls of all layers."""
@@ -87,6 +94,7 @@ class PluginReport:
             )
         lines += [f"not patched: {name} ({why})" for name, why in self.skipped.items()]
         lines += [f"patch lost: {name} (its processor was replaced)" for name in self.lost]
+        lines += [f"never met: {rule}" for rule in self.idle_rules]
         return "\n".join(lines)
 
 
@@ -115,7 +123,8 @@ def report(obj: object) -> PluginReport:
 
 def report_of(parts: Iterable[Component]) -> PluginReport:
     """The report of some components."""
-    return joined(
+    parts = list(parts)
+    whole = joined(
         PluginReport(
             tuple(
                 LayerReport(
@@ -125,6 +134,8 @@ def report_of(parts: Iterable[Component]) -> PluginReport:
                     dict(x.config_sources),
                     x.saved_ms,
                     x.timed_calls,
+                    dict(x.rules),
+                    {rule: tuple(sorted(steps)) for rule, steps in x.rule_steps.items()},
                 )
                 for x in part.layers.values()
             ),
@@ -133,6 +144,24 @@ def report_of(parts: Iterable[Component]) -> PluginReport:
         )
         for part in parts
     )
+    return dataclasses.replace(whole, idle_rules=tuple(_idle_rules(parts)))
+
+
+def _idle_rules(parts: list[Component]) -> Iterator[str]:
+    """Rules of the parts' policy that decided no call of any of them."""
+    policies = {id(p): p for part in parts if (p := part.state.options.policy) is not None}
+    for policy in policies.values():
+        met = {
+            number
+            for part in parts
+            if part.state.options.policy is policy
+            for layer in part.layers.values()
+            for number in layer.rules
+        }
+        for number, rule in enumerate(policy.rules, start=1):
+            if number not in met:
+                steps = f" at steps {rule.steps}" if rule.steps else ""
+                yield f"rule {number} ({rule.kernel} on {', '.join(rule.layers)}{steps})"
 
 
 def joined(reports: Iterable[PluginReport]) -> PluginReport:
@@ -140,11 +169,29 @@ def joined(reports: Iterable[PluginReport]) -> PluginReport:
     rows: list[LayerReport] = []
     skipped: dict[str, str] = {}
     lost: list[str] = []
+    idle: list[str] = []
     for one in reports:
         rows += one.rows
         skipped |= one.skipped
         lost += one.lost
-    return PluginReport(tuple(rows), skipped, tuple(lost))
+        idle += one.idle_rules
+    return PluginReport(tuple(rows), skipped, tuple(lost), tuple(idle))
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Sorted steps as text.
+
+    Example:
+        >>> _ranges([0, 1, 2, 5, 7, 8])
+        '0-2, 5, 7-8'
+    """
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _how(row: LayerReport) -> str:
@@ -152,6 +199,9 @@ def _how(row: LayerReport) -> str:
     parts = [f"{label} x{n}" for label, n in ran.items()]
     if row.config_sources:
         parts.append("config " + ", ".join(f"{s} x{n}" for s, n in row.config_sources.items()))
+    for number, count in sorted(row.rules.items()):
+        steps = _ranges(row.rule_steps.get(number, ()))
+        parts.append(f"rule {number} x{count}" + (f" at steps {steps}" if steps else ""))
     if row.timed_calls:
         parts.append(f"saved {row.saved_ms:.1f} ms")
     parts += [f"host x{n}: {reason}" for reason, n in row.fallbacks.items()]

@@ -24,8 +24,9 @@ from sage_plugin.kernels.build_failure import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.plugin import parallel
 from sage_plugin.plugin.call import SUBCLASS, Call, plain
+from sage_plugin.plugin.choice import Choice, choice_of, is_by_policy
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
-from sage_plugin.schema import DeviceFacts
+from sage_plugin.schema import DeviceFacts, LaunchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +118,13 @@ def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tens
     layer, eager = frame.layer, not torch.compiler.is_compiling()
     if eager and layer.broken is not None:
         blocked = layer.broken
-    decision, mask = _decide(layer.state, call, blocked)
+    if layer.state.options.policy is not None and not eager:
+        return _later(host, layer, call, blocked)
+    choice = choice_of(layer, call)
+    decision, mask = _decide(layer.state, call, blocked or choice.reason, choice)
     if eager:
         _note(frame, layer, call, decision)
+        _note_rule(layer, choice)
     if decision.reason is not None and layer.state.options.strict and not _wanted(decision.reason):
         raise UnsupportedInputError(_complaint(layer, decision.reason))
     if decision.kernel == "sdpa":
@@ -127,9 +132,10 @@ def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tens
     result, kind = None, call.q.device.type
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):  # our op is not on autocast's list, as SDPA is
-            result = _run(layer, call.cast(torch.get_autocast_dtype(kind)), mask, decision)
+            cast_call = call.cast(torch.get_autocast_dtype(kind))
+            result = _run(layer, cast_call, mask, decision, choice)
     else:
-        result = _run(layer, call, mask, decision)
+        result = _run(layer, call, mask, decision, choice)
     if result is not None and eager and layer.state.options.check_finite:
         output = result[0] if isinstance(result, tuple) else result
         result = result if _is_sound(layer, call, decision, output) else None
@@ -166,7 +172,8 @@ def attend_in_parallel(
         blocked = dispatch.GRADIENT  # autograd does not see inside of the exchange
     if blocked is None and degrees is not None:
         seen = parallel.as_exchanged(call, degrees)
-        decision, _ = _decide(frame.layer.state, seen, None)
+        choice = choice_of(frame.layer, seen)
+        decision, _ = _decide(frame.layer.state, seen, choice.reason, choice)
         if decision.kernel != "sdpa":
             return parallel.attention(spread, attend, call, config)
         blocked = decision.reason
@@ -200,8 +207,34 @@ def _is_sound(layer: LayerContext, call: Call, decision: Decision, result: torch
     return True
 
 
+def _later(
+    host: Callable[[], T], layer: LayerContext, call: Call, blocked: str | None
+) -> torch.Tensor | T:
+    """A call in a graph whose kernel a policy chooses anew each time that the graph runs."""
+    mask = call.mask() if _fits(call) else SHAPE
+    plain_call = blocked is None and plain(call.q) and plain(call.k) and plain(call.v)
+    beyond = call.softcap > 0.0 or call.sinks is not None or call.return_lse
+    needs_grad = wants_gradient(call.q, call.k, call.v, call.attn_mask)
+    if not plain_call or beyond or needs_grad or isinstance(mask, str):
+        return host()
+    kind, q, k, v = call.q.device.type, call.q, call.k, call.v
+    if torch.is_autocast_enabled(kind):
+        cast_call = call.cast(torch.get_autocast_dtype(kind))
+        q, k, v = cast_call.q, cast_call.k, cast_call.v
+    with torch.autocast(kind, enabled=False):
+        out: torch.Tensor = torch.ops.sage_plugin.routed(
+            q, k, v, mask, layer.handle, call.dropout_p, call.is_causal, call.scale,
+            call.enable_gqa, call.layout,
+        )  # fmt: skip
+    return out
+
+
 def _run(
-    layer: LayerContext, call: Call, mask: torch.Tensor | None, decision: Decision
+    layer: LayerContext,
+    call: Call,
+    mask: torch.Tensor | None,
+    decision: Decision,
+    choice: Choice,
 ) -> Result | None:
     """Run the kernel; `None` where it cannot be built, which the layer remembers of such calls."""
     if torch.compiler.is_compiling() or decision.variant == HOST:
@@ -211,8 +244,12 @@ def _run(
     if reason is None:
         config_dir = layer.state.options.config_dir
         found = dispatch.find_launch(key, _facts(call.q), config_dir=config_dir)
+        config = found.config.replaced(**choice.launch) if choice.launch else None
+        if config is not None:
+            reason = dispatch.illegal_reason(config, key, _facts(call.q))
+    if reason is None:
         try:
-            result = _launch(layer, call, mask, decision)
+            result = _launch(layer, call, mask, decision, config)
         except Exception as error:
             reason = build_failure(error)
             if reason is None or layer.state.options.strict:
@@ -230,22 +267,25 @@ def _run(
 
 
 def _launch(
-    layer: LayerContext, call: Call, mask: torch.Tensor | None, decision: Decision
+    layer: LayerContext,
+    call: Call,
+    mask: torch.Tensor | None,
+    decision: Decision,
+    launch: LaunchConfig | None = None,
 ) -> Result:
     return run_decided(
         decision, call.q, call.k, call.v, is_causal=call.is_causal, scale=call.factor(),
-        layout=call.layout, return_lse=call.return_lse,
+        layout=call.layout, return_lse=call.return_lse, launch=launch,
         config_dir=layer.state.options.config_dir, mask=mask, softcap=call.softcap,
         sinks=call.sinks,
     )  # fmt: skip
 
 
 def _decide(
-    state: PatchState, call: Call, blocked: str | None
+    state: PatchState, call: Call, blocked: str | None, choice: Choice
 ) -> tuple[Decision, torch.Tensor | None]:
     """Where a call runs, and its mask as kernels take it."""
-    options = state.options
-    if options.kernel == "sdpa":
+    if choice.kernel == "sdpa" and choice.reason is None:
         return Decision("sdpa", HOST), None
     reason = blocked or _obstacle(state, call)
     if reason is not None:
@@ -256,8 +296,8 @@ def _decide(
     decision = dispatch.decide(
         call.shape(mask),
         _facts(call.q),
-        kernel=options.kernel,
-        variant=options.variant,
+        kernel=choice.kernel,
+        variant=choice.variant,
         dropout=call.dropout_p,
         needs_grad=wants_gradient(call.q, call.k, call.v, call.attn_mask, call.sinks),
         special=of_heads(mask) or call.softcap > 0.0 or call.sinks is not None,
@@ -288,7 +328,7 @@ def _obstacle(state: PatchState, call: Call) -> str | None:
 def _wanted(reason: str) -> bool:
     """Whether the user asked for this reason, so that it is no failure."""
     asked = (DISABLED, NOT_FINITE, dispatch.SLOW_TILES, dispatch.SMALL)
-    return reason in asked or reason.startswith(SHORT)
+    return reason in asked or reason.startswith(SHORT) or is_by_policy(reason)
 
 
 def _watched() -> bool:
@@ -339,16 +379,25 @@ def _note(frame: Frame, layer: LayerContext, call: Call, decision: Decision) -> 
     _give_way(layer, decision.reason)
 
 
+def _note_rule(layer: LayerContext, choice: Choice) -> None:
+    """Count the rule of the policy that chose, and the step."""
+    if choice.rule:
+        layer.rules[choice.rule] += 1
+        if choice.step is not None:
+            layer.rule_steps.setdefault(choice.rule, set()).add(choice.step)
+
+
 def _give_way(layer: LayerContext, reason: str) -> None:
     """Count a call that goes to the host's attention, and say why once."""
     layer.fallbacks[reason] += 1
-    if reason not in layer.state.warned:
+    if reason not in layer.state.warned and not is_by_policy(reason):
         layer.state.warned.add(reason)
         logger.warning("%s (said once)", _complaint(layer, reason))
 
 
 def _complaint(layer: LayerContext, reason: str) -> str:
-    kernel = layer.state.options.kernel
+    options = layer.state.options
+    kernel = options.kernel if options.policy is None else "of the policy"
     return f"{layer.name}: kernel {kernel!r} gives way to the host's attention: {reason}"
 
 
