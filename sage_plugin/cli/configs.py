@@ -100,16 +100,12 @@ def explain(
 
 @app.command()
 def check(path: Place = None, device: Device = None, config_dir: ConfigDir = None) -> None:
-    """Check files; exit 2 with one sentence for each problem."""
+    """Check files, policies too; exit 2 with one sentence for each problem."""
     from sage_plugin import device as devices
-    from sage_plugin.kernels.dispatch import illegal_reason
-    from sage_plugin.registry.validate import problems
 
     facts = devices.facts(device)
     files = list(_files_to_check(path, facts, config_dir))
-    found = [
-        sentence for file in files for sentence in problems(file, facts, illegal=illegal_reason)
-    ]
+    found = [sentence for file in files for sentence in _problems_of(file, facts)]
     for sentence in found:
         _say(sentence)
     if found:
@@ -117,6 +113,22 @@ def check(path: Place = None, device: Device = None, config_dir: ConfigDir = Non
         raise typer.Exit(PROBLEMS)
     names = ", ".join(map(str, files)) or "no file is in use"
     _say(f"Sound: {names}. Next: sage configs list")
+
+
+def _problems_of(file: Path, facts: DeviceFacts) -> list[str]:
+    """What is wrong with a file of launch configs, or with a policy."""
+    from sage_plugin.errors import ConfigError
+    from sage_plugin.kernels.dispatch import illegal_reason
+    from sage_plugin.plugin import policy
+    from sage_plugin.registry.validate import problems
+
+    if not policy.is_policy(file):
+        return list(problems(file, facts, illegal=illegal_reason))
+    try:
+        policy.read(file)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _files_to_check(

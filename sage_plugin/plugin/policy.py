@@ -152,11 +152,44 @@ def chosen(policy: str | os.PathLike[str] | Policy) -> Policy:
     return read(path)
 
 
+def is_policy(path: Path) -> bool:
+    """Whether a file is a policy, sound or not, by what it holds.
+
+    Example:
+        >>> is_policy(Path("no such file"))
+        False
+    """
+    try:
+        data = _data(path)
+    except ConfigError:
+        return False
+    return isinstance(data, dict) and "rules" in data
+
+
 def read(path: Path) -> Policy:
     """Read a policy file.
 
     Raises:
         ConfigError: it cannot be read, or is no sound policy; the sentence names file and rule.
+    """
+    data = _data(path)
+    if isinstance(data, dict) and data.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path}: schema version {data.get('schema_version')!r}; this release reads "
+            f"{SCHEMA_VERSION}"
+        )
+    try:
+        policy = Policy.from_json(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return checked(policy, str(path))
+
+
+def _data(path: Path) -> object:
+    """A file's JSON.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, or is no strict JSON.
     """
     try:
         with open(path, "rb") as stream:
@@ -168,17 +201,8 @@ def read(path: Path) -> Policy:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: no text in UTF-8") from None
-    data = strict_json.loads(text, str(path))
-    if isinstance(data, dict) and data.get("schema_version") != SCHEMA_VERSION:
-        raise ConfigError(
-            f"{path}: schema version {data.get('schema_version')!r}; this release reads "
-            f"{SCHEMA_VERSION}"
-        )
-    try:
-        policy = Policy.from_json(data)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    return checked(policy, str(path))
+    data: object = strict_json.loads(text, str(path))
+    return data
 
 
 def checked(policy: Policy, where: str) -> Policy:

@@ -192,6 +192,18 @@ def test_check_names_every_problem_and_exits_2():
     assert "NaN" in damaged.stdout
 
 
+def test_check_takes_policies_too(tmp_path):
+    path = tmp_path / "policy.json"
+    path.write_text('{"schema_version": 1, "rules": [{"kernel": "sage", "steps": ":20%"}]}')
+    result = sage("check", path)
+    assert result.exit_code == 0, result.stdout
+    assert f"Sound: {path}" in result.stdout.replace("\n", "")
+    path.write_text('{"schema_version": 1, "rules": [{"kernel": "sage"}, {"kernel": "auto"}]}')
+    result = sage("check", path)
+    assert result.exit_code == 2
+    assert "rule 2 never fits a call, since rule 1 takes all" in result.stdout.replace("\n", " ")
+
+
 def test_A4_check_finds_entries_that_no_device_can_reach():
     facts = dataclasses.replace(samples.FACTS, slug="h100")
     put(samples.entry(), facts=facts)

@@ -77,6 +77,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
         model="WanTransformer3DModel", note="made by hand",
     )  # fmt: skip
     path = write(tmp_path / "policy.json", made.text())
+    assert policy.is_policy(path)
     assert policy.chosen(path) == made
     assert policy.chosen(str(path)).text() == made.text()
     assert '"min_seq": 0' not in made.text()
@@ -119,6 +120,7 @@ def test_presets_are_sound_and_leave_cross_attention_and_short_calls(name):
 )  # fmt: skip
 def test_a_bad_file_is_refused_in_one_sentence(tmp_path, data, words):
     path = write(tmp_path / "bad.json", data)
+    assert policy.is_policy(path) == ("rules" in str(data) and "NaN" not in str(data))
     with pytest.raises(ConfigError, match=words) as caught:
         policy.chosen(path)
     assert str(path) in str(caught.value)
@@ -225,9 +227,8 @@ def test_layers_kinds_lengths_and_fields_choose_and_the_first_rule_wins():
 def test_a_field_that_no_launch_can_have_leaves_the_call_with_its_reason(caplog):
     pipe = Loop()
     plain = pipe()
-    with sage_plugin.patched(
-        pipe, policy=rules(Rule("sage", launch={"block_m": 7}), min_seq=0)
-    ) as handle:
+    made = rules(Rule("sage", launch={"block_m": 7}))
+    with sage_plugin.patched(pipe, policy=made, min_seq=0) as handle:
         ours = pipe()
     assert all(map(torch.equal, ours, plain))
     (reason,) = {reason for _, fallbacks in counts(handle).values() for reason in fallbacks}
