@@ -35,23 +35,7 @@ from tests.plugin.tiny import CALLS, Tiny, random, tiny
 FLOAT8, CPU = torch.float8_e4m3fn, torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Threads that wait for a core which others use take far longer than these tiny models."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def sage(module: nn.Module):
-    return patch(module, kernel="sage", min_seq=0)
-
-
-def generated(module: nn.Module) -> list[str]:
-    """Attention modules and processors that are of our classes."""
-    found = [*module.modules(), *(m.processor for m in module.modules() if hasattr(m, "processor"))]
-    return [type(x).__name__ for x in found if hasattr(type(x), "_sage_original")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -22,26 +22,9 @@ import sage_plugin
 from sage_plugin.errors import PatchError
 from sage_plugin.plugin.patch import handle_of, patch, refresh, unpatch
 from tests.plugin.tiny import CALLS, Pipeline, tiny
-from tests.plugin.toys import ByProduct, Direct, ToyAttention, qkv
+from tests.plugin.toys import ByProduct, Direct, ToyAttention, generated, qkv, sage
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Threads that wait for a core which others use take far longer than these tiny models."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def sage(module: nn.Module):
-    return patch(module, kernel="sage", min_seq=0)
-
-
-def generated(module: nn.Module) -> list[str]:
-    """Attention modules and processors that are of our classes."""
-    found = [*module.modules(), *(m.processor for m in module.modules() if hasattr(m, "processor"))]
-    return [type(x).__name__ for x in found if hasattr(type(x), "_sage_original")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_refresh_patches_again_at_once_with_the_settings_in_force():

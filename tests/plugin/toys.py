@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from sage_plugin.plugin.patch import patch
+from sage_plugin.plugin.patch import PatchHandle, patch
 
 
 class ToyAttention(nn.Module):
@@ -152,3 +152,14 @@ def only_reason(handle):
     ((reason, count),) = fallbacks.items()
     assert count == 1
     return reason
+
+
+def sage(module: nn.Module) -> PatchHandle:
+    """Patch a module with `sage`, whatever the lengths."""
+    return patch(module, kernel="sage", min_seq=0)
+
+
+def generated(module: nn.Module) -> list[str]:
+    """Attention modules and processors that are of our classes."""
+    found = [*module.modules(), *(m.processor for m in module.modules() if hasattr(m, "processor"))]
+    return [type(x).__name__ for x in found if hasattr(type(x), "_sage_original")]
