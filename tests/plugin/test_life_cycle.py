@@ -31,6 +31,7 @@ from diffusers.models.attention_processor import (
 from sage_plugin.plugin.patch import handle_of, patch, patched, unpatch
 from tests.plugin import tiny_transformers
 from tests.plugin.tiny import CALLS, Tiny, random, tiny
+from tests.plugin.toys import generated, sage
 
 FLOAT8, CPU = torch.float8_e4m3fn, torch.device("cpu")
 
