@@ -31,6 +31,7 @@ import sage_plugin
 from sage_plugin import device as devices
 from sage_plugin.errors import OutputError, SageError
 from sage_plugin.kernels import dispatch
+from sage_plugin.plugin import policy as policies
 from sage_plugin.plugin.report import PluginReport
 
 FPS = 8
@@ -46,6 +47,10 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="auto (default), sdpa, fav2, sage, fav3_sage, fav3_fp8, or kernel:variant; several "
         "with commas for --random-weights",
+    )
+    result.add_argument(
+        "--policy",
+        help="fast, balanced, safe, or a file of rules, in place of --kernel (docs/policy.md)",
     )
     clip_model.add_options(result)
     result.add_argument("--offload", action="store_true", help="for GPUs with little memory")
@@ -84,10 +89,12 @@ def generate(options: argparse.Namespace) -> None:
     """Load, patch, draw, write, report."""
     request = clip_model.request_from(options)
     dispatch.parse_kernel(options.kernel)
+    if options.policy is not None:
+        policies.chosen(options.policy)  # before a model is loaded for nothing
     clip_file.check_output(options.output)
     device = clip_model.device_from(options.device)
     pipe = clip_model.load(options.model, device, options.dtype, offload=options.offload)
-    with sage_plugin.patched(pipe, kernel=options.kernel) as handle:
+    with sage_plugin.patched(pipe, kernel=options.kernel, policy=options.policy) as handle:
         frames = clip_model.draw(pipe, request)
     report = handle.report()
     path, note = clip_file.save_clip(frames, options.output, options.fps)

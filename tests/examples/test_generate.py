@@ -31,6 +31,23 @@ def test_a_clip_on_a_kernel_ends_in_a_video_and_a_report(
     assert film.std() > 10  # something is drawn
 
 
+def test_a_policy_chooses_in_place_of_a_kernel(
+    generate: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text(
+        '{"schema_version": 1, "rules": [{"kernel": "fav3_sage", "steps": "1:"}, '
+        '{"kernel": "sage", "layers": ["*blocks.0.*"]}]}'
+    )
+    brief = ["--num-frames", "8", "--num-inference-steps", "2"]
+    assert generate.main(["--policy", str(path), *brief]) == 0
+    out = capsys.readouterr().out
+    assert f"{LAYERS + 1} of {2 * LAYERS} attention calls" in out
+    assert f"{LAYERS} on fav3_sage:emulation" in out
+    assert "1 on sage:emulation" in out
+    assert "3 on the host's attention, no rule of the policy takes it" in out
+
+
 def test_a_pipeline_from_a_folder(
     generate: ModuleType, tiny_cogvideox: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +112,8 @@ def test_without_ffmpeg_a_gif_is_written_with_a_sentence(
         (["--height", "64"], 2, "--size"),
         (["--num-frames", "0"], 2, "1 or more"),
         (["--kernel", "fastest"], 2, "fav3_sage"),
+        (["--policy", "fastest"], 2, "neither a file nor one of fast, balanced, safe"),
+        (["--policy", "fast", "--kernel", "sage"], 2, "a policy names the kernels itself"),
         (["--output", "clip.avi"], 2, ".mp4"),
         (["--device", "moon"], 2, "cuda:1"),
         (["--device", "cuda:77"], 3, "torch sees"),
