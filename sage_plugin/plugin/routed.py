@@ -27,7 +27,7 @@ def routed(
     handle: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None,
     enable_gqa: bool, layout: str,
 ) -> torch.Tensor:  # fmt: skip
-    """What a layer does with a call; the host's attention once it is not patched any more."""
+    """What a layer does with a call; the host's attention once the layer is gone."""
 
     def host() -> torch.Tensor:
         query, key, value = (bhsd(x, layout) for x in (q, k, v))
@@ -38,7 +38,7 @@ def routed(
         return bhsd(out, layout)
 
     layer = LAYERS.get(int(handle))
-    if layer is None or layer.processor is None:
+    if layer is None:
         return as_promised(q, host())
     layer.state.disabled = settings.current().disabled
     call = Call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, layout)

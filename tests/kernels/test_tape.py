@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,6 +249,18 @@ def _inside(record):
         elif isinstance(one, tape.Tape | tuple | list | dict) or hasattr(one, "block_shape"):
             todo += gc.get_referents(one)
     return found
+
+
+def test_every_launch_is_one_that_a_tape_knows():
+    folder = Path(tape.__file__).parent
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in folder.rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"_kernels?\[", line)
+    ]
+    assert found == []
+    assert "kernel[(programs,)](" in Path(tape.__file__).read_text(encoding="utf-8")
 
 
 def test_forget_drops_tapes(runs):
