@@ -202,7 +202,7 @@ class Tape:
         out = _new(form_of_out, device)
         lse = None if form_of_lse is None else _new(form_of_lse, device)
         scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
-        zeroed = memset(self._zeroed_bytes, device)
+        zeroed = memset(self._zeroed_bytes, device) if self._zeroed_bytes else scratch
         outside = [*addresses, out.data_ptr(), 0 if lse is None else lse.data_ptr()]
         at = (scratch.data_ptr(), zeroed.data_ptr())
         pointed = self._pointed.get(at) or self._pointed_at(at, len(outside))

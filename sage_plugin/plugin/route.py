@@ -42,6 +42,8 @@ NOT_FINITE = "an output of this layer was not finite"
 BAD_INPUT = "inputs are not finite"
 PARALLEL = "context parallel attention of this kind is the host's"
 ARGUMENTS = "arguments that only the host's attention knows"
+BY_POLICY = "policy"
+"""Where a launch config with fields of a rule came from."""
 DEVICES = ("cpu", "cuda")
 
 
@@ -168,6 +170,8 @@ def attend_in_parallel(
     spread, degrees = parallel.exchange_of(original), parallel.degrees_of(config)
     if spread is None or degrees is None or call.is_causal or call.enable_gqa:
         blocked = blocked or PARALLEL
+    if frame.layer.state.options.policy is not None and torch.compiler.is_compiling():
+        blocked = blocked or PARALLEL
     if blocked is None and wants_gradient(call.q, call.k, call.v):
         blocked = dispatch.GRADIENT  # autograd does not see inside of the exchange
     if blocked is None and degrees is not None:
@@ -247,6 +251,8 @@ def _run(
         config = found.config.replaced(**choice.launch) if choice.launch else None
         if config is not None:
             reason = dispatch.illegal_reason(config, key, _facts(call.q))
+        if reason is not None and layer.state.options.strict:
+            raise UnsupportedInputError(_complaint(layer, reason))
     if reason is None:
         try:
             result = _launch(layer, call, mask, decision, config)
@@ -256,8 +262,8 @@ def _run(
                 raise
             layer.state.unbuilt[key.discrete()] = reason
         else:
-            layer.config_sources[found.source] += 1
-            if found.saved_ms is not None:
+            layer.config_sources[found.source if config is None else BY_POLICY] += 1
+            if found.saved_ms is not None and config is None:
                 layer.saved_ms += found.saved_ms
                 layer.timed_calls += 1
             return result

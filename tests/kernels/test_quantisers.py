@@ -141,10 +141,14 @@ def test_the_rotation_is_orthonormal_and_in_natural_order(size):
 
 @pytest.mark.parametrize("block", [0, 16, 32])
 def test_products_of_rotated_rows_are_those_of_the_rows(block):
-    q, k = torch.randn(2, 5, 96), torch.randn(2, 7, 96)
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(2, rows, 96, generator=generator) for rows in (5, 7))
     found = rotated(q, block) @ rotated(k, block).transpose(-1, -2)
     assert torch.allclose(found, q @ k.transpose(-1, -2), atol=1e-4)
-    assert torch.equal(rotated(q, block)[..., :64], rotated(q[..., :64], block))
+    # Blocks are alone; a matrix product of another width may add in another order.
+    torch.testing.assert_close(
+        rotated(q, block)[..., :64], rotated(q[..., :64], block), rtol=0, atol=1e-6
+    )
     if block:
         assert not torch.allclose(rotated(q, block), q)
 

@@ -13,7 +13,7 @@ from diffusers import DDIMScheduler
 from torch._dynamo.testing import CompileCounter
 
 import sage_plugin
-from sage_plugin.errors import ConfigError, UsageError
+from sage_plugin.errors import ConfigError, UnsupportedInputError, UsageError
 from sage_plugin.plugin import choice, policy
 from sage_plugin.plugin.policy import PRESETS, Policy, Rule
 from tests.plugin.tiny import tiny
@@ -212,6 +212,9 @@ def test_layers_kinds_lengths_and_fields_choose_and_the_first_rule_wins():
     first, cross, second, other = (value for _, value in sorted(counts(handle).items()))
     assert first == cross == ({}, {choice.BY_RULE.format(1): STEPS})
     assert second == ({"fav3_sage:emulation": STEPS}, {})
+    sources = {row.layer[-14:]: row.config_sources for row in handle.report().rows}
+    assert sources["blocks.1.attn1"] == {"policy": STEPS}
+    assert set(sources["blocks.1.attn2"]) <= {"default", "exact", "near"}
     assert other == ({"sage:emulation": STEPS}, {})
     assert handle.report().idle_rules == ("rule 4 (sage on *)",)
     assert "never met: rule 4 (sage on *)" in handle.report().text()
@@ -233,6 +236,11 @@ def test_a_field_that_no_launch_can_have_leaves_the_call_with_its_reason(caplog)
     assert all(map(torch.equal, ours, plain))
     (reason,) = {reason for _, fallbacks in counts(handle).values() for reason in fallbacks}
     assert "block_m 7" in reason
+    with (
+        pytest.raises(UnsupportedInputError, match="block_m 7"),
+        sage_plugin.patched(pipe, policy=made, min_seq=0, on_unsupported="error"),
+    ):
+        pipe()
 
 
 def test_a_second_patch_changes_the_policy_and_patched_gives_it_back():
