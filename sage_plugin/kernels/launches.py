@@ -27,6 +27,8 @@ LARGEST_FLUSH = 4096
 MOST_LINEAR = 6
 """A block keeps exact weights, in which a NaN of its keys shows."""
 Q_GRANULES = (1, 2, 4, 8, 16, 32, 64, 128)
+NO_SPEEDS = ("emulation",)
+"""Variants whose times say nothing of a kernel."""
 MEMO_LIMIT = 65_536
 """Keys remembered before the memo starts anew: language models see a new length a token."""
 
@@ -284,7 +286,7 @@ def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> Found:
 def _saved_ms(entry: RegistryEntry, key: CallKey) -> float | None:
     """What a call saves by the times of an entry, which go by the work where lengths differ."""
     host, own = entry.evidence.host_time, entry.evidence.time
-    if host is None:
+    if host is None or key.variant in NO_SPEEDS:
         return None
     return (host.median_ms - own.median_ms) * _pairs(key) / _pairs(entry.key)
 

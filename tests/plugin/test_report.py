@@ -11,7 +11,7 @@ from torch import nn
 import sage_plugin
 from sage_plugin import device
 from sage_plugin.errors import PatchError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels import dispatch, launches
 from sage_plugin.kernels.attention.run import shape_of
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.plugin.patch import patch, patched, unpatch
@@ -57,7 +57,9 @@ def test_report_124_the_text_says_what_ran_where():
 
 
 @pytest.mark.usefixtures("unconfigured")
-def test_what_calls_saved_is_what_their_configs_were_tuned_with(tmp_path):
+@pytest.mark.parametrize("no_speeds", [(), launches.NO_SPEEDS])
+def test_what_calls_saved_is_what_their_configs_were_tuned_with(no_speeds, tmp_path, monkeypatch):
+    monkeypatch.setattr(launches, "NO_SPEEDS", no_speeds)
     q, k, v = qkv()
     shape = shape_of(q, k, v, causal=False, scale=1.0, layout="bhsd")
     of = dispatch.call_key(shape, Decision("sage", "emulation"))
@@ -79,6 +81,10 @@ def test_what_calls_saved_is_what_their_configs_were_tuned_with(tmp_path):
     report = handle.report()
     (row,) = report.rows
     assert row.config_sources == {"near": 3}
+    if no_speeds:  # an emulation's times are none
+        assert (row.timed_calls, row.saved_ms) == (0, 0.0)
+        assert "saved" not in report.text()
+        return
     assert (row.timed_calls, row.saved_ms, report.saved_ms()) == (3, 6.0, 6.0)
     assert "saved 6.0 ms" in report.text()
     assert "about 6.0 ms saved over the host's attention in 3 of them" in report.text()
