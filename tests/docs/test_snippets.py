@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 pytest.importorskip("diffusers")
 
 import sage_plugin
+from sage_plugin.bench import forecast
 from sage_plugin.cli import app
 from sage_plugin.kernels import dispatch
 
@@ -45,6 +46,8 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # On a busy machine the forecast of `sage bench` may say more than a minute, and refuse.
+    monkeypatch.setattr(forecast, "PATIENCE_S", float("inf"))
     for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH", "DISABLE"):
         monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
     folder = tmp_path / "page"
