@@ -78,16 +78,21 @@ def aligned(addresses: Sequence[int]) -> bool:
 
 def hooked() -> bool:
     """Whether somebody, such as a profiler, wants to hear of Triton's launches."""
-    enter, leave = _hooks()
-    return bool(enter.calls or leave.calls)
+    runtime = _runtime()
+    return _listens(runtime.launch_enter_hook) or _listens(runtime.launch_exit_hook)
+
+
+def _listens(hook: Any) -> bool:  # noqa: ANN401
+    """Whether a list of hooks holds one; a function in its place is one."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 @functools.cache
-def _hooks() -> tuple[Any, Any]:
-    """Triton's lists of those who do."""
+def _runtime() -> Any:  # noqa: ANN401
+    """Where Triton keeps those who do."""
     from triton import knobs
 
-    return knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return knobs.runtime
 
 
 @dataclass(slots=True)

@@ -203,6 +203,17 @@ def test_a_call_with_a_tensor_of_unknown_origin_is_never_replayed(runs, monkeypa
     assert stock is not tape.empty
 
 
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_function_in_place_of_triton_s_hooks_is_one(name, monkeypatch):
+    from triton import knobs
+
+    assert not tape.hooked()
+    monkeypatch.setattr(knobs.runtime, name, lambda metadata: None)
+    assert tape.hooked()
+    monkeypatch.setattr(knobs.runtime, name, None)
+    assert not tape.hooked()
+
+
 def test_a_launch_hook_sees_every_launch(runs, monkeypatch):
     from triton import knobs
 
