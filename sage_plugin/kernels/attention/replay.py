@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -70,23 +71,24 @@ def run(
         problem.softcap, tuple([_form(t) for t in others]), out_dtype, return_lse,
     )  # fmt: skip
     entry = _entries.get(key)
-    if entry is not None and (entry.tape or entry.recordable):
-        if aligned(addresses) and not hooked():
-            if entry.tape is not None:
-                with runs.on_device(q.device):
-                    return entry.tape.replay(addresses)
-            given = [address for address in addresses if address]
-            if len(set(given)) == len(given):
-                inputs = (q, k, v, *others)
-                with recording() as recorder:
-                    outputs = run_once(
-                        plan, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse
-                    )
-                _entries.keep(key, _Entry(plan, tape_of(recorder, inputs, outputs), False))
-                return outputs
-    elif entry is None:
+    if entry is None:
         _entries.keep(key, _Entry(plan, None, True))
+    elif entry.tape is not None and aligned(addresses) and not hooked():
+        with runs.on_device(q.device):
+            return entry.tape.replay(addresses)
+    elif entry.recordable and aligned(addresses) and _apart(addresses) and not hooked():
+        with recording() as recorder:
+            outputs = run_once(plan, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+        tape = tape_of(recorder, (q, k, v, *others), outputs)
+        _entries.keep(key, _Entry(plan, tape, recordable=False))
+        return outputs
     return run_once(plan, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+
+
+def _apart(addresses: Sequence[int]) -> bool:
+    """Whether no two inputs lie at one address, which a tape could not tell from one input."""
+    given = [address for address in addresses if address]
+    return len(set(given)) == len(given)
 
 
 def _others(problem: Problem) -> tuple[torch.Tensor | None, ...]:
