@@ -25,8 +25,8 @@ from sage_plugin.plugin import interface, route
 from sage_plugin.plugin.call import Call
 from sage_plugin.plugin.context import STACK, Frame, LayerContext, PatchOptions, PatchState
 from sage_plugin.plugin.interface import NAME, UNKNOWN_TO_SDPA
-from sage_plugin.plugin.patch import MIN_SEQ, _checked
-from sage_plugin.plugin.report import LayerReport, PluginReport
+from sage_plugin.plugin.patch import MIN_SEQ, checked_options
+from sage_plugin.plugin.report import PluginReport, row_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class NamedAttention:
 
     def report(self) -> PluginReport:
         """What the calls did since the name was registered first: one row a library."""
-        rows = tuple(_row(layer) for layer in self.layers.values())
+        rows = tuple(row_of(layer) for layer in self.layers.values())
         return PluginReport(rows, {}, ())
 
     def __repr__(self) -> str:
@@ -98,13 +98,6 @@ class NamedAttention:
             frames.pop()
 
 
-def _row(layer: LayerContext) -> LayerReport:
-    return LayerReport(
-        layer.name, dict(layer.calls), dict(layer.fallbacks), dict(layer.config_sources),
-        layer.saved_ms, layer.timed_calls,
-    )  # fmt: skip
-
-
 def _options(
     kernel: str = "auto",
     variant: str = "auto",
@@ -113,7 +106,7 @@ def _options(
     on_unsupported: str = "fallback",
 ) -> PatchOptions:
     """The options of a patch that has these and leaves no layer out."""
-    return _checked(
+    return checked_options(
         kernel=kernel, variant=variant, config_dir=config_dir, include=None, exclude=None,
         min_seq=min_seq, on_unsupported=on_unsupported, check_finite=False,
     )  # fmt: skip

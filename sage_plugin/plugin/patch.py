@@ -170,7 +170,7 @@ def patch(
         <PatchHandle of model, 1 attention layers>
         >>> sage_plugin.unpatch(layer)
     """
-    options = _checked(
+    options = checked_options(
         kernel, variant, config_dir, include, exclude, min_seq, on_unsupported, check_finite, policy
     )
     chosen = choose(obj, components)
@@ -317,7 +317,7 @@ def handle_of(obj: object) -> PatchHandle | None:
     return parts[0].handle if parts else None
 
 
-def _checked(
+def checked_options(
     kernel: str,
     variant: str,
     config_dir: str | os.PathLike[str] | None,
@@ -328,6 +328,7 @@ def _checked(
     check_finite: bool,
     policy: str | os.PathLike[str] | Policy | None = None,
 ) -> PatchOptions:
+    """The options of a patch, checked; errors are those of `patch`."""
     text = kernel if ":" in kernel or variant == "auto" else f"{kernel}:{variant}"
     kernel, variant = dispatch.parse_kernel(text)
     if config_dir is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from sage_plugin.errors import PatchError
 from sage_plugin.plugin.component import Component, parts_of
+from sage_plugin.plugin.context import LayerContext
 
 HOST_KERNELS = ("sdpa:host",)
 
@@ -121,24 +122,26 @@ def report(obj: object) -> PluginReport:
     return report_of(parts)
 
 
+def row_of(layer: LayerContext) -> LayerReport:
+    """What one layer did."""
+    return LayerReport(
+        layer.name,
+        dict(layer.calls),
+        dict(layer.fallbacks),
+        dict(layer.config_sources),
+        layer.saved_ms,
+        layer.timed_calls,
+        dict(layer.rules),
+        {rule: tuple(sorted(steps)) for rule, steps in layer.rule_steps.items()},
+    )
+
+
 def report_of(parts: Iterable[Component]) -> PluginReport:
     """The report of some components."""
     parts = list(parts)
     whole = joined(
         PluginReport(
-            tuple(
-                LayerReport(
-                    x.name,
-                    dict(x.calls),
-                    dict(x.fallbacks),
-                    dict(x.config_sources),
-                    x.saved_ms,
-                    x.timed_calls,
-                    dict(x.rules),
-                    {rule: tuple(sorted(steps)) for rule, steps in x.rule_steps.items()},
-                )
-                for x in part.layers.values()
-            ),
+            tuple(row_of(layer) for layer in part.layers.values()),
             dict(part.skipped),
             part.lost(),
         )
