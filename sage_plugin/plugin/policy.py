@@ -5,6 +5,7 @@ A call that no rule fits stays with the host's attention.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -59,8 +60,7 @@ class Rule(JsonRecord):
 
     def names(self, layer: str) -> bool:
         """Whether its globs choose a layer, by its path with the component in front."""
-        bare = layer.partition(".")[2]
-        return any(fnmatchcase(layer, glob) or fnmatchcase(bare, glob) for glob in self.layers)
+        return _matches(tuple(self.layers), layer)
 
     def fits(self, seq_q: int, seq_k: int) -> bool:
         """Whether it takes calls of these lengths."""
@@ -76,6 +76,13 @@ class Rule(JsonRecord):
             and self.attention in ("any", later.attention)
             and self.min_seq <= later.min_seq
         )
+
+
+@functools.lru_cache(maxsize=65_536)
+def _matches(globs: tuple[str, ...], layer: str) -> bool:
+    """Asked at every call of every layer, with the same few answers."""
+    bare = layer.partition(".")[2]
+    return any(fnmatchcase(layer, glob) or fnmatchcase(bare, glob) for glob in globs)
 
 
 @dataclass(frozen=True, slots=True)
