@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import sage_plugin
 
@@ -82,9 +84,18 @@ def results(runs: list[Run], folder: Path, *, gpus: bool = False) -> dict[str, l
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(_process, (runs, str(folder), port, gpus), WORLD)
     return {
-        run.name: [torch.load(folder / f"{run.name}-{rank}.pt") for rank in range(WORLD)]
-        for run in runs
+        run.name: [_read(folder / f"{run.name}-{rank}") for rank in range(WORLD)] for run in runs
     }
+
+
+def _write(path: Path, out: torch.Tensor | None, rows: list, error: str) -> None:
+    save_file({} if out is None else {"out": out.contiguous()}, path.with_suffix(".safetensors"))
+    path.with_suffix(".json").write_text(json.dumps([rows, error]))
+
+
+def _read(path: Path) -> tuple[torch.Tensor | None, list, str]:
+    out = load_file(path.with_suffix(".safetensors")).get("out")
+    return (out, *json.loads(path.with_suffix(".json").read_text()))
 
 
 def _process(rank: int, runs: list[Run], folder: str, port: int, gpus: bool) -> None:
@@ -97,7 +108,7 @@ def _process(rank: int, runs: list[Run], folder: str, port: int, gpus: bool) -> 
         torch.accelerator.device_count = lambda: 1  # diffusers divides by it
     torch.distributed.init_process_group("nccl" if gpus else "gloo", rank=rank, world_size=WORLD)
     for run in runs:
-        torch.save(_one(run, gpus, rank), Path(folder) / f"{run.name}-{rank}.pt")
+        _write(Path(folder) / f"{run.name}-{rank}", *_one(run, gpus, rank))
     torch.distributed.destroy_process_group()
 
 
