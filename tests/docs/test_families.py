@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.script import loaded
+
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "family_tables.py"
 AGAIN = {"diffusers": ("flux", "pixart", "lumina2"), "transformers": ("llama", "t5")}
 """Families whose rows are made again: plain ones, one that never compiled, one that falls back."""
 
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("family_tables", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded("family_tables")
 
 
 def test_the_page_lists_every_family_and_none_that_differs(tables: ModuleType) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,23 +17,14 @@ from sage_plugin.kernels.support import (
     release,
 )
 from tests.kernels.calls import HOPPER
+from tests.script import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMED = [row for row in ARCHITECTURES if row.kernels]
 DIMS = (64, 128, 256)
 
 
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tables = _script("hardware_tables")
+tables = loaded("hardware_tables")
 
 
 @pytest.fixture(scope="module")

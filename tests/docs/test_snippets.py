@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,24 +17,12 @@ import sage_plugin
 from sage_plugin.bench import forecast
 from sage_plugin.cli import app
 from sage_plugin.kernels import dispatch
+from tests.docs import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 EXECUTED = ("python", "bash", "console")
 NEEDS = ("GPU", "weights")
-
-
-def _markdown() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("markdown_page", ROOT / "tests/docs/markdown.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-markdown = _markdown()
 
 
 @pytest.fixture
