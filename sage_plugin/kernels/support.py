@@ -66,7 +66,7 @@ ARCHITECTURES = (
     Architecture(("sm_86",), "A10, RTX 30", 99, UNQUANTISED, NO_FP8),
     Architecture(("sm_87",), "Jetson Orin", 163, UNQUANTISED, NO_FP8),
     Architecture(("sm_89",), "L4, L40S, RTX 40", 99, ALL),
-    Architecture(("sm_90",), "H100, H200, GH200", 227, ALL, note="tuned on an H100"),
+    Architecture(("sm_90",), "H100, H200, GH200", 227, ALL, note="tuned on an H100 and an H200"),
     Architecture(("sm_100",), "B200, GB200", 227, ALL, note=INT8_OF_WARPS),
     Architecture(("sm_103",), "B300, GB300", 227, ALL, note="INT8 products are `mma.sync`"),
     Architecture(
