@@ -392,6 +392,8 @@ class CaptureRecord(JsonRecord):
         config_hash: hash of the model's config, or empty.
         versions: package name to version.
         sha256: checksum of the file.
+        denoising_step: denoising step, from 0, which may take two forwards; `None` where the model
+            is called without a timestep, and in records of earlier releases.
     """
 
     schema_version: int
@@ -412,6 +414,7 @@ class CaptureRecord(JsonRecord):
     config_hash: str
     versions: dict[str, str]
     sha256: str
+    denoising_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class ForwardWatch:
     Args:
         model: the component.
         first_step: index that the next forward gets.
-        on_begin: called at the start of each forward.
+        on_begin: called at the start of each forward, with its timestep.
 
     Attributes:
         model: the component, without a compiled wrapper.
@@ -32,7 +32,11 @@ class ForwardWatch:
     """
 
     def __init__(
-        self, model: nn.Module, *, first_step: int = 0, on_begin: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        *,
+        first_step: int = 0,
+        on_begin: Callable[[float | None], None] = lambda _: None,
     ) -> None:
         self.model: nn.Module = getattr(model, WRAPPER, model)
         self.step = first_step - 1
@@ -70,7 +74,7 @@ class ForwardWatch:
         self.text_length = None
         if type(self.model).__name__.startswith(_TEXT_FIRST) and isinstance(text, torch.Tensor):
             self.text_length = text.shape[1]
-        self._on_begin()
+        self._on_begin(self.timestep)
 
 
 def is_compiled(obj: object) -> bool:

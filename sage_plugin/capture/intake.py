@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from sage_plugin.capture.call import CanonicalCall, canonical
+from sage_plugin.capture.denoising import DenoisingSteps
 from sage_plugin.capture.extract import extract
 from sage_plugin.capture.forwards import ForwardWatch
-from sage_plugin.capture.manifest import FAMILY
+from sage_plugin.capture.manifest import FAMILY, CallCounts
 from sage_plugin.capture.options import CaptureOptions
 from sage_plugin.capture.origin import Origin, origin_of
 from sage_plugin.capture.policy import Cell
@@ -50,6 +51,7 @@ class Intake:
         on_save: Callable[[CaptureRecord], None] | None = None,
     ) -> None:
         self.policy = options.policy()
+        self.denoising = DenoisingSteps()
         self._rule = options.rule()
         self._globs = options.globs()
         self._filters = f"layers {', '.join(self._globs)!r}, steps {options.steps or 'all'}"
@@ -93,7 +95,7 @@ class Intake:
     def summary(self, steps: Mapping[str, int]) -> CaptureSummary:
         """What was seen and saved until now."""
         records = self._writer.records
-        counts = self._tally.counts(steps, complete=False)
+        counts = self._counts(steps, complete=False)
         return CaptureSummary(
             folder=self._writer.folder,
             files=len(records),
@@ -111,7 +113,7 @@ class Intake:
     def write_counts(self, steps: Mapping[str, int]) -> None:
         """Write the running counts, which survive a run that is killed."""
         with self._output():
-            self._writer.write_counts(self._tally.counts(steps, complete=False))
+            self._writer.write_counts(self._counts(steps, complete=False))
 
     def close(self, steps: Mapping[str, int]) -> None:
         """Write the final counts.
@@ -120,9 +122,12 @@ class Intake:
             OutputError: something could not be written, now or before.
         """
         with self._output():
-            self._writer.close(self._tally.counts(steps, complete=self._failure is None))
+            self._writer.close(self._counts(steps, complete=self._failure is None))
         if self._failure is not None:
             raise self._failure
+
+    def _counts(self, steps: Mapping[str, int], *, complete: bool) -> CallCounts:
+        return self._tally.counts(steps, self.denoising, complete=complete)
 
     def _consider(self, watch: ForwardWatch, event: CallEvent) -> str:
         """Save a call, or say why not."""
@@ -130,6 +135,8 @@ class Intake:
         if isinstance(call, str):
             return call
         self._tally.add_shape(call.shape)
+        if not self._is_short(call):
+            self._tally.add_cell(event.layer, call.shape, self.denoising.step)
         self.add_layers([event.layer])  # no news, but where a model was patched again
         cell = Cell(event.layer, max(watch.step, 0), event.call_index)
         reason = self.policy.refusal(cell) or self._obstacle(call)
@@ -157,7 +164,7 @@ class Intake:
     def _obstacle(self, call: CanonicalCall) -> str:
         if self._failure is not None:
             return OUTPUT_FAILED
-        if min(call.shape.seq_q, call.shape.seq_k) < self._min_seq:
+        if self._is_short(call):
             return f"fewer than {self._min_seq} queries or keys"
         if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
             if not self._graph_warned:
@@ -165,6 +172,9 @@ class Intake:
             self._graph_warned = True
             return GRAPH_CAPTURE
         return ""
+
+    def _is_short(self, call: CanonicalCall) -> bool:
+        return min(call.shape.seq_q, call.shape.seq_k) < self._min_seq
 
     def _record(
         self, watch: ForwardWatch, event: CallEvent, cell: Cell, call: CanonicalCall, part: Part
@@ -191,6 +201,7 @@ class Intake:
             config_hash=origin.config_hash,
             versions=origin.versions,
             sha256="",
+            denoising_step=self.denoising.step,
         )
 
     def _selects(self, layer: str) -> bool:

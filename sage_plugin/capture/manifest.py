@@ -32,6 +32,22 @@ class ShapeCount(JsonRecord):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCalls(JsonRecord):
+    """The calls of one layer that had one shape.
+
+    Attributes:
+        layer: module path of the attention, with the component in front.
+        shape: number of the shape in `CallCounts.shapes`, from 0.
+        calls: calls at each denoising step, from step 0, of all runs; one number for all of them
+            where the model is called without a timestep.
+    """
+
+    layer: str
+    shape: int
+    calls: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CallCounts(JsonRecord):
     """What a recording saw, saved or not.
 
@@ -42,6 +58,10 @@ class CallCounts(JsonRecord):
         steps: forwards by component.
         shapes: calls by shape, most frequent first.
         skipped: calls that are in no capture, by reason.
+        denoising_steps: steps of the longest run, `None` where models are called without timestep.
+        runs: denoising runs; 0 in records of earlier releases.
+        layer_calls: calls by layer, shape and denoising step; those too short to be saved, such as
+            the steps of a language model that write a token, are not among them.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -50,6 +70,9 @@ class CallCounts(JsonRecord):
     steps: dict[str, int] = field(default_factory=dict)
     shapes: tuple[ShapeCount, ...] = ()
     skipped: dict[str, int] = field(default_factory=dict)
+    denoising_steps: int | None = None
+    runs: int = 0
+    layer_calls: tuple[LayerCalls, ...] = ()
 
     @property
     def total(self) -> int:

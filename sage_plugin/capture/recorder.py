@@ -179,8 +179,9 @@ class Recorder:
         with self._lock:
             return self._intake.summary(self._steps())
 
-    def _on_forward(self) -> None:
+    def _on_forward(self, timestep: float | None) -> None:
         with self._lock:
+            self._intake.denoising.forward(timestep)
             if self._step_hint is not None and self._intake.policy.total_steps is None:
                 self._intake.policy.expect(self._step_hint() if len(self._watches) == 1 else None)
             self._step_hint = None
