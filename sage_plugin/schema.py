@@ -297,6 +297,8 @@ class ErrorMetrics(JsonRecord):
         bad_values: NaN and infinite values in the output.
         worst_head_row_cosine_p10: `row_cosine_p10` of the worst head.
         suspect: what is wrong in a way that no number shows, such as a constant output; else empty.
+        worst_head_centred_rel_l1: `centred_rel_l1` of the worst head; `None` in records of earlier
+            releases.
     """
 
     rel_l1: float
@@ -312,6 +314,7 @@ class ErrorMetrics(JsonRecord):
     bad_values: int
     worst_head_row_cosine_p10: float = 1.0
     suspect: str = ""
+    worst_head_centred_rel_l1: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,5 +168,6 @@ def worst(metrics: Sequence[ErrorMetrics]) -> ErrorMetrics:
     values: dict[str, Any] = {}
     for field in fields(ErrorMetrics):
         merge = _WORST.get(field.name, max)
-        values[field.name] = merge([getattr(m, field.name) for m in metrics])
+        given = [getattr(m, field.name) for m in metrics]
+        values[field.name] = None if None in given else merge(given)
     return ErrorMetrics(**values)

@@ -106,6 +106,7 @@ def _combined(
     error, size, square, _, dot, oo, rr, out_sum, ref_sum, centred_size, rounded = total.tolist()
     head_cosines = _cosine(sums[:, 4], sums[:, 5], sums[:, 6])
     head_rel_l1 = sums[:, 0] / sums[:, 1].clamp_min(TINY)
+    head_centred = sums[:, 0] / sums[:, 9].clamp_min(TINY)
     return ErrorMetrics(
         rel_l1=error / max(size, TINY),
         cosine=_cosine(*(torch.tensor(x, dtype=torch.float64) for x in (dot, oo, rr))).item(),
@@ -120,6 +121,7 @@ def _combined(
         bad_values=bad_values,
         worst_head_row_cosine_p10=min(_p10(head) for head in cosines),
         suspect=suspect,
+        worst_head_centred_rel_l1=head_centred.max().item(),
     )
 
 
