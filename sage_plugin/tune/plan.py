@@ -102,7 +102,7 @@ def build(request: Request) -> Plan:
         OutputError: there is no folder to write configs to.
     """
     _check_numbers(request)
-    name, facts = _device(request.device)
+    name, facts = chosen_device(request.device)
     studies, calls, notes = [], [], list(request.inputs.notes)
     for group in request.inputs.groups:
         for text in request.kernels or (CPU_KERNEL if facts.kind == "cpu" else "auto",):
@@ -207,7 +207,13 @@ def _space(
     return tuple(legal)
 
 
-def _device(name: str | None) -> tuple[str, DeviceFacts]:
+def chosen_device(name: str | None) -> tuple[str, DeviceFacts]:
+    """The device of a name, by default a GPU where there is one, and its facts.
+
+    Raises:
+        UsageError: the name is none of a device.
+        DeviceError: torch cannot use it here.
+    """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

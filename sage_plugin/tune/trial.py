@@ -14,36 +14,27 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_plugin.accuracy.fingerprint import fingerprint
 from sage_plugin.accuracy.gate import failures, worst
 from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.capture.reader import open_captures
-from sage_plugin.kernels.attention.api import attention
 from sage_plugin.kernels.attention.implementations import implementation
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import Decision, Problem
 from sage_plugin.measure import clocks
-from sage_plugin.measure.inputs import Tensors, full_size, in_layout, synthetic
-from sage_plugin.measure.masks import full_mask, synthetic_mask
 from sage_plugin.measure.statistics import gain_interval
 from sage_plugin.measure.timing import Samples, measure
 from sage_plugin.schema import ErrorMetrics, LaunchConfig, Trial
+from sage_plugin.tune.replayed_call import (
+    Masked,
+    as_layout,
+    drawn_call,
+    saved_call,
+    timed_call,
+    whole_call,
+)
 from sage_plugin.tune.runner import Contest
 from sage_plugin.tune.study import Source, Study
 
 BASE, NEW, AGAIN, HOST_CALL = "base", "new", "again", "host"
-
-
-@dataclass(frozen=True, slots=True)
-class Masked:
-    """Q, K and V of a call, indexed bhsd, and its mask (B or 1, Hq or 1, Sq or 1, Sk)."""
-
-    tensors: Tensors
-    mask: torch.Tensor | None
-
-    def prints(self) -> tuple[int, ...]:
-        """Hashes of the contents."""
-        parts = self.tensors if self.mask is None else (*self.tensors, self.mask)
-        return tuple(fingerprint(part) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +176,12 @@ def _load(study: Study, source: Source) -> tuple[Masked, Masked | None]:
     """What is judged, and what is timed where this source is: on a GPU the full call."""
     chosen = source.label == study.timed.label
     if source.record is None:
-        tensors = synthetic(
+        drawn = drawn_call(
             source.shape, device=study.device, seed=source.seed, distribution=source.distribution
         )
-        mask = synthetic_mask(source.shape, device=study.device, seed=source.seed)
-        drawn = Masked(tensors, mask)
         return drawn, drawn if chosen else None
     call = open_captures(source.folder).load(source.record, device=study.device)
-    saved = Masked((call.q, call.k, call.v), call.mask)
-    if not chosen:
-        return saved, None
-    if study.device != "cpu":
-        return saved, Masked(full_size(call), full_mask(call))
-    q, k, v = (in_layout(tensor, source.shape.layout) for tensor in saved.tensors)
-    return saved, Masked((q, k, v), saved.mask)
+    return saved_call(call), timed_call(call, study.device) if chosen else None
 
 
 def _prints(judged: tuple[tuple[Source, Masked], ...], timed: Masked) -> tuple[int, ...]:
@@ -239,25 +222,8 @@ def _runs(call: Callable[[], object]) -> bool:
 
 def _call(study: Study, timed: Masked, config: LaunchConfig | None) -> Callable[[], object]:
     """The call as a patched model makes it, quantisation included; the host's without a config."""
-    key, scale = study.key, study.timed.shape.scale
-    q, k, v = _as_layout(timed.tensors, key.layout)
-
-    def call() -> object:
-        return attention(
-            q,
-            k,
-            v,
-            attn_mask=timed.mask,
-            is_causal=key.causal,
-            scale=scale,
-            enable_gqa=key.gqa_ratio > 1,
-            kernel="sdpa" if config is None else key.kernel,
-            variant="auto" if config is None else key.variant,
-            layout=key.layout,
-            launch=config,
-        )
-
-    return call
+    decision = None if config is None else Decision(study.key.kernel, study.key.variant)
+    return whole_call(timed, study.timed.shape, decision, config)
 
 
 def _kernel_call(study: Study, timed: Masked, config: LaunchConfig) -> Callable[[], object]:
@@ -266,21 +232,13 @@ def _kernel_call(study: Study, timed: Masked, config: LaunchConfig) -> Callable[
     fp8 = getattr(torch, study.facts.fp8_dtype or "float8_e4m3fn")
     built = implementation(key.kernel, key.variant, fp8)
     problem = Problem(study.timed.shape.scale, key.causal, key.layout, timed.mask)
-    tensors = _as_layout(timed.tensors, key.layout)
+    tensors = as_layout(timed.tensors, key.layout)
     on_device = (
         contextlib.nullcontext() if study.device == "cpu" else torch.cuda.device(study.device)
     )
     with on_device:
         operands = built.prepare(*tensors, problem=problem, launch=config)
     return lambda: built.launch(operands)
-
-
-def _as_layout(tensors: Tensors, layout: str) -> Tensors:
-    """The same memory, indexed as the layout names it."""
-    if layout == "bhsd":
-        return tensors
-    q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
-    return q, k, v
 
 
 def _ratio(samples: dict[str, Samples], *, compared: bool) -> float:

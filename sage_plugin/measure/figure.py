@@ -1,0 +1,58 @@
+"""A figure, saved as a PNG, or the sentence that says why there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sage_plugin.errors import OutputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DOTS_PER_INCH = 150
+
+
+def save(
+    draw: Callable[[Figure], None], path: Path, *, width: float = 8.0, height: float = 5.0
+) -> str:
+    """Draw a figure and save it whole or not at all, on any machine: no display is needed.
+
+    Args:
+        draw: fills an empty figure; not called where matplotlib is missing.
+        path: the PNG; its folder is made.
+        width: inches, 150 dots each.
+        height: inches.
+
+    Returns:
+        Empty, or why no plot was saved.
+
+    Raises:
+        OutputError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> save(lambda figure: None, Path(tempfile.mkdtemp()) / "empty.png")
+        ''
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return f"no {path.name}: plots need matplotlib, pip install 'sage-plugin[plot]'"
+    figure = Figure(figsize=(width, height), layout="constrained")
+    draw(figure)
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH)
+        os.replace(temporary, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+    return ""

@@ -1,0 +1,1 @@
+"""Search of a policy: which kernel each layer can bear at which denoising steps, from captures."""

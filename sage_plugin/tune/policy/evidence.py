@@ -1,0 +1,163 @@
+"""What was measured: the error of options on captures, and their times on shapes.
+
+Each measurement is a line of a ledger, so that a search that was interrupted goes on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sage_plugin import device as devices
+from sage_plugin.accuracy.gate import failures, gate_for
+from sage_plugin.accuracy.metrics import attention_errors
+from sage_plugin.capture.reader import CaptureFolder
+from sage_plugin.errors import CaptureError
+from sage_plugin.measure.timing import Limits, measure
+from sage_plugin.schema import (
+    CallShape,
+    CaptureRecord,
+    DeviceFacts,
+    ErrorMetrics,
+    Trial,
+)
+from sage_plugin.tune.ledger import Ledger
+from sage_plugin.tune.policy.option import HOST, Option, Runnable
+from sage_plugin.tune.replayed_call import Masked, drawn_call, saved_call, timed_call, whole_call
+from sage_plugin.tune.study import digest
+
+logger = logging.getLogger(__name__)
+
+ERRORS, TIMES = "screen", "final"
+"""Stages of the ledger: an option judged on a capture, and timed on a shape."""
+
+MS = "ms "
+"""In front of an option's label, the milliseconds of a call in the ledger's `extra`."""
+
+TIMING = Limits(warmup=2, warmup_s=0.1, min_samples=8, max_samples=60, budget_s=4.0, precision=0.01)
+
+
+class Evidence:
+    """Measures options on one device.
+
+    Args:
+        captures: the folder whose captures are replayed.
+        device: torch's name of the device.
+        config_dir: folder of configs searched first.
+        ledger: file of the measurements; it need not exist.
+
+    Attributes:
+        facts: the device.
+    """
+
+    def __init__(
+        self, captures: CaptureFolder, device: str, config_dir: str | None, ledger: Path
+    ) -> None:
+        self.facts: DeviceFacts = devices.facts(device)
+        self._captures, self._device, self._config_dir = captures, device, config_dir
+        self._ledger = Ledger(ledger)
+        self._identity = [self.facts.to_json(), devices.toolchain().to_json()]
+        self._loaded: tuple[str, Masked] | None = None
+
+    def error(self, record: CaptureRecord, option: Option) -> float | str:
+        """Centred error of the worst head on a capture, or why the option may not run it."""
+        runnable = option.runnable(record.shape, self.facts, self._config_dir)
+        if isinstance(runnable, str):
+            return runnable
+        study = digest([ERRORS, record.sha256, runnable.decision.label, self._identity])
+        trial = self._ledger.trials(study, ERRORS).get(runnable.config)
+        if trial is None:
+            trial = self._ledger.append(self._judged(study, record, runnable))
+        if trial.status != "ok" or trial.errors is None:
+            return trial.reason
+        error = trial.errors.worst_head_centred_rel_l1
+        return trial.errors.centred_rel_l1 if error is None else error
+
+    def times(
+        self, shape: CallShape, record: CaptureRecord | None, options: Sequence[Option]
+    ) -> dict[str, float]:
+        """Milliseconds of a call of this shape, by label, `sdpa` for the host's attention.
+
+        All are timed interleaved, with quantisation; what cannot run is left out.
+
+        Args:
+            shape: the full call.
+            record: a capture of it, `None` where there is none and its inputs are drawn.
+            options: what to time.
+        """
+        runnable = {o.label: o.runnable(shape, self.facts, self._config_dir) for o in options}
+        able = {label: r for label, r in runnable.items() if isinstance(r, Runnable)}
+        wanted = sorted((label, r.decision.label, r.config.text()) for label, r in able.items())
+        study = digest([TIMES, shape.to_json(), wanted, self._identity])
+        known = list(self._ledger.trials(study, TIMES).values())
+        if not able:
+            return {}
+        trial = known[0] if known else self._ledger.append(self._timed(study, shape, record, able))
+        return {name.removeprefix(MS): ms for name, ms in trial.extra.items()}
+
+    def _judged(self, study: str, record: CaptureRecord, runnable: Runnable) -> Trial:
+        decision, config = runnable.decision, runnable.config
+        try:
+            errors = self._errors(record, runnable)
+        except (RuntimeError, ValueError) as error:  # one option must not end the search
+            if isinstance(error, CaptureError):
+                raise
+            logger.debug("%s failed on %s", decision.label, record.file, exc_info=True)
+            reason = f"{decision.label} failed: {(str(error).splitlines() or ['no message'])[0]}"
+            return Trial(study, config, ERRORS, "run_error", reason=reason[:500])
+        broken = failures(gate_for(decision.kernel), errors)
+        status = "gate_failed" if broken else "ok"
+        return Trial(study, config, ERRORS, status, reason="; ".join(broken), errors=errors)
+
+    def _errors(self, record: CaptureRecord, runnable: Runnable) -> ErrorMetrics:
+        saved, shape = self._saved(record), record.shape
+        return attention_errors(
+            runnable.decision.kernel,
+            runnable.decision.variant,
+            runnable.config,
+            *saved.tensors,
+            causal=shape.causal,
+            scale=shape.scale,
+            mask=saved.mask,
+        )
+
+    def _saved(self, record: CaptureRecord) -> Masked:
+        """A capture's tensors; the last ones are kept, since all options are judged on them."""
+        if self._loaded is None or self._loaded[0] != record.sha256:
+            self._loaded = None
+            call = self._captures.load(record, device=self._device)
+            self._loaded = (record.sha256, saved_call(call))
+        return self._loaded[1]
+
+    def _timed(
+        self,
+        study: str,
+        shape: CallShape,
+        record: CaptureRecord | None,
+        able: dict[str, Runnable],
+    ) -> Trial:
+        """One trial that holds the medians of all options."""
+        self._loaded = None
+        if record is None:
+            timed = drawn_call(shape, device=self._device)
+        else:
+            call = self._captures.load(record, device=self._device)
+            timed = timed_call(call, self._device)
+        calls = {HOST: whole_call(timed, shape, None, None)}
+        for label, one in able.items():
+            calls[label] = whole_call(timed, shape, one.decision, one.config)
+        calls = {label: call for label, call in calls.items() if _runs(label, call)}
+        samples = measure(calls, device=self._device, limits=TIMING) if calls else {}
+        extra = {f"{MS}{name}": sample.timing().median_ms for name, sample in samples.items()}
+        return Trial(study, next(iter(able.values())).config, TIMES, "ok", extra=extra)
+
+
+def _runs(label: str, call: Callable[[], object]) -> bool:
+    """Whether a call runs at its full size, which may take more memory than there is."""
+    try:
+        call()
+    except (RuntimeError, ValueError):
+        logger.debug("%s cannot be timed", label, exc_info=True)
+        return False
+    return True

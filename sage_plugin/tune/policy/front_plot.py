@@ -1,0 +1,52 @@
+"""The plot of a search: milliseconds of attention a run against the error, and what was chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sage_plugin.measure import figure
+from sage_plugin.plugin.policy import Foreseen
+from sage_plugin.tune.policy.search import Found
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def save(found: Found, path: Path) -> str:
+    """Save the plot as a PNG; a sentence where there is none, because matplotlib is missing.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    return figure.save(lambda canvas: _draw(canvas, found), path, width=8.0, height=5.0)
+
+
+def _draw(canvas: Figure, found: Found) -> None:
+    axes = canvas.add_subplot()
+    front = found.front
+    axes.step(
+        [one.ms for one in front],
+        [one.error for one in front],
+        where="post",
+        marker="o",
+        markersize=3,
+        color="tab:blue",
+        label="best choices, layer by layer",
+    )
+    for way in _ways(found):
+        axes.plot(way.ms, way.error, "s", color="tab:gray", markersize=5)
+        axes.annotate(f" {way.way}", (way.ms, way.error), fontsize=8, va="bottom", rotation=20)
+    chosen = found.assignment
+    axes.plot(chosen.ms, chosen.error, "*", color="tab:red", markersize=14, label="the policy")
+    axes.set_xlabel(f"attention of a run in ms, on {found.device}")
+    axes.set_ylabel("mean error of an attention call (centred, relative L1)")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _ways(found: Found) -> tuple[Foreseen, ...]:
+    prediction = found.policy.prediction
+    assert prediction is not None, "a searched policy holds what was foreseen"
+    return tuple(way for way in prediction.ways if way.way != "policy")

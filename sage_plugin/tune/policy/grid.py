@@ -1,0 +1,186 @@
+"""The cells that a policy chooses for: a layer in a band of denoising steps, with its calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sage_plugin.capture.manifest import CallCounts
+from sage_plugin.capture.reader import CaptureFolder
+from sage_plugin.errors import CaptureError, UsageError
+from sage_plugin.plugin.band import Band
+from sage_plugin.schema import CallShape, CaptureRecord
+
+MAX_BANDS = 100
+
+Place = tuple[int, int]
+"""Number of the layer and of the band, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One layer in one band.
+
+    Attributes:
+        layer: module path, with the component in front.
+        band: the band of steps as a policy writes it, empty for all.
+        calls: shapes of its calls that a kernel may take, with their number in one run.
+        records: the captures taken in it.
+    """
+
+    layer: str
+    band: str
+    calls: tuple[tuple[CallShape, float], ...]
+    records: tuple[CaptureRecord, ...] = ()
+
+    @property
+    def weight(self) -> float:
+        """Its calls in one run that a kernel may take."""
+        return sum(calls for _, calls in self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """All cells of a recording.
+
+    Attributes:
+        layers: paths in the order of the model.
+        bands: the bands as a policy writes them; one empty text where there are none.
+        cells: by layer and band; a layer without calls in a band has no cell there.
+        steps: denoising steps of a run, `None` where none were counted.
+        total_calls: attention calls of a run, those included that no kernel may take.
+    """
+
+    layers: tuple[str, ...]
+    bands: tuple[str, ...]
+    cells: dict[Place, Cell]
+    steps: int | None
+    total_calls: float
+
+    @property
+    def shapes(self) -> tuple[CallShape, ...]:
+        """Shapes of all calls that a kernel may take, the most expensive ones first."""
+        cost: dict[CallShape, float] = {}
+        for cell in self.cells.values():
+            for shape, calls in cell.calls:
+                cost[shape] = cost.get(shape, 0.0) + calls * pairs(shape)
+        return tuple(sorted(cost, key=lambda shape: -cost[shape]))
+
+    @property
+    def captured(self) -> dict[Place, Cell]:
+        """The cells that hold a capture."""
+        return {place: cell for place, cell in self.cells.items() if cell.records}
+
+
+def pairs(shape: CallShape) -> int:
+    """Query-key pairs of a call, hidden ones included."""
+    return shape.batch * shape.heads_q * shape.seq_q * shape.seq_k
+
+
+def kind(layer: str) -> str:
+    """A layer's path without its numbers: layers of one kind stand at the same place of a block.
+
+    Example:
+        >>> kind("transformer.blocks.12.attn1")
+        'transformer.blocks.#.attn1'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", layer)
+
+
+def bands_of(count: int, steps: int | None) -> tuple[str, ...]:
+    """Bands of nearly equal length in percents; one for all steps where none were counted.
+
+    Raises:
+        UsageError: `count` is not from 1 to 100.
+
+    Example:
+        >>> bands_of(4, 20)
+        (':25%', '25%:50%', '50%:75%', '75%:')
+        >>> bands_of(4, None), bands_of(10, 2)
+        (('',), (':50%', '50%:'))
+    """
+    if not 1 <= count <= MAX_BANDS:
+        raise UsageError(f"--bands {count}: use 1 to {MAX_BANDS} bands of denoising steps")
+    count = min(count, steps or 1)
+    if count == 1:
+        return ("",)
+    edges = [round(100 * i / count) for i in range(count + 1)]
+    low = ["", *(f"{edge}%" for edge in edges[1:-1])]
+    high = [*(f"{edge}%" for edge in edges[1:-1]), ""]
+    return tuple(f"{a}:{b}" for a, b in zip(low, high, strict=True))
+
+
+def grid_of(captures: CaptureFolder, *, bands: int, min_seq: int) -> Grid:
+    """Sort the captures and the counted calls of a folder into cells.
+
+    Args:
+        captures: the folder.
+        bands: how many bands of steps, where the recording counted steps.
+        min_seq: calls with fewer queries or keys stay with the host's attention.
+
+    Raises:
+        CaptureError: the folder has no calls by layer, or none that a kernel may take.
+        UsageError: a number of bands that is not allowed.
+    """
+    counts = captures.call_counts
+    if not counts.layer_calls:
+        raise CaptureError(
+            f"{captures.path} has no calls by layer and step, which a policy is searched by: "
+            "record again with `sage capture`"
+        )
+    names = bands_of(bands, counts.denoising_steps)
+    layers = tuple(dict.fromkeys(counts.layers))
+    parsed = [Band.parse(name) for name in names]
+    calls = _calls(counts, layers, parsed, min_seq)
+    records: dict[Place, list[CaptureRecord]] = {}
+    for record in captures.records:
+        band = _band_at(parsed, record.denoising_step or 0, counts.denoising_steps)
+        if record.layer in layers:
+            records.setdefault((layers.index(record.layer), band), []).append(record)
+    cells = {
+        place: Cell(
+            layers[place[0]],
+            names[place[1]],
+            tuple(sorted(by_shape.items(), key=lambda item: -pairs(item[0]))),
+            tuple(r for r in records.get(place, ()) if r.shape in by_shape),
+        )
+        for place, by_shape in sorted(calls.items())
+    }
+    if not any(cell.records for cell in cells.values()):
+        raise CaptureError(
+            f"{captures.path} has no capture of a call of at least {min_seq} queries and keys: "
+            "shorter ones stay with the host's attention (--min-seq)"
+        )
+    total = counts.total / max(1, counts.runs)
+    return Grid(layers, names, cells, counts.denoising_steps, total)
+
+
+def _calls(
+    counts: CallCounts, layers: Sequence[str], bands: Sequence[Band], min_seq: int
+) -> dict[Place, dict[CallShape, float]]:
+    """Calls in one run by place and shape, of those that a kernel may take."""
+    found: dict[Place, dict[CallShape, float]] = {}
+    for row in counts.layer_calls:
+        if row.layer not in layers or not 0 <= row.shape < len(counts.shapes):
+            continue
+        shape = counts.shapes[row.shape].shape
+        if min(shape.seq_q, shape.seq_k) < min_seq:
+            continue
+        for step, calls in _by_step(row.calls):
+            band = _band_at(bands, step, counts.denoising_steps)
+            by_shape = found.setdefault((layers.index(row.layer), band), {})
+            by_shape[shape] = by_shape.get(shape, 0.0) + calls / max(1, counts.runs)
+    return found
+
+
+def _by_step(calls: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((step, n) for step, n in enumerate(calls) if n > 0)
+
+
+def _band_at(bands: Sequence[Band], step: int, total: int | None) -> int:
+    """Number of the band that a step lies in; the last one for a step past the end."""
+    for number, band in enumerate(bands):
+        if band.contains(step, total):
+            return number
+    return len(bands) - 1

@@ -1,0 +1,77 @@
+"""What a policy is searched for, checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from sage_plugin.errors import UsageError
+from sage_plugin.plugin.patch import MIN_SEQ
+from sage_plugin.tune.plan import RUNS
+
+MAX_LAYER_ERROR = 0.15
+CAPTURES_PER_CELL = 3
+BANDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is searched for.
+
+    Attributes:
+        folder: the captures.
+        max_error: greatest mean error of the run's attention calls, `None` where `max_ms` is given.
+        max_ms: longest attention of a run in milliseconds, `None` where `max_error` is given.
+        max_layer_error: greatest error of one call.
+        kernels: options as text; empty for all kernels of the device.
+        device: torch's name of a device, `None` for the GPU where there is one.
+        config_dir: folder of configs searched first.
+        bands: bands of denoising steps.
+        min_seq: calls with fewer queries or keys stay with the host's attention.
+        captures_per_cell: captures judged for each layer and band.
+        times: result of `sage bench --json` whose times are taken in place of this device's.
+        effects: file of effects whose weights are taken.
+        runs_dir: folder that holds run folders.
+        run_name: name of the run folder, `None` for one that the same captures always get.
+        fresh: measure anew instead of going on from the ledger.
+    """
+
+    folder: Path
+    max_error: float | None = None
+    max_ms: float | None = None
+    max_layer_error: float = MAX_LAYER_ERROR
+    kernels: tuple[str, ...] = ()
+    device: str | None = None
+    config_dir: Path | None = None
+    bands: int = BANDS
+    min_seq: int = MIN_SEQ
+    captures_per_cell: int = CAPTURES_PER_CELL
+    times: Path | None = None
+    effects: Path | None = None
+    runs_dir: Path = RUNS
+    run_name: str | None = None
+    fresh: bool = False
+
+    def check(self) -> None:
+        """See that the numbers can mean something.
+
+        Raises:
+            UsageError: one cannot; the sentence names the option.
+        """
+        if (self.max_error is None) == (self.max_ms is None):
+            raise UsageError("give one of --max-error and --max-ms: what the policy has to keep")
+        least = {
+            "--max-error": self.max_error,
+            "--max-ms": self.max_ms,
+            "--max-layer-error": self.max_layer_error,
+        }
+        for option, value in least.items():
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"{option} {value}: must be above 0")
+        if self.min_seq < 1:
+            raise UsageError(f"--min-seq {self.min_seq}: must be 1 or more")
+        if self.run_name is not None and not re.fullmatch(r"\w[\w.+-]*", self.run_name):
+            raise UsageError(
+                f"--run-name {self.run_name!r}: letters, digits, '.', '+', '-' and '_' only"
+            )

@@ -1,0 +1,255 @@
+"""The search of a policy: replay the captures on every option, choose, and foresee the result."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sage_plugin.accuracy import effects as effects_file
+from sage_plugin.capture.reader import CaptureFolder, open_captures
+from sage_plugin.capture.reduce import pick
+from sage_plugin.errors import UsageError
+from sage_plugin.plugin.policy import SCHEMA_VERSION, Foreseen, Policy, Prediction, checked
+from sage_plugin.schema import CallShape, DeviceFacts
+from sage_plugin.tune import run_folder
+from sage_plugin.tune.plan import chosen_device
+from sage_plugin.tune.policy import times_file
+from sage_plugin.tune.policy.choice import (
+    Assignment,
+    Problem,
+    front_of,
+    least_error,
+    most_saved,
+)
+from sage_plugin.tune.policy.estimates import CellEstimates, estimates_of, worst_of
+from sage_plugin.tune.policy.evidence import Evidence
+from sage_plugin.tune.policy.grid import Grid, Place, grid_of
+from sage_plugin.tune.policy.option import HOST, Option, default_options
+from sage_plugin.tune.policy.request import Request
+from sage_plugin.tune.policy.rules import rules_of
+from sage_plugin.tune.policy.weights import weights_of
+from sage_plugin.tune.study import digest
+
+MAX_TIMED = 12
+"""Shapes that are timed, the most expensive ones; others go by the nearest of them."""
+
+Progress = Callable[[str, int, int], None]
+"""Told what is done, how many of them are, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        policy: the rules with their predictions.
+        assignment: what was chosen, cell by cell.
+        front: assignments from no error to the most.
+        grid: the cells.
+        device: name of the device whose times were taken.
+        judged: captures that were replayed.
+        notes: sentences on what was left out or taken from elsewhere.
+        seconds: how long it took.
+        run_folder: where the measurements are.
+    """
+
+    policy: Policy
+    assignment: Assignment
+    front: tuple[Assignment, ...]
+    grid: Grid
+    device: str
+    judged: int
+    notes: tuple[str, ...]
+    seconds: float
+    run_folder: Path
+
+
+@dataclass(slots=True)
+class _Search:
+    """One search, step by step."""
+
+    request: Request
+    facts: DeviceFacts
+    captures: CaptureFolder
+    grid: Grid
+    options: tuple[Option, ...]
+    evidence: Evidence
+    progress: Progress
+    notes: list[str] = field(default_factory=list)
+    judged: int = 0
+
+    def errors(self) -> dict[Place, dict[str, float | str]]:
+        """Every option on the captures of every cell."""
+        chosen = {
+            place: pick(cell.records, self.request.captures_per_cell)
+            for place, cell in self.grid.captured.items()
+        }
+        total, found = sum(map(len, chosen.values())), {}
+        for place, records in chosen.items():
+            values: dict[str, list[float | str]] = {option.label: [] for option in self.options}
+            for record in records:
+                for option in self.options:
+                    values[option.label].append(self.evidence.error(record, option))
+                self.judged += 1
+                self.progress("captures judged", self.judged, total)
+            found[place] = {label: worst_of(errors) for label, errors in values.items()}
+        self._note_refusals(found)
+        return found
+
+    def times(self) -> dict[CallShape, dict[str, float]]:
+        """Milliseconds of a call of each shape on every option that can run it."""
+        shapes = self.grid.shapes
+        if self.request.times is not None:
+            _, known = times_file.read(self.request.times)
+        else:
+            records = {r.shape: r for r in self.captures.records}
+            known = {}
+            for number, shape in enumerate(shapes[:MAX_TIMED], start=1):
+                known[shape] = self.evidence.times(shape, records.get(shape), self.options)
+                self.progress("shapes timed", number, min(len(shapes), MAX_TIMED))
+        times = {shape: times_file.scaled(known, shape) for shape in shapes}
+        if scaled := sum(shape not in known for shape in shapes):
+            self.notes.append(
+                f"{scaled} of {len(shapes)} call shapes take their times from the nearest one"
+            )
+        if untimed := sum(HOST not in row for row in times.values()):
+            self.notes.append(
+                f"{untimed} of {len(shapes)} call shapes have no times and stay with the host's "
+                "attention"
+            )
+        return times
+
+    def _note_refusals(self, found: dict[Place, dict[str, float | str]]) -> None:
+        for option in self.options:
+            reasons = [r for row in found.values() if isinstance(r := row[option.label], str)]
+            if reasons:
+                self.notes.append(
+                    f"{option.label} is out in {len(reasons)} of {len(found)} captured cells, "
+                    f"first because {reasons[0]}"
+                )
+
+
+def search(request: Request, progress: Progress = lambda what, done, total: None) -> Found:
+    """Search a policy; measurements go to the run folder, and a later search goes on from them.
+
+    Args:
+        request: what is searched for.
+        progress: told how far it is.
+
+    Raises:
+        UsageError: an option is out of range, or a CPU without times of a GPU.
+        CaptureError: the folder has no captures, or not what a policy is searched by.
+        ConfigError: a file of times or effects is no such file.
+        TuningError: nothing meets what was asked for.
+        OutputError: the run folder cannot be written.
+
+    Example:
+        >>> found = search(Request(Path("captured_inputs"), max_error=0.03))  # doctest: +SKIP
+        >>> found.policy.prediction.of("policy").error <= 0.03  # doctest: +SKIP
+        True
+    """
+    started = time.monotonic()
+    request.check()
+    name, facts = chosen_device(request.device)
+    if facts.kind == "cpu" and request.times is None:
+        raise UsageError(
+            "on a CPU kernels are emulated, so that their times say nothing: search on the GPU, or "
+            "give its times (`sage bench captured_inputs --json times.json` there, --times here)"
+        )
+    captures = open_captures(request.folder)
+    grid = grid_of(captures, bands=request.bands, min_seq=request.min_seq)
+    options = _options(request, facts, grid)
+    folder = request.runs_dir / (request.run_name or _run_name(captures, facts))
+    config_dir = None if request.config_dir is None else str(request.config_dir)
+    with run_folder.claimed(folder):
+        if request.fresh:
+            run_folder.set_aside(folder)
+        evidence = Evidence(captures, name, config_dir, folder / run_folder.LEDGER)
+        running = _Search(request, facts, captures, grid, options, evidence, progress)
+        running.notes += captures.problems
+        times = running.times()
+        errors = running.errors()
+    cells = estimates_of(grid, errors, times, options)
+    problem = _problem(request, grid, cells, running.notes)
+    if request.max_ms is not None:
+        assignment = least_error(problem, request.max_ms)
+    else:
+        assignment = most_saved(problem, request.max_error or 0.0)
+    device = facts.name if request.times is None else times_file.read(request.times)[0]
+    prediction = _prediction(problem, assignment, grid, options, device)
+    return Found(
+        policy=_policy(captures, assignment, grid, options, prediction),
+        assignment=assignment,
+        front=front_of(problem),
+        grid=grid,
+        device=device,
+        judged=running.judged,
+        notes=tuple(running.notes),
+        seconds=time.monotonic() - started,
+        run_folder=folder,
+    )
+
+
+def _options(request: Request, facts: DeviceFacts, grid: Grid) -> tuple[Option, ...]:
+    """The options that were asked for, or all of the device; with a file of times, those in it."""
+    if request.kernels:
+        return tuple(dict.fromkeys(Option.parse(text) for text in request.kernels))
+    options = default_options(facts, grid.shapes[0].head_dim)
+    if request.times is None:
+        return options
+    _, known = times_file.read(request.times)
+    labels = {label for row in known.values() for label in row}
+    return tuple(option for option in options if option.label in labels)
+
+
+def _run_name(captures: CaptureFolder, facts: DeviceFacts) -> str:
+    """A name that the same captures on the same device always get, so that a search goes on."""
+    return f"policy-{facts.slug}-{digest(sorted(r.sha256 for r in captures.records))[:8]}"
+
+
+def _problem(
+    request: Request, grid: Grid, cells: tuple[CellEstimates, ...], notes: list[str]
+) -> Problem:
+    weights: Sequence[float] = [1.0] * len(cells)
+    if request.effects is not None:
+        measured = effects_file.read(request.effects)
+        weights = weights_of(measured, cells, str(request.effects))
+        notes.append(
+            f"errors are weighted by what the clip feels of each layer, as {request.effects} says"
+        )
+    return Problem(cells, tuple(weights), grid.total_calls, request.max_layer_error)
+
+
+def _prediction(
+    problem: Problem,
+    assignment: Assignment,
+    grid: Grid,
+    options: Sequence[Option],
+    device: str,
+) -> Prediction:
+    """What is foreseen of the host's attention, of each option everywhere, and of the policy."""
+    ways = [(label, *problem.single(label)) for label in (HOST, *(o.label for o in options))]
+    ways.append(("policy", assignment.ms, assignment.error))
+    foreseen = tuple(Foreseen(way, round(ms, 4), round(error, 8)) for way, ms, error in ways)
+    return Prediction(device, grid.steps, math.ceil(grid.total_calls), foreseen)
+
+
+def _policy(
+    captures: CaptureFolder,
+    assignment: Assignment,
+    grid: Grid,
+    options: Sequence[Option],
+    prediction: Prediction,
+) -> Policy:
+    classes = {record.model_class for record in captures.records}
+    policy = Policy(
+        SCHEMA_VERSION,
+        rules_of(grid, assignment.chosen, options),
+        model=classes.pop() if len(classes) == 1 else "",
+        note=f"searched by `sage tune --policy` for {prediction.device}",
+        prediction=prediction,
+    )
+    return checked(policy, "the searched policy")

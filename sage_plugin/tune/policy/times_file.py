@@ -1,0 +1,89 @@
+"""Times of another machine, from what `sage bench --json` wrote there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from sage_plugin.errors import ConfigError
+from sage_plugin.registry import strict_json
+from sage_plugin.schema import CallShape
+from sage_plugin.tune.policy.grid import pairs
+
+MAX_BYTES = 64 * 2**20
+FARTHEST = 4.0
+"""A call is timed by another one of up to so many times its pairs, or a part as small."""
+
+Times = Mapping[CallShape, Mapping[str, float]]
+"""Milliseconds of a call by its shape and what it runs on, `sdpa` for the host's attention."""
+
+
+def read(path: Path) -> tuple[str, Times]:
+    """Name of the device, and its times.
+
+    Raises:
+        ConfigError: the file cannot be read, is no result of `sage bench`, or its times are those
+            of emulations.
+    """
+    try:
+        with open(path, "rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, no result of `sage bench` is")
+    data = strict_json.loads(content.decode("utf-8", errors="replace"), str(path))
+    times: dict[CallShape, dict[str, float]] = {}
+    try:
+        device = str(data["device"]["name"])
+        for table in data["tables"]:
+            for row in table["rows"]:
+                if row["note"]:
+                    continue
+                ms = float(row["time"]["median_ms"])
+                if not 0 < ms < math.inf:
+                    raise ValueError(f"a time of {ms} ms")
+                times.setdefault(CallShape.from_json(row["shape"]), {})[row["kernel"]] = ms
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: no result of `sage bench --json` ({type(error).__name__}: {error})"
+        ) from error
+    if not any(len(row) > 1 for row in times.values()):
+        raise ConfigError(
+            f"{path}: holds no times of kernels on a GPU; write it there with "
+            "`sage bench captured_inputs --json times.json`"
+        )
+    return device, times
+
+
+def scaled(times: Times, shape: CallShape) -> dict[str, float]:
+    """Times of a call, by those of the nearest call that was timed, in proportion to the pairs.
+
+    Calls are compared that differ in batch, heads and lengths alone; a call that has no other
+    within four times its size has no times.
+
+    Example:
+        >>> from sage_plugin.measure.inputs import self_attention
+        >>> times = {self_attention(1, 2, 2000, 64): {"sdpa": 4.0}}
+        >>> scaled(times, self_attention(1, 2, 1000, 64))
+        {'sdpa': 1.0}
+        >>> scaled(times, self_attention(1, 2, 100, 64))
+        {}
+    """
+    if shape in times:
+        return dict(times[shape])
+    alike = [other for other in times if _form(other) == _form(shape)]
+    if not alike:
+        return {}
+    nearest = min(alike, key=lambda other: abs(math.log(pairs(other) / pairs(shape))))
+    ratio = pairs(shape) / pairs(nearest)
+    if not 1 / FARTHEST <= ratio <= FARTHEST:
+        return {}
+    return {label: ms * ratio for label, ms in times[nearest].items()}
+
+
+def _form(shape: CallShape) -> CallShape:
+    """A shape without its sizes."""
+    return replace(shape, batch=1, heads_q=1, heads_k=1, seq_q=1, seq_k=1, layout="bhsd")
