@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,8 +148,17 @@ def _loaded(
     return pipe
 
 
-def draw(pipe: DiffusionPipeline, request: Request) -> np.ndarray[Any, Any]:
+def draw(
+    pipe: DiffusionPipeline,
+    request: Request,
+    on_step: Callable[[torch.Tensor], None] | None = None,
+) -> np.ndarray[Any, Any]:
     """One clip, (F, H, W, C) float32 in [0, 1]; C is 3, or 1 for the demo model.
+
+    Args:
+        pipe: the pipeline.
+        request: what to draw.
+        on_step: gets the latents at the end of each denoising step, where the pipeline tells them.
 
     Raises:
         UsageError: the pipeline does not make clips, or not such a one.
@@ -168,11 +180,28 @@ def draw(pipe: DiffusionPipeline, request: Request) -> np.ndarray[Any, Any]:
             "height": request.height,
             "width": request.width,
         }
+    if (
+        on_step is not None
+        and "callback_on_step_end" in inspect.signature(pipe.__call__).parameters
+    ):
+        numbers["callback_on_step_end"] = functools.partial(_tell, on_step)
     given = {name: value for name, value in numbers.items() if value is not None}
     output = pipe(**inputs, **given)
     if not hasattr(output, "frames"):
         raise UsageError(f"{type(pipe).__name__} makes no clips: name a text-to-video pipeline")
     return np.asarray(output.frames[0], dtype=np.float32)
+
+
+def _tell(
+    on_step: Callable[[torch.Tensor], None],
+    pipe: DiffusionPipeline,
+    step: int,
+    timestep: object,
+    tensors: dict[str, Any],
+) -> dict[str, Any]:
+    """A pipeline's callback: takes back the tensors that it was given, here unchanged."""
+    on_step(tensors["latents"])
+    return tensors
 
 
 def _digit(prompt: str) -> int:

@@ -3,34 +3,39 @@
     python compare.py                                            # the embedded demo model
     python compare.py --kernels sage,fav3_sage --size large --output compare_large
     python compare.py --model THUDM/CogVideoX-2b --dtype fp16 --prompt "a cat walks on the grass"
+    python compare.py --policy policy.json                       # is it worth more than one kernel?
 
-Writes sheet.png, side_by_side.gif, frames.csv and metrics.json to the output folder.
+Writes sheet.png, side_by_side.gif, frames.csv and metrics.json to the output folder, of a policy
+also result.json and plane.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import clip_file
 import clip_model
-import numpy as np
 import step_timing
 import torch
-from clip_quality import quality
-from comparison import Comparison, Drawn
-from diffusers import DiffusionPipeline
+from comparison import REFERENCE, Comparison
 from generate import FPS, identity
 from torch import nn
 
-import sage_plugin
 from sage_plugin import device as devices
+from sage_plugin.bench.end_to_end.rounds import LIMITS
+from sage_plugin.bench.end_to_end.run import Subject, prove
+from sage_plugin.bench.end_to_end.way import ways as ways_of
 from sage_plugin.errors import SageError
 from sage_plugin.kernels import dispatch
+from sage_plugin.plugin import policy as policies
 from sage_plugin.plugin.patch import MIN_SEQ
 
 
@@ -40,9 +45,14 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument("--kernels", help="names with commas (default: all that the device runs)")
+    result.add_argument(
+        "--policy", help="fast, balanced, safe, or a file of rules: prove it beside the kernels"
+    )
     clip_model.add_options(result)
     result.add_argument(
-        "--budget", type=float, help="seconds for timing steps (default 60, 3 on a CPU)"
+        "--budget",
+        type=float,
+        help="seconds for timing steps, and again for whole runs (default 60)",
     )
     result.add_argument("--output", type=Path, default=Path("comparison"), help="folder")
     return result
@@ -64,28 +74,35 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     request = clip_model.request_from(options)
     device = clip_model.device_from(options.device)
     kernels = _kernels(options.kernels, device)
+    policy = None if options.policy is None else policies.chosen(options.policy)
     folder = clip_file.make_folder(options.output)
     pipe = clip_model.load(options.model, device, options.dtype)
-    say(f"drawing with the host's attention (1 of {len(kernels) + 1})")
-    denoiser, inputs, reference = draw_reference(pipe, request)
-    drawn = {}
-    for count, kernel in enumerate(kernels, start=2):
-        say(f"drawing with {kernel} ({count} of {len(kernels) + 1})")
-        with sage_plugin.patched(pipe, kernel=kernel) as handle:
-            frames = clip_model.draw(pipe, request)
-        calls = handle.report()
-        drawn[kernel] = Drawn(
-            frames, quality(frames, reference), calls.kernel_calls(), calls.total_calls()
+    subject = Subject(pipe, functools.partial(clip_model.draw, pipe, request), device)
+    ways = ways_of(kernels, policy, host=REFERENCE)
+    denoiser = subject.denoisers(ways)[0]
+    with first_inputs(denoiser) as inputs:
+        proof, clips = prove(
+            subject,
+            ways,
+            timed=policy is not None,
+            limits=LIMITS if options.budget is None else replace(LIMITS, budget_s=options.budget),
+            seed=request.seed,
+            tell=say,
         )
     say("timing interleaved steps")
     steps = step_timing.time_steps(
         denoiser, inputs, kernels, min_seq=MIN_SEQ, budget_s=options.budget
     )
-    result = Comparison(reference, drawn, steps, FPS)
+    result = Comparison(proof, clips, steps, FPS)
     print(result.text())
-    facts = {"model": options.model, "seed": request.seed, "frames": len(reference)}
-    result.write(folder, facts | identity(device, "compare.py", arguments))
-    print(f"Wrote sheet.png, side_by_side.gif, frames.csv and metrics.json to {folder}")
+    facts = {"model": options.model, "seed": request.seed, "frames": len(clips[REFERENCE])}
+    if policy is not None:
+        facts["policy"] = options.policy
+    note = result.write(folder, facts | identity(device, "compare.py", arguments))
+    if note:
+        say(note)
+    more = "" if policy is None else ", and result.json and plane.png of the policy,"
+    print(f"Wrote sheet.png, side_by_side.gif, frames.csv and metrics.json{more} to {folder}")
 
 
 def _kernels(names: str | None, device: torch.device) -> list[str]:
@@ -99,24 +116,20 @@ def _kernels(names: str | None, device: torch.device) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def draw_reference(
-    pipe: DiffusionPipeline, request: clip_model.Request
-) -> tuple[nn.Module, dict[str, Any], np.ndarray[Any, Any]]:
-    """Draw unpatched; the denoiser, the inputs of its first step, and the clip."""
-    with sage_plugin.patched(pipe, kernel="sdpa") as handle:
-        denoiser = next(iter(handle.components.values()))
+@contextlib.contextmanager
+def first_inputs(denoiser: nn.Module) -> Iterator[dict[str, Any]]:
+    """The inputs of a denoiser's first step, filled in when it comes."""
     inputs: dict[str, Any] = {}
 
     def keep(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
-        inputs.update({} if inputs else bound.arguments)
+        if not inputs:
+            inputs.update(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
     hook = denoiser.register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        clip = clip_model.draw(pipe, request)
+        yield inputs
     finally:
         hook.remove()
-    return denoiser, inputs, clip
 
 
 def say(sentence: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sage_plugin.cli import bench_policy
 from sage_plugin.cli.bench_inputs import DEFAULT_FOLDER, Asked, suite_of
 from sage_plugin.cli.console import stderr, stdout
 from sage_plugin.errors import CaptureError, GateError, UnsupportedInputError, UsageError
@@ -73,8 +74,33 @@ ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs to searc
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
 Force = Annotated[bool, typer.Option("--force", help="Run on a CPU however long it takes.")]
 
+PolicyOf = Annotated[
+    str | None,
+    typer.Option("--policy", metavar="NAME", help="Preset or file of rules, for --end-to-end."),
+]
+EndToEnd = Annotated[
+    bool,
+    typer.Option(
+        "--end-to-end", help="Draw whole clips by the host, by each kernel, and by the policy."
+    ),
+]
+ClipSize = Annotated[
+    str | None,
+    typer.Option("--size", help="Of the clips: small or large (default: large on a GPU)."),
+]
+Digit = Annotated[int, typer.Option("--digit", min=0, max=9, help="Digit to draw.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, help="Denoising steps (default: those of the policy's search, or 15)."),
+]
+Budget = Annotated[
+    float | None, typer.Option(min=0, help="Seconds for timing whole clips (default 60).")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the proof of a policy.")]
+
 
 def command(
+    ctx: typer.Context,
     folder: Folder = None,
     preset: Preset = None,
     batch: Size = None,
@@ -102,11 +128,31 @@ def command(
     config_dir: ConfigDir = None,
     device: Device = None,
     force: Force = False,
+    policy: PolicyOf = None,
+    end_to_end: EndToEnd = False,
+    size: ClipSize = None,
+    digit: Digit = 7,
+    num_inference_steps: Steps = None,
+    budget: Budget = None,
+    out: Out = bench_policy.FOLDER,
 ) -> None:
-    """Replay captures, or synthetic inputs, through the kernels: time, throughput and error."""
+    """Replay captures, or synthetic inputs, through the kernels: time, throughput and error.
+
+    With --policy and --end-to-end, prove a policy on whole clips of the embedded model instead.
+    """
     from sage_plugin.bench.compare import Plan
     from sage_plugin.kernels.dispatch import parse_kernel
 
+    if bench_policy.asked(ctx) and policy is not None:
+        where, facts = _device(device, None)
+        single = tuple(_text(*pair) for pair in _kernels(kernel or (), facts))
+        bench_policy.run(
+            bench_policy.Ask(
+                policy, single, where, size, digit, num_inference_steps, seed, budget, out,
+                config_dir,
+            )
+        )  # fmt: skip
+        return
     _check_outputs(csv, json)
     metrics = _metrics(metric)
     asked = Asked(
@@ -177,6 +223,10 @@ def _kernels(names: Sequence[str], facts: DeviceFacts) -> tuple[tuple[str, str],
         raise UsageError("--kernel auto: name the kernels to compare, or leave --kernel out")
     every = [(kernel, "auto") for kernel in dispatch.kernels_of(facts) if kernel != "torch"]
     return tuple(named or every)
+
+
+def _text(kernel: str, variant: str) -> str:
+    return kernel if variant == "auto" else f"{kernel}:{variant}"
 
 
 def _refuse_long(suite: Suite, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sage_plugin.cli.bench_policy import checked_policy
 from sage_plugin.cli.call_shape import checked_seed
 from sage_plugin.cli.console import stderr, stdout
 from sage_plugin.errors import UsageError
@@ -30,6 +31,11 @@ Steps = Annotated[int | None, typer.Option(min=2, help="Denoising steps (default
 Seed = Annotated[int, typer.Option(help="Of the starting noise.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu (default: a GPU if any).")]
 
+Policy = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Preset or file of rules in place of the patched kernel."),
+]
+
 
 def command(
     size: Size = None,
@@ -39,15 +45,18 @@ def command(
     steps: Steps = None,
     seed: Seed = 1,
     device: Device = None,
+    policy: Policy = None,
 ) -> None:
     """Generate a clip, record its attention, tune and measure kernels, and generate it patched."""
     from sage_plugin.cli import demo_run as run
 
-    ask = _ask(size, out, kernel, digit, steps, seed, device)
+    ask = _ask(size, out, kernel, digit, steps, seed, device, policy)
     run.prepare_folder(ask.folder)
     _say(f"1. Load: a 4.9 M parameter CogVideoX transformer, on {ask.device}, size {ask.size}.")
     with _bar("load the model", None):
         pipe = run.load(ask)
+        with ask.patched(pipe):
+            pass  # a policy that names no layer of the model is refused before anything runs
     with _bar("generate with the host's attention", ask.steps) as advance:
         host = run.generate(pipe, ask, advance)
     _say(f"2. Generate: {ask.steps} steps with the host's attention, {_step(host)} a step.")
@@ -56,7 +65,7 @@ def command(
     _say(f"3. Record: {files} captures of real Q, K and V in {ask.folder / 'captured_inputs'}.")
     _tune(ask)
     tables = _measure(ask)
-    with _bar(f"generate on {ask.kernel}", ask.steps) as advance:
+    with _bar(f"generate on {ask.way}", ask.steps) as advance:
         patched, report = run.generate_patched(pipe, ask, advance)
     difference = run.compare(host, patched)
     run.save(ask, host, patched)
@@ -71,6 +80,7 @@ def _ask(
     steps: int | None,
     seed: int,
     device: str | None,
+    policy: str | None,
 ) -> Ask:
     """The options checked and completed for the device."""
     import torch
@@ -82,6 +92,8 @@ def _ask(
     from sage_plugin.tune.plan import refuse_gpu_variant
 
     checked_seed(seed)
+    if policy is not None:
+        checked_policy(policy)
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cuda", "cpu"):
         raise UsageError(f"--device {device!r}: allowed are cuda and cpu")
@@ -99,7 +111,7 @@ def _ask(
     asked = dispatch.environment_choice()[1] if variant == "auto" else variant
     refuse_gpu_variant(resolved, asked, facts)
     text = resolved if variant == "auto" else f"{resolved}:{variant}"
-    return Ask(out, name, text, digit, steps or SIZES[name].default_steps, seed, chosen)
+    return Ask(out, name, text, digit, steps or SIZES[name].default_steps, seed, chosen, policy)
 
 
 def _tune(ask: Ask) -> None:
@@ -130,6 +142,11 @@ def _speed(ask: Ask, host: Clip, patched: Clip, tables: list[Table]) -> str:
     """What the patched run gained in time, for one attention call and for a whole step."""
     if ask.device == "cpu":
         return "On a CPU kernels are emulated: not a speed."
+    if ask.policy is not None:
+        return (
+            f"A step takes {_ms(patched.mean_step_ms)} instead of {_ms(host.mean_step_ms)} in the "
+            "mean of the run."
+        )
     step = f"A step takes {_step(patched)} instead of {_step(host)}."
     times = {row.kernel: row.time.median_ms for row in tables[0].rows}
     ours, theirs = times.get(ask.kernel.split(":")[0]), times.get("sdpa")
@@ -153,7 +170,7 @@ def _finish(
     shown = report.text()
     sentences = [
         f"6. Generate again: {report.kernel_calls()} of {report.total_calls()} attention calls "
-        f"ran on {ask.kernel} with the config of step 4.",
+        f"ran on {ask.way} with the config of step 4.",
         _speed(ask, host, patched, tables),
         f"The clips differ by {difference.psnr_db:.1f} dB PSNR "
         f"({difference.worst_frame_psnr_db:.1f} dB in the worst frame), "
@@ -170,11 +187,11 @@ def _finish(
 
 
 def _step(clip: Clip) -> str:
-    return (
-        f"{clip.median_step_ms:.0f} ms"
-        if clip.median_step_ms >= 10
-        else f"{clip.median_step_ms:.2f} ms"
-    )
+    return _ms(clip.median_step_ms)
+
+
+def _ms(time_ms: float) -> str:
+    return f"{time_ms:.0f} ms" if time_ms >= 10 else f"{time_ms:.2f} ms"
 
 
 def _say(sentence: str) -> None:

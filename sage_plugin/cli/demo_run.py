@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sage_plugin.errors import OutputError, SageError, UsageError
+from sage_plugin.cli import own_folder
+from sage_plugin.errors import SageError
 
 if TYPE_CHECKING:
     import torch
 
     from sage_plugin.bench.rows import Table
     from sage_plugin.demo.pipeline import DigitVideoPipeline
+    from sage_plugin.plugin.patch import PatchHandle
     from sage_plugin.plugin.report import PluginReport
     from sage_plugin.tune.observer import Observer
     from sage_plugin.tune.outcome import TuneReport
@@ -30,7 +32,18 @@ MARK = ".sage-demo"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one demo run was asked for."""
+    """What one demo run was asked for.
+
+    Attributes:
+        folder: where everything goes.
+        size: geometry of the clip, by name.
+        kernel: that is tuned, and that the patched run is on where there is no policy.
+        digit: that is drawn.
+        steps: denoising steps.
+        seed: of the starting noise.
+        device: `cuda` or `cpu`.
+        policy: a preset or a file that the patched run is on, `None` for none.
+    """
 
     folder: Path
     size: str
@@ -39,6 +52,28 @@ class Ask:
     steps: int
     seed: int
     device: str
+    policy: str | None = None
+
+    @property
+    def way(self) -> str:
+        """What the patched run is on, in words."""
+        return self.kernel if self.policy is None else f"kernels by the policy {self.policy}"
+
+    def patched(self, pipe: DigitVideoPipeline) -> AbstractContextManager[PatchHandle]:
+        """The pipeline on the policy or the kernel, with what was tuned where that is there.
+
+        Raises:
+            ConfigError: the policy is not for this pipeline.
+        """
+        from sage_plugin.plugin.patch import patched
+
+        configs = self.folder / "configs"
+        return patched(
+            pipe,
+            kernel=self.kernel if self.policy is None else "auto",
+            policy=self.policy,
+            config_dir=configs if configs.is_dir() else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +93,11 @@ class Clip:
         """Median time of a denoising step."""
         ordered = sorted(self.step_ms)
         return ordered[len(ordered) // 2] if ordered else float("nan")
+
+    @property
+    def mean_step_ms(self) -> float:
+        """Mean time of a denoising step: that of a policy, whose steps differ."""
+        return sum(self.step_ms) / len(self.step_ms) if self.step_ms else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +122,7 @@ def prepare_folder(folder: Path) -> None:
         UsageError: the folder holds something else.
         OutputError: it cannot be written.
     """
-    try:
-        if folder.is_dir() and (folder / MARK).is_file():
-            shutil.rmtree(folder)
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(
-                f"{folder} exists and is not the folder of an earlier demo: name another with --out"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARK).write_text("made by `sage demo`, which replaces this folder\n")
-    except OSError as error:
-        raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error
+    own_folder.prepare(folder, mark=MARK, command="sage demo")
 
 
 def load(ask: Ask) -> DigitVideoPipeline:
@@ -191,14 +221,12 @@ def measure(ask: Ask, on_case: Callable[[], object]) -> list[Table]:
 def generate_patched(
     pipe: DigitVideoPipeline, ask: Ask, on_step: Callable[[], object]
 ) -> tuple[Clip, PluginReport]:
-    """The same clip on the tuned kernel.
+    """The same clip on the tuned kernel, or on the kernels that the policy chooses.
 
     Raises:
         SageError: no attention call ran on a kernel.
     """
-    from sage_plugin.plugin.patch import patched
-
-    with patched(pipe, kernel=ask.kernel, config_dir=ask.folder / "configs") as handle:
+    with ask.patched(pipe) as handle:
         clip = generate(pipe, ask, on_step)
         report = handle.report()
     if report.kernel_calls() == 0:
@@ -211,17 +239,14 @@ def generate_patched(
 
 def compare(host: Clip, patched: Clip) -> Difference:
     """Error between the two clips."""
-    import math
+    from sage_plugin.demo.quality import psnr_db
 
     error = (host.frames.double() - patched.frames.double())[0]
     per_frame = error.square().flatten(1).mean(1)
 
-    def psnr(mse: float) -> float:
-        return math.inf if mse == 0 else -10.0 * math.log10(mse)
-
     return Difference(
-        psnr_db=psnr(per_frame.mean().item()),
-        worst_frame_psnr_db=psnr(per_frame.max().item()),
+        psnr_db=psnr_db(per_frame.mean().item()),
+        worst_frame_psnr_db=psnr_db(per_frame.max().item()),
         max_abs=error.abs().max().item(),
     )
 

@@ -68,11 +68,6 @@ def load() -> ModuleType:
 
 
 @pytest.fixture
-def quality() -> ModuleType:
-    return importlib.import_module("clip_quality")
-
-
-@pytest.fixture
 def timing() -> ModuleType:
     return importlib.import_module("step_timing")
 

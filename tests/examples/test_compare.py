@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -53,6 +51,7 @@ def test_kernels_are_compared_with_the_unpatched_clip(
     [
         (["--kernels", "sdpa,fastest"], "fav3_sage"),
         (["--model", "./missing", "--prompt", "a cat"], "--model demo"),
+        (["--policy", "missing.json"], "fast, balanced, safe"),
     ],
 )
 def test_a_refusal_is_one_sentence(
@@ -73,16 +72,64 @@ def test_all_kernels_of_the_device_by_default(compare: ModuleType) -> None:
     ]
 
 
-def test_quality_of_known_frames(quality: ModuleType) -> None:
-    rng = np.random.default_rng(0)
-    clip = rng.random((3, 16, 16, 3), dtype=np.float32) * 0.8
-    moved = clip.copy()
-    moved[1] += 0.1
-    found = quality.quality(moved, clip)
-    assert found.psnr_db[0] == found.psnr_db[2] == math.inf
-    assert found.psnr_db[1] == pytest.approx(20.0, abs=1e-4)  # mse 0.01
-    assert found.ssim[0] == 1.0
-    assert found.ssim[1] < 1.0
-    assert found.mean_ssim == pytest.approx(sum(found.ssim) / 3)
-    grey = quality.quality(clip[..., :1], clip[..., :1])
-    assert grey.mean_psnr_db == math.inf
+def test_a_policy_is_proved_beside_the_kernels(
+    compare: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = [{"kernel": "sdpa", "steps": ":1"}, {"kernel": "sage"}]
+    ways = [
+        {"way": "sdpa", "ms": 8.0, "error": 0.0},
+        {"way": "sage", "ms": 5.0, "error": 0.25},
+        {"way": "policy", "ms": 6.5, "error": 0.125},
+    ]
+    foreseen = {"device": "H100", "steps": 2, "calls": 2 * LAYERS, "ways": ways}
+    Path("policy.json").write_text(
+        json.dumps({"schema_version": 1, "rules": rules, "prediction": foreseen})
+    )
+    options = ["--kernels", "sage", "--policy", "policy.json", "--num-frames", str(FRAMES)]
+    options += ["--budget", "0.1", "--num-inference-steps", "2", "--output", "out"]
+    assert compare.main(options) == 0
+    said = capsys.readouterr()
+    assert "drawing with policy (3 of 3)" in said.err
+    assert "Nothing was timed, since kernels are emulated on a CPU" in said.out
+    assert "foreseen on H100, and this is CPU" in said.out
+    (line,) = (x for x in said.out.splitlines() if x.startswith("policy") and "6.5" in x)
+    assert line.split()[-4:] == ["-", "1.5", "6.5", "0.12500"]
+
+    found = json.loads(Path("out/metrics.json").read_text())["quality"]
+    assert found["policy"]["kernel_calls"] == LAYERS  # the second of two steps
+    assert found["policy"]["step_error"][0] == 0.0
+    assert 0 < found["policy"]["step_error"][1] < found["sage"]["step_error"][1]
+    proof = json.loads(Path("out/result.json").read_text())
+    rows = {row["name"]: row for row in proof["rows"]}
+    assert list(rows) == ["unpatched", "sage", "policy"]
+    assert rows["policy"]["ran"] == {"sdpa:host": LAYERS, "sage:emulation": LAYERS}
+    assert rows["policy"]["foreseen_saved_ms"] == 1.5
+    assert rows["policy"]["foreseen_error"] == 0.125
+    assert Image.open("out/plane.png").format == "PNG"
+    lines = Path("out/frames.csv").read_text().splitlines()
+    assert sum(line.startswith("policy,") for line in lines) == FRAMES
+
+
+def test_a_pipeline_that_tells_no_latents_is_compared_without_curves(
+    compare: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawing = compare.clip_model.draw
+    monkeypatch.setattr(
+        compare.clip_model, "draw", lambda pipe, request, on_step: drawing(pipe, request)
+    )
+    options = ["--kernels", "sage", "--num-frames", "4", "--budget", "0.1"]
+    assert compare.main([*options, "--num-inference-steps", "1", "--output", "out"]) == 0
+    assert "not told by the pipeline" in capsys.readouterr().out
+    quality = json.loads(Path("out/metrics.json").read_text())["quality"]
+    assert quality["sage"]["step_error"] == []
+    assert not Path("out/result.json").exists()
+
+
+def test_the_curve_of_a_pipeline_of_diffusers(
+    compare: ModuleType, tiny_cogvideox: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", str(tiny_cogvideox), "--prompt", "a", "--kernels", "sage"]
+    options += ["--num-inference-steps", "2", "--num-frames", "9", "--height", "64"]
+    assert compare.main([*options, "--width", "64", "--budget", "0.1", "--output", "out"]) == 0
+    quality = json.loads(Path("out/metrics.json").read_text())["quality"]
+    assert len(quality["sage"]["step_error"]) == 2

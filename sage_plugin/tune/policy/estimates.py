@@ -9,8 +9,18 @@ from sage_plugin.schema import CallShape
 from sage_plugin.tune.policy.grid import Cell, Grid, Place, kind
 from sage_plugin.tune.policy.option import HOST, Option
 
-Errors = Mapping[Place, Mapping[str, float | str]]
-"""By place and option: the error of the worst capture in the cell, or why the option is out."""
+
+@dataclass(frozen=True, slots=True)
+class CellErrors:
+    """What the captures of a cell showed.
+
+    Attributes:
+        files: the captures that were judged.
+        errors: by option, the error of the worst of them, or why the option is out.
+    """
+
+    files: tuple[str, ...]
+    errors: Mapping[str, float | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,7 @@ def worst_of(values: Sequence[float | str]) -> float | str:
 
 def estimates_of(
     grid: Grid,
-    errors: Errors,
+    errors: Mapping[Place, CellErrors],
     times: Mapping[CallShape, Mapping[str, float]],
     options: Sequence[Option],
 ) -> tuple[CellEstimates, ...]:
@@ -72,11 +82,11 @@ def estimates_of(
         if host_ms is None:
             continue
         near = [place] if place in errors else list(neighbours(grid, errors, place))
-        files = tuple(r.file for p in near for r in grid.cells[p].records)
+        files = tuple(file for p in near for file in errors[p].files)
         estimates = [Estimate(HOST, 0.0, host_ms)]
         for option in options if near else ():
             ms = _milliseconds(cell, times, option.label)
-            error = worst_of([errors[p].get(option.label, "not measured") for p in near])
+            error = worst_of([errors[p].errors.get(option.label, "not measured") for p in near])
             if ms is not None and isinstance(error, float):
                 estimates.append(Estimate(option.label, error, ms, files))
         found.append(CellEstimates(place, cell, tuple(estimates)))

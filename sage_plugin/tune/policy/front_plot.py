@@ -25,10 +25,9 @@ def save(found: Found, path: Path) -> str:
 def _draw(canvas: Figure, found: Found) -> None:
     axes = canvas.add_subplot()
     front = found.front
-    axes.step(
+    axes.plot(
         [one.ms for one in front],
         [one.error for one in front],
-        where="post",
         marker="o",
         markersize=3,
         color="tab:blue",

@@ -24,7 +24,7 @@ from sage_plugin.tune.policy.choice import (
     least_error,
     most_saved,
 )
-from sage_plugin.tune.policy.estimates import CellEstimates, estimates_of, worst_of
+from sage_plugin.tune.policy.estimates import CellErrors, CellEstimates, estimates_of, worst_of
 from sage_plugin.tune.policy.evidence import Evidence
 from sage_plugin.tune.policy.grid import Grid, Place, grid_of
 from sage_plugin.tune.policy.option import HOST, Option, default_options
@@ -81,13 +81,14 @@ class _Search:
     notes: list[str] = field(default_factory=list)
     judged: int = 0
 
-    def errors(self) -> dict[Place, dict[str, float | str]]:
+    def errors(self) -> dict[Place, CellErrors]:
         """Every option on the captures of every cell."""
         chosen = {
             place: pick(cell.records, self.request.captures_per_cell)
             for place, cell in self.grid.captured.items()
         }
-        total, found = sum(map(len, chosen.values())), {}
+        total = sum(map(len, chosen.values()))
+        found: dict[Place, CellErrors] = {}
         for place, records in chosen.items():
             values: dict[str, list[float | str]] = {option.label: [] for option in self.options}
             for record in records:
@@ -95,7 +96,10 @@ class _Search:
                     values[option.label].append(self.evidence.error(record, option))
                 self.judged += 1
                 self.progress("captures judged", self.judged, total)
-            found[place] = {label: worst_of(errors) for label, errors in values.items()}
+            found[place] = CellErrors(
+                tuple(record.file for record in records),
+                {label: worst_of(errors) for label, errors in values.items()},
+            )
         self._note_refusals(found)
         return found
 
@@ -122,9 +126,10 @@ class _Search:
             )
         return times
 
-    def _note_refusals(self, found: dict[Place, dict[str, float | str]]) -> None:
+    def _note_refusals(self, found: dict[Place, CellErrors]) -> None:
         for option in self.options:
-            reasons = [r for row in found.values() if isinstance(r := row[option.label], str)]
+            values = [one.errors[option.label] for one in found.values()]
+            reasons = [value for value in values if isinstance(value, str)]
             if reasons:
                 self.notes.append(
                     f"{option.label} is out in {len(reasons)} of {len(found)} captured cells, "
