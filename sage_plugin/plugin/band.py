@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from sage_plugin.errors import ConfigError
+from sage_plugin.errors import ConfigError, UsageError
 
+MAX_BANDS = 100
 _BOUND = re.compile(r"(-?\d{1,9})(%?)")
 
 
@@ -93,6 +94,27 @@ class Band:
         return begin is not None and end is not None and _comparable(begin, end) and (
             begin.value >= end.value
         )  # fmt: skip
+
+
+def equal_bands(count: int, steps: int | None) -> tuple[str, ...]:
+    """Bands of nearly equal length in percents, at most one a step; one where no steps are known.
+
+    Raises:
+        UsageError: `count` is not from 1 to 100.
+
+    Example:
+        >>> equal_bands(4, 20)
+        (':25%', '25%:50%', '50%:75%', '75%:')
+        >>> equal_bands(4, None), equal_bands(10, 2)
+        (('',), (':50%', '50%:'))
+    """
+    if not 1 <= count <= MAX_BANDS:
+        raise UsageError(f"--bands {count}: use 1 to {MAX_BANDS} bands of denoising steps")
+    count = min(count, steps or 1)
+    edges = [f"{round(100 * i / count)}%" for i in range(1, count)]
+    if not edges:
+        return ("",)
+    return tuple(f"{a}:{b}" for a, b in zip(["", *edges], [*edges, ""], strict=True))
 
 
 def _bound(text: str, whole: str) -> Bound | None:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from sage_plugin.capture.manifest import CallCounts
 from sage_plugin.capture.reader import CaptureFolder
-from sage_plugin.errors import CaptureError, UsageError
-from sage_plugin.plugin.band import Band
+from sage_plugin.errors import CaptureError
+from sage_plugin.plugin.band import Band, equal_bands
 from sage_plugin.schema import CallShape, CaptureRecord
-
-MAX_BANDS = 100
 
 Place = tuple[int, int]
 """Number of the layer and of the band, from 0."""
@@ -88,29 +86,6 @@ def kind(layer: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", layer)
 
 
-def bands_of(count: int, steps: int | None) -> tuple[str, ...]:
-    """Bands of nearly equal length in percents; one for all steps where none were counted.
-
-    Raises:
-        UsageError: `count` is not from 1 to 100.
-
-    Example:
-        >>> bands_of(4, 20)
-        (':25%', '25%:50%', '50%:75%', '75%:')
-        >>> bands_of(4, None), bands_of(10, 2)
-        (('',), (':50%', '50%:'))
-    """
-    if not 1 <= count <= MAX_BANDS:
-        raise UsageError(f"--bands {count}: use 1 to {MAX_BANDS} bands of denoising steps")
-    count = min(count, steps or 1)
-    if count == 1:
-        return ("",)
-    edges = [round(100 * i / count) for i in range(count + 1)]
-    low = ["", *(f"{edge}%" for edge in edges[1:-1])]
-    high = [*(f"{edge}%" for edge in edges[1:-1]), ""]
-    return tuple(f"{a}:{b}" for a, b in zip(low, high, strict=True))
-
-
 def grid_of(captures: CaptureFolder, *, bands: int, min_seq: int) -> Grid:
     """Sort the captures and the counted calls of a folder into cells.
 
@@ -129,7 +104,7 @@ def grid_of(captures: CaptureFolder, *, bands: int, min_seq: int) -> Grid:
             f"{captures.path} has no calls by layer and step, which a policy is searched by: "
             "record again with `sage capture`"
         )
-    names = bands_of(bands, counts.denoising_steps)
+    names = equal_bands(bands, counts.denoising_steps)
     layers = tuple(dict.fromkeys(counts.layers))
     parsed = [Band.parse(name) for name in names]
     calls = _calls(counts, layers, parsed, min_seq)
