@@ -16,7 +16,7 @@ from sage_plugin.plugin.policy import SCHEMA_VERSION, Foreseen, Policy, Predicti
 from sage_plugin.schema import CallShape, DeviceFacts
 from sage_plugin.tune import run_folder
 from sage_plugin.tune.plan import chosen_device
-from sage_plugin.tune.policy import times_file
+from sage_plugin.tune.policy import results, times_file
 from sage_plugin.tune.policy.choice import (
     Assignment,
     Problem,
@@ -183,6 +183,7 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
         assignment = least_error(problem, request.max_ms)
     else:
         assignment = most_saved(problem, request.max_error or 0.0)
+    results.write(folder / run_folder.RESULTS, problem, assignment)
     device = facts.name if request.times is None else times_file.read(request.times)[0]
     prediction = _prediction(problem, assignment, grid, options, device)
     return Found(
