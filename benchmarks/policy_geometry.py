@@ -11,7 +11,6 @@ are timed alone.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import peer_kernels
 import step_models
+import step_timing
 import torch
 from accuracy import identity, write
 from gpu_options import gpu_parser, on_gpu
@@ -116,7 +116,7 @@ def measured(args: argparse.Namespace) -> Facts:
     with sage_plugin.patched(step.model, kernel=HOST, min_seq=min_seq) as handle:
         layers = list(handle.layers)
         handle.listeners.append(events.append)
-        _forward(step)
+        _timed(step, {}, 0)()
     bands = per_band(read(args.policy), layers, args.steps)
     rules = [rule for policy in bands.values() for rule in policy.rules[:-1]]
     options = {option.label: option for option in map(option_of, rules)}
@@ -147,20 +147,16 @@ def measured(args: argparse.Namespace) -> Facts:
     return {"call_ms": call_ms, "step_ms": step_ms, "bands": rows, "mean": mean}
 
 
-def _forward(step: Any) -> None:  # noqa: ANN401
-    with torch.no_grad():
-        step.model(**step.arguments)
-
-
 def _timed(step: Any, options: Facts, min_seq: int) -> Callable[[], object]:  # noqa: ANN401
+    """A step of the model, or of a patched copy that shares its weights."""
+    model = step.model
+    if options:
+        model = step_timing.sharing_copy(model)
+        sage_plugin.patch(model, min_seq=min_seq, **options)
+
     def run() -> None:
-        around = (
-            sage_plugin.patched(step.model, min_seq=min_seq, **options)
-            if options
-            else contextlib.nullcontext()
-        )
-        with around:
-            _forward(step)
+        with torch.no_grad():
+            model(**step.arguments)
 
     return run
 
