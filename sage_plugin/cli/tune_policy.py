@@ -192,17 +192,18 @@ def _check_output(path: Path) -> None:
 
 
 def _searched(request: Request) -> Found:
-    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
     from sage_plugin.tune.policy.search import search
 
     columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=stderr, transient=True) as progress:
-        tasks: dict[str, object] = {}
+        tasks: dict[str, TaskID] = {}
 
         def tell(what: str, done: int, total: int) -> None:
-            task = tasks.setdefault(what, progress.add_task(what, total=total))
-            progress.update(task, completed=done)  # type: ignore[arg-type]
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+            progress.update(tasks[what], completed=done)
 
         return search(request, tell)
 
@@ -251,8 +252,8 @@ def _summary(found: Found) -> str:
     host, *singles, policy = prediction.ways
     lines = [
         f"Attention of a run on {found.device}: {policy.ms:.2f} ms with the policy, "
-        f"{host.ms:.2f} with the host's ({host.ms / policy.ms:.2f} times as fast), mean error "
-        f"{policy.error:.4f}."
+        f"{host.ms:.2f} with the host's ({host.ms / (policy.ms or host.ms or 1):.2f} times as "
+        f"fast), mean error {policy.error:.4f}."
     ]
     if singles:
         lines.append(

@@ -131,6 +131,38 @@ def test_a_kernel_by_name_is_what_runs(tmp_path):
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_policy_takes_the_place_of_the_kernel(tmp_path):
+    rules = [{"kernel": "sdpa", "steps": ":1"}, {"kernel": "sage"}]
+    policy = tmp_path / "policy.json"
+    policy.write_text(json.dumps({"schema_version": 1, "rules": rules}))
+    result = demo("--out", tmp_path / "out", "--policy", policy)
+    assert result.exit_code == 0, result.stderr
+    text = " ".join(result.stdout.split())
+    assert f"{LAYERS} of {LAYERS * STEPS} attention calls ran on kernels by the policy" in text
+    assert "rule 1 x1 at steps 0" in text
+    assert "rule 2 x1 at steps 1" in text
+    assert "fav3_sage:emulation" not in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_policy_that_fits_no_layer_is_refused_before_anything_is_drawn(tmp_path):
+    rules = [{"kernel": "sage", "layers": ["*blocks.29.*"]}]
+    policy = tmp_path / "policy.json"
+    policy.write_text(json.dumps({"schema_version": 1, "rules": rules}))
+    result = demo("--out", tmp_path / "out", "--policy", policy)
+    assert result.exit_code == 2
+    assert "rule 1 of the policy names no layer of this model" in result.stderr
+    assert "2. Generate" not in result.stdout
+
+
+def test_the_mean_step_counts_slow_ones_that_the_median_hides():
+    import torch
+
+    clip = demo_run.Clip(torch.zeros(1), (9.0, 1.0, 2.0))
+    assert (clip.mean_step_ms, clip.median_step_ms) == (4.0, 2.0)
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_patched_clip_is_near_the_hosts_and_not_the_same(tmp_path):
     result = demo("--out", tmp_path / "out")
     line = next(line for line in result.stdout.splitlines() if "dB PSNR" in line)
@@ -169,6 +201,7 @@ def test_a_patched_run_without_a_kernel_call_fails(tmp_path, monkeypatch):
         (("--device", "tpu"), 2, "--device 'tpu': allowed are cuda and cpu"),
         (("--steps", "1"), 2, "--steps"),
         (("--digit", "10"), 2, "--digit"),
+        (("--policy", "no.json"), 2, "neither a file nor one of fast, balanced, safe"),
     ],
 )
 def test_a_mistake_is_answered_before_anything_is_made(tmp_path, words, code, said):

@@ -104,13 +104,21 @@ def least_error(problem: Problem, max_ms: float) -> Assignment:
             f"(the host's attention {problem.host_ms:.3f}) with no call over an error of "
             f"{problem.max_layer_error:g} (--max-layer-error)"
         )
-    return _assignment(problem, solution)
+    assignment = _assignment(problem, solution)
+    if all(one.pick.label == HOST for one in assignment.chosen):
+        raise TuningError(
+            f"--max-ms {max_ms:g}: the host's attention itself takes {problem.host_ms:.3f} ms a "
+            "run, so that no policy is needed"
+        )
+    return assignment
 
 
 def front_of(problem: Problem) -> tuple[Assignment, ...]:
     """Assignments from no error to the most that is worth having, each saving more than before."""
     groups = _saving_groups(problem)
     greatest = math.fsum(max(group, key=lambda a: (a.value, -a.weight)).weight for group in groups)
+    # Each group's weight is rounded up to the grid by less than a step of it.
+    greatest *= 1 + len(groups) / FRONT_GRID
     found: list[Assignment] = []
     for number in range(FRONT_POINTS + 1):
         solution = solve(groups, greatest * (number / FRONT_POINTS) ** 2, grid=FRONT_GRID)
@@ -146,7 +154,10 @@ def _nothing(problem: Problem, groups: Sequence[Sequence[Alternative]], max_erro
             f"--max-error {max_error:g}: nothing that saves time has so little error; the least "
             f"that does has {min(worth):.2g}"
         )
-    slower = all(len(one.estimates) > 1 for one in problem.cells)
+    slower = all(
+        len(one.estimates) > 1 and all(e.ms >= one.estimates[0].ms for e in one.estimates[1:])
+        for one in problem.cells
+    )
     why = (
         "no kernel is faster here than the host's attention"
         if slower

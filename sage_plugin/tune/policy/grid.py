@@ -12,6 +12,9 @@ from sage_plugin.errors import CaptureError
 from sage_plugin.plugin.band import Band, equal_bands
 from sage_plugin.schema import CallShape, CaptureRecord
 
+MOST_CALLS = 10**12
+"""More calls than any recording sees."""
+
 Place = tuple[int, int]
 """Number of the layer and of the band, from 0."""
 
@@ -48,6 +51,7 @@ class Grid:
         cells: by layer and band; a layer without calls in a band has no cell there.
         steps: denoising steps of a run, `None` where none were counted.
         total_calls: attention calls of a run, those included that no kernel may take.
+        min_seq: calls with fewer queries or keys are in no cell.
     """
 
     layers: tuple[str, ...]
@@ -55,6 +59,7 @@ class Grid:
     cells: dict[Place, Cell]
     steps: int | None
     total_calls: float
+    min_seq: int = 0
 
     @property
     def shapes(self) -> tuple[CallShape, ...]:
@@ -104,6 +109,11 @@ def grid_of(captures: CaptureFolder, *, bands: int, min_seq: int) -> Grid:
             f"{captures.path} has no calls by layer and step, which a policy is searched by: "
             "record again with `sage capture`"
         )
+    if not _plausible(counts):
+        raise CaptureError(
+            f"{captures.path} has counts of calls that no recording writes: record again with "
+            "`sage capture`"
+        )
     names = equal_bands(bands, counts.denoising_steps)
     layers = tuple(dict.fromkeys(counts.layers))
     parsed = [Band.parse(name) for name in names]
@@ -128,7 +138,18 @@ def grid_of(captures: CaptureFolder, *, bands: int, min_seq: int) -> Grid:
             "shorter ones stay with the host's attention (--min-seq)"
         )
     total = counts.total / max(1, counts.runs)
-    return Grid(layers, names, cells, counts.denoising_steps, total)
+    return Grid(layers, names, cells, counts.denoising_steps, total, min_seq)
+
+
+def _plausible(counts: CallCounts) -> bool:
+    """Whether the numbers of a file from anywhere can be counts of calls of real shapes."""
+    by_step = sum(n for row in counts.layer_calls for n in row.calls if n > 0)
+    sizes = (
+        size
+        for one in counts.shapes
+        for size in (one.shape.batch, one.shape.heads_q, one.shape.seq_q, one.shape.seq_k)
+    )
+    return by_step <= counts.total <= MOST_CALLS and all(0 < size <= MOST_CALLS for size in sizes)
 
 
 def _calls(

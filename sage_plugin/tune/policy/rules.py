@@ -38,7 +38,7 @@ def rules_of(grid: Grid, chosen: Sequence[Chosen], options: Iterable[Option]) ->
             members = [at[layer, band] for band in range(first, last + 1) if (layer, band) in at]
             groups.setdefault((label, first, last), []).extend(members)
     rules = [
-        _rule(by_label[label], grid.bands, first, last, members)
+        _rule(by_label[label], grid, first, last, members)
         for (label, first, last), members in groups.items()
     ]
     return tuple(sorted(rules, key=lambda rule: -(rule.saved_ms or 0.0)))
@@ -63,18 +63,16 @@ def _runs(at: Mapping[Place, Chosen], layer: int, bands: int) -> Iterator[tuple[
         yield label, first, last
 
 
-def _rule(
-    option: Option, bands: Sequence[str], first: int, last: int, members: Sequence[Chosen]
-) -> Rule:
+def _rule(option: Option, grid: Grid, first: int, last: int, members: Sequence[Chosen]) -> Rule:
     shapes = [shape for one in members for shape, _ in one.cell.cell.calls]
-    begin = bands[first].partition(":")[0]
-    end = bands[last].partition(":")[2]
+    begin = grid.bands[first].partition(":")[0]
+    end = grid.bands[last].partition(":")[2]
     return Rule(
         kernel=option.name,
         layers=tuple(dict.fromkeys(one.cell.cell.layer for one in members)),
         steps=f"{begin}:{end}" if begin or end else "",
         # Much shorter calls than those that were measured are not what was chosen for.
-        min_seq=min(min(shape.seq_q, shape.seq_k) for shape in shapes) // 2,
+        min_seq=max(grid.min_seq, min(min(shape.seq_q, shape.seq_k) for shape in shapes) // 2),
         launch=option.fields,
         saved_ms=round(sum(one.saved_ms for one in members), 4),
         error=round(max(one.pick.error for one in members), 6),

@@ -11,7 +11,7 @@ from pathlib import Path
 from sage_plugin.accuracy import effects as effects_file
 from sage_plugin.capture.reader import CaptureFolder, open_captures
 from sage_plugin.capture.reduce import pick
-from sage_plugin.errors import UsageError
+from sage_plugin.errors import TuningError, UsageError
 from sage_plugin.plugin.policy import SCHEMA_VERSION, Foreseen, Policy, Prediction, checked
 from sage_plugin.schema import CallShape, DeviceFacts
 from sage_plugin.tune import run_folder
@@ -178,6 +178,11 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
         times = running.times()
         errors = running.errors()
     cells = estimates_of(grid, errors, times, options)
+    if not cells:
+        raise TuningError(
+            f"no call of {request.folder} has times"
+            + (f": {request.times} was measured on other shapes" if request.times else "")
+        )
     problem = _problem(request, grid, cells, running.notes)
     if request.max_ms is not None:
         assignment = least_error(problem, request.max_ms)
@@ -201,13 +206,17 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
 
 def _options(request: Request, facts: DeviceFacts, grid: Grid) -> tuple[Option, ...]:
     """The options that were asked for, or all of the device; with a file of times, those in it."""
-    if request.kernels:
-        return tuple(dict.fromkeys(Option.parse(text) for text in request.kernels))
-    options = default_options(facts, grid.shapes[0].head_dim)
+    asked = tuple(dict.fromkeys(Option.parse(text) for text in request.kernels))
+    options = asked or default_options(facts, grid.shapes[0].head_dim)
     if request.times is None:
         return options
     _, known = times_file.read(request.times)
     labels = {label for row in known.values() for label in row}
+    if untimed := [option.label for option in asked if option.label not in labels]:
+        raise UsageError(
+            f"--kernel {untimed[0]}: {request.times} has no times of it; it has "
+            f"{', '.join(sorted(labels - {HOST}))}"
+        )
     return tuple(option for option in options if option.label in labels)
 
 

@@ -45,8 +45,11 @@ def read(path: Path) -> tuple[str, Times]:
                 ms = float(row["time"]["median_ms"])
                 if not 0 < ms < math.inf:
                     raise ValueError(f"a time of {ms} ms")
-                times.setdefault(CallShape.from_json(row["shape"]), {})[row["kernel"]] = ms
-    except (KeyError, TypeError, ValueError) as error:
+                shape = CallShape.from_json(row["shape"])
+                if min(shape.batch, shape.heads_q, shape.seq_q, shape.seq_k) < 1:
+                    raise ValueError(f"a call of {pairs(shape)} query-key pairs")
+                times.setdefault(shape, {})[str(row["kernel"])] = ms
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{path}: no result of `sage bench --json` ({type(error).__name__}: {error})"
         ) from error

@@ -1,0 +1,41 @@
+"""A command's own output folder: replaced by its next run, while anybody else's is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from sage_plugin.errors import OutputError, UsageError
+
+
+def prepare(folder: Path, *, mark: str, command: str) -> None:
+    """An empty folder; one that an earlier run made is replaced, any other is refused.
+
+    Args:
+        folder: where the files go.
+        mark: name of the file that says that a folder is the command's own.
+        command: the command, e.g. `sage demo`; its last word names its runs.
+
+    Raises:
+        UsageError: the folder holds something else.
+        OutputError: it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> prepare(folder, mark=".sage-demo", command="sage demo")
+        >>> [path.name for path in folder.iterdir()]
+        ['.sage-demo']
+    """
+    try:
+        if folder.is_dir() and (folder / mark).is_file():
+            shutil.rmtree(folder)
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(
+                f"{folder} exists and is not the folder of an earlier {command.split()[1]}: name "
+                "another with --out"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / mark).write_text(f"made by `{command}`, which replaces this folder\n")
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error
