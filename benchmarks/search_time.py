@@ -1,7 +1,7 @@
 """How long the search of a policy takes on 10, 100 and 1,000 captures of the embedded model.
 
 Each folder is recorded anew, from runs of as many denoising steps as that takes; every capture is
-judged.
+judged, on one head of each batch item.
 
     python benchmarks/search_time.py --output search_time.json [--captures 10 100 1000]
 """
@@ -40,7 +40,7 @@ def timed(count: int, args: argparse.Namespace) -> dict[str, Any]:
         pipe.set_progress_bar_config(disable=True)
         start = time.monotonic()
         with sage_plugin.record(
-            pipe, captures, max_captures=count, total_steps=steps, max_bytes=64 * 2**30
+            pipe, captures, max_captures=count, total_steps=steps, heads=1, max_bytes=64 * 2**30
         ):
             pipe(
                 DIGIT,

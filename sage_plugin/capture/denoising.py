@@ -31,24 +31,16 @@ class DenoisingSteps:
         self._falls: bool | None = None
 
     def forward(self, timestep: float | None) -> None:
-        """Take note of a forward and the timestep that it was called with."""
-        if timestep is None:
-            self.step = None
+        """Take note of a forward; one whose timestep is not known belongs to the current step."""
+        last = self._last
+        if timestep is None or timestep == last:
             return
-        if timestep == self._last and self.step is not None:
-            return
-        if self._begins(timestep):
+        falls = None if last is None else timestep < last
+        if self.step is None or self._falls not in (None, falls):  # one that turns back begins anew
             self.runs += 1
             self.step, self._falls = 0, None
         else:
-            assert self.step is not None and self._last is not None  # a run is going on
             self.step += 1
-            self._falls = timestep < self._last
+            self._falls = falls
         self._last = timestep
         self.steps = max(self.steps or 0, self.step + 1)
-
-    def _begins(self, timestep: float) -> bool:
-        """Whether a run begins: the first timestep, or one that turns back."""
-        if self._last is None or self.step is None:
-            return True
-        return self._falls is not None and (timestep < self._last) != self._falls

@@ -47,10 +47,15 @@ class ForwardWatch:
 
     @property
     def timestep(self) -> float | None:
-        """The model's own timestep; reading it waits for the device."""
+        """The model's own timestep, the greatest where tokens have their own.
+
+        Reading it waits for the device; it is not read while a CUDA graph is captured.
+        """
         value = self._timestep
         if isinstance(value, torch.Tensor):
-            value = value.flatten()[0].item() if value.numel() else None
+            if value.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            value = value.max().item() if value.numel() else None
         return float(value) if isinstance(value, int | float) else None
 
     def start(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli import bench_policy
+from sage_plugin.cli import bench_effects, bench_policy
 from sage_plugin.cli.bench_inputs import DEFAULT_FOLDER, Asked, suite_of
 from sage_plugin.cli.console import stderr, stdout
 from sage_plugin.errors import CaptureError, GateError, UnsupportedInputError, UsageError
@@ -88,7 +88,17 @@ ClipSize = Annotated[
     str | None,
     typer.Option("--size", help="Of the clips: small or large (default: large on a GPU)."),
 ]
-Digit = Annotated[int, typer.Option("--digit", min=0, max=9, help="Digit to draw.")]
+Digits = Annotated[
+    list[int] | None,
+    typer.Option("--digit", min=0, max=9, help="Digit to draw, repeatable (default 7)."),
+]
+EffectsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--effects", help="Measure what a clip feels of each layer and band of steps; the file."
+    ),
+]
+Bands = Annotated[int, typer.Option(help="Bands of denoising steps, for --effects.")]
 Steps = Annotated[
     int | None,
     typer.Option(min=1, help="Denoising steps (default: those of the policy's search, or 15)."),
@@ -131,7 +141,9 @@ def command(
     policy: PolicyOf = None,
     end_to_end: EndToEnd = False,
     size: ClipSize = None,
-    digit: Digit = 7,
+    digit: Digits = None,
+    effects: EffectsFile = None,
+    bands: Bands = 5,
     num_inference_steps: Steps = None,
     budget: Budget = None,
     out: Out = bench_policy.FOLDER,
@@ -143,15 +155,17 @@ def command(
     from sage_plugin.bench.compare import Plan
     from sage_plugin.kernels.dispatch import parse_kernel
 
-    if bench_policy.asked(ctx) and policy is not None:
+    if bench_policy.asked(ctx):
         where, facts = _device(device, None)
         single = tuple(_text(*pair) for pair in _kernels(kernel or (), facts))
-        bench_policy.run(
-            bench_policy.Ask(
-                policy, single, where, size, digit, num_inference_steps, seed, budget, out,
-                config_dir,
-            )
+        ask = bench_policy.Ask(
+            policy or "", single, where, size, tuple(digit or (7,)), num_inference_steps, seed,
+            budget, out, config_dir,
         )  # fmt: skip
+        if effects is None:
+            bench_policy.run(ask)
+        else:
+            bench_effects.run(ask, tuple(kernel or ()), bands, effects)
         return
     _check_outputs(csv, json)
     metrics = _metrics(metric)

@@ -29,6 +29,7 @@ MODEL = "CogVideoXTransformer3DModel"
 
 ALONE = {"policy", "end_to_end", "size", "digit", "num_inference_steps", "budget", "out"}
 NEEDED = {"policy": "--policy with a file or a preset", "end_to_end": "--end-to-end"}
+EFFECTS = {"effects", "bands", "size", "digit", "num_inference_steps"}
 SHARED = {"kernel", "seed", "device", "config_dir"}
 """Options of `sage bench` that stand beside those of `ALONE`; no others do."""
 
@@ -42,7 +43,7 @@ class Ask:
         kernels: the single kernels to compare with.
         device: where it runs.
         size: of the embedded model, `None` for the device's.
-        digit: that is drawn.
+        digits: that are drawn, a clip each.
         steps: denoising steps, `None` for those that the policy was searched for, or the size's.
         seed: of the starting noise, and of the order of timing.
         budget_s: seconds for timing, `None` for the default.
@@ -54,7 +55,7 @@ class Ask:
     kernels: tuple[str, ...]
     device: torch.device
     size: str | None
-    digit: int
+    digits: tuple[int, ...]
     steps: int | None
     seed: int
     budget_s: float | None
@@ -71,7 +72,7 @@ class _Asked(Protocol):
 
 
 def asked(ctx: _Asked) -> bool:
-    """Whether a command line of `sage bench` asks for a proof.
+    """Whether a command line of `sage bench` asks for whole clips: for a proof, or for effects.
 
     Raises:
         UsageError: one of its options has no place beside another.
@@ -81,6 +82,9 @@ def asked(ctx: _Asked) -> bool:
         for parameter in ctx.command.params
         if getattr(ctx.get_parameter_source(parameter.name), "name", "") == "COMMANDLINE"
     }
+    if {"effects", "bands"} & set(given):
+        _check_effects(given)
+        return True
     own = ALONE & set(given)
     if not own:
         return False
@@ -98,6 +102,18 @@ def asked(ctx: _Asked) -> bool:
     return True
 
 
+def _check_effects(given: Mapping[str, str]) -> None:
+    """Refuse what has no place beside `--effects`.
+
+    Raises:
+        UsageError: such an option was given, or `--bands` alone.
+    """
+    if "effects" not in given:
+        raise UsageError("--bands is of --effects, which measures what clips feel: name its file")
+    if foreign := [name for name in given if name not in EFFECTS | SHARED]:
+        raise UsageError(f"{given[foreign[0]]} has no place beside --effects: leave it out")
+
+
 def run(ask: Ask) -> None:
     """Draw, compare, time, show and write.
 
@@ -113,20 +129,20 @@ def run(ask: Ask) -> None:
 
     checked_seed(ask.seed)
     policy = checked_policy(ask.policy)
-    ways, name = ways_of(ask.kernels, policy), _size(ask)
+    ways, name = ways_of(ask.kernels, policy), size_of(ask)
     size = SIZES[name]
     steps = ask.steps or _foreseen_steps(policy) or size.default_steps
-    with _progress() as tell:
+    with progress_line() as tell:
         tell("loading the model")
-        subject = _subject(ask, size, steps)
+        subject = subject_of(ask, size, steps)
         subject.denoisers(ways)  # a policy that does not fit is refused before the old folder goes
         own_folder.prepare(ask.out, mark=MARK, command="sage bench --end-to-end")
         limits = LIMITS if ask.budget_s is None else replace(LIMITS, budget_s=ask.budget_s)
         proof, clips = prove(subject, ways, limits=limits, seed=ask.seed, tell=tell)
     stdout.print(render(proof, width=stdout.width), soft_wrap=False)
-    _save_clips(clips, ask.out)
+    _save_clips({name: clip[: size.frames] for name, clip in clips.items()}, ask.out)
     note = plot.save(proof, ask.out / "plane.png")
-    facts = {"policy": ask.policy, "size": name, "digit": ask.digit, "steps": steps}
+    facts = {"policy": ask.policy, "size": name, "digits": list(ask.digits), "steps": steps}
     _write(proof, ask, facts)
     for sentence in (note, f"Wrote result.json, the plot and clips to {ask.out}."):
         if sentence:
@@ -159,7 +175,7 @@ def checked_policy(text: str) -> Policy:
     return policy
 
 
-def _size(ask: Ask) -> str:
+def size_of(ask: Ask) -> str:
     name = ask.size or ("small" if ask.device.type == "cpu" else "large")
     if name not in SIZES:
         raise UsageError(f"--size {ask.size!r}: allowed are {', '.join(SIZES)}")
@@ -170,8 +186,9 @@ def _foreseen_steps(policy: Policy) -> int | None:
     return None if policy.prediction is None else policy.prediction.steps
 
 
-def _subject(ask: Ask, size: DemoSize, steps: int) -> Subject:
+def subject_of(ask: Ask, size: DemoSize, steps: int) -> Subject:
     """The embedded model, and how it draws: bf16 on a GPU, fp32 on a CPU."""
+    import numpy as np
     import torch
 
     from sage_plugin.bench.end_to_end.run import Subject
@@ -183,14 +200,14 @@ def _subject(ask: Ask, size: DemoSize, steps: int) -> Subject:
 
     def draw(on_step: OnStep) -> Frames:
         output = pipe(
-            ask.digit,
+            list(ask.digits),
             size=size,
             num_inference_steps=steps,
             generator=torch.Generator().manual_seed(ask.seed),
             output_type="np",
             callback_on_step_end=lambda _pipe, _step, _time, at: on_step(at["latents"]),
         )
-        frames: Frames = output.frames[0]
+        frames: Frames = np.concatenate(list(output.frames))  # the clips one after the other
         return frames
 
     return Subject(pipe, draw, ask.device, config_dir=ask.config_dir)
@@ -247,7 +264,7 @@ def _say(sentence: str) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def progress_line() -> Iterator[Callable[[str], None]]:
     """A line on stderr that says what is going on; yields what changes it."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -130,7 +130,8 @@ def command(
     if policy:
         launch_options = {
             "--space": space, "--max-trials": max_trials, "--patience": patience,
-            "--budget": budget,
+            "--budget": budget, "--min-gain": None if min_gain == 0.01 else min_gain,
+            "--timeout": None if timeout == 300.0 else timeout, "--seed": seed or None,
         }  # fmt: skip
         tune_policy.refuse(launch_options)
         tune_policy.run(

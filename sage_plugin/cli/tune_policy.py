@@ -253,7 +253,7 @@ def _summary(found: Found) -> str:
     lines = [
         f"Attention of a run on {found.device}: {policy.ms:.2f} ms with the policy, "
         f"{host.ms:.2f} with the host's ({host.ms / (policy.ms or host.ms or 1):.2f} times as "
-        f"fast), mean error {policy.error:.4f}."
+        f"fast), mean error {policy.error:.4f}{_weighted(found)}."
     ]
     if singles:
         lines.append(
@@ -267,6 +267,13 @@ def _summary(found: Found) -> str:
         f"{found.seconds:.0f} s; no choice can be better by more than {by_error:.3g}."
     )
     return "\n".join(lines)
+
+
+def _weighted(found: Found) -> str:
+    """The weighted error where there are weights."""
+    weighted = found.assignment.error
+    same = abs(weighted - found.assignment.plain_error) < 1e-9
+    return "" if same else f" (weighted by effects {weighted:.4f})"
 
 
 def _say(sentence: str, *, to_stderr: bool = False) -> None:

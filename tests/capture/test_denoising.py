@@ -51,11 +51,11 @@ def test_the_longest_run_is_reported():
     assert (steps.steps, steps.runs, steps.step) == (4, 3, 1)
 
 
-def test_a_forward_without_timestep_between_two_runs_parts_them():
-    """One-step runs, each after its text encoder."""
-    seen, steps = counted([None, 999.0, None, 999.0])
-    assert seen == [None, 0, None, 0]
-    assert (steps.steps, steps.runs) == (1, 2)
+def test_a_forward_without_timestep_belongs_to_the_current_step():
+    """A text encoder that is watched too, between two runs and within one."""
+    seen, steps = counted([None, 999.0, None, 500.0, None, 999.0])
+    assert seen == [None, 0, 0, 1, 1, 0]
+    assert (steps.steps, steps.runs) == (2, 2)
 
 
 @pytest.mark.parametrize("start", [900.0, 1.0])

@@ -38,14 +38,20 @@ class Problem:
         factor = self.weights[number] * one.cell.weight / self.total_calls
         return [(e, factor * e.error) for e in one.estimates if e.error <= self.max_layer_error]
 
-    def single(self, label: str) -> tuple[float, float]:
-        """Milliseconds and mean error of one option everywhere, whatever its error."""
-        ms = math.fsum(one.of(label).ms for one in self.cells)
-        error = math.fsum(
-            weight * one.cell.weight * one.of(label).error / self.total_calls
-            for weight, one in zip(self.weights, self.cells, strict=True)
+    def plain_error(self, picks: Sequence[Estimate]) -> float:
+        """Mean error of one estimate a cell over all calls of the run, without weights."""
+        return math.fsum(
+            one.cell.weight * pick.error / self.total_calls
+            for one, pick in zip(self.cells, picks, strict=True)
         )
-        return ms, error
+
+    def single(self, label: str) -> tuple[float, float]:
+        """Milliseconds and plain mean error of one option everywhere, whatever its error.
+
+        Cells where it may not run stay with the host's attention.
+        """
+        picks = [one.of(label) for one in self.cells]
+        return math.fsum(pick.ms for pick in picks), self.plain_error(picks)
 
     @property
     def host_ms(self) -> float:
@@ -60,7 +66,8 @@ class Assignment:
     Attributes:
         chosen: one a cell.
         ms: of all cells in one run.
-        error: mean over all calls of the run.
+        error: mean over all calls of the run, weighted.
+        plain_error: likewise without weights.
         slack: what no other choice can be better by: milliseconds, or error where the time was
             given.
     """
@@ -68,6 +75,7 @@ class Assignment:
     chosen: tuple[Chosen, ...]
     ms: float
     error: float
+    plain_error: float
     slack: float
 
 
@@ -142,6 +150,7 @@ def _assignment(problem: Problem, solution: Solution) -> Assignment:
         tuple(Chosen(c, e) for c, (e, _) in zip(problem.cells, shares, strict=True)),
         ms=math.fsum(estimate.ms for estimate, _ in shares),
         error=math.fsum(share for _, share in shares),
+        plain_error=problem.plain_error([estimate for estimate, _ in shares]),
         slack=solution.bound - solution.value,
     )
 

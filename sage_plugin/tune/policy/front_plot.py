@@ -27,7 +27,7 @@ def _draw(canvas: Figure, found: Found) -> None:
     front = found.front
     axes.plot(
         [one.ms for one in front],
-        [one.error for one in front],
+        [one.plain_error for one in front],
         marker="o",
         markersize=3,
         color="tab:blue",
@@ -37,7 +37,9 @@ def _draw(canvas: Figure, found: Found) -> None:
         axes.plot(way.ms, way.error, "s", color="tab:gray", markersize=5)
         axes.annotate(f" {way.way}", (way.ms, way.error), fontsize=8, va="bottom", rotation=20)
     chosen = found.assignment
-    axes.plot(chosen.ms, chosen.error, "*", color="tab:red", markersize=14, label="the policy")
+    axes.plot(
+        chosen.ms, chosen.plain_error, "*", color="tab:red", markersize=14, label="the policy"
+    )
     axes.set_xlabel(f"attention of a run in ms, on {found.device}")
     axes.set_ylabel("mean error of an attention call (centred, relative L1)")
     axes.set_ylim(bottom=0)

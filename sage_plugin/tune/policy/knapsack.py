@@ -1,22 +1,23 @@
 """One alternative for each group, so that their values are most and their weights fit.
 
-The multiple-choice knapsack (Sinha and Zoltners, 1979): weights are rounded up to a fine grid, so
-that what is chosen surely fits, and solved exactly there; the linear relaxation says how much the
-rounding, or anything else, can have cost.
+The multiple-choice knapsack (Sinha and Zoltners, 1979): weights are rounded to a fine grid and it
+is solved exactly there, rounded up so that what is chosen surely fits, and rounded down where that
+fits too; the linear relaxation says how much the rounding can have cost.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 GRID = 20_000
 PER_GROUP = 200
-"""Steps of the grid, and fewest of them for each group."""
+MOST = 100_000
+"""Steps of the grid, fewest of them for each group, and most of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +65,41 @@ def solve(
     if room < -1e-9 * max(1.0, abs(capacity)):
         return None
     room = max(0.0, room)
-    steps = grid or max(GRID, PER_GROUP * len(groups))
-    picks = _dynamic(groups, base, room, steps if room > 0 else 0)
-    chosen = [group[pick] for group, pick in zip(groups, picks, strict=True)]
-    value = math.fsum(alternative.value for alternative in chosen)
-    weight = math.fsum(alternative.weight for alternative in chosen)
+    steps = grid or min(MOST, max(GRID, PER_GROUP * len(groups)))
+    size = steps if room > 0 else 0
+    sums = [
+        _sums(groups, _dynamic(groups, base, room, size, rounded))
+        for rounded in (math.ceil, math.floor)
+    ]
+    # Rounded down, weights may come to more than there is room for; rounded up they never do.
+    fitting = [one for one in sums[1:] if one[2] <= capacity]
+    picks, value, weight = max((sums[0], *fitting), key=lambda one: one[1])
     return Solution(picks, value, weight, max(value, _relaxed(groups, base, room)))
 
 
+def _sums(
+    groups: Sequence[Sequence[Alternative]], picks: tuple[int, ...]
+) -> tuple[tuple[int, ...], float, float]:
+    """The picks with the sums of their values and weights."""
+    chosen = [group[pick] for group, pick in zip(groups, picks, strict=True)]
+    value = math.fsum(alternative.value for alternative in chosen)
+    return picks, value, math.fsum(alternative.weight for alternative in chosen)
+
+
 def _dynamic(
-    groups: Sequence[Sequence[Alternative]], base: Sequence[float], room: float, size: int
+    groups: Sequence[Sequence[Alternative]],
+    base: Sequence[float],
+    room: float,
+    size: int,
+    rounded: Callable[[float], int],
 ) -> tuple[int, ...]:
-    """The best choice where each weight above its group's lightest is rounded up to the grid."""
+    """The best choice where each weight above its group's lightest is rounded to the grid."""
     best = torch.zeros(size + 1, dtype=torch.float64)
     table = []
     for group, lightest in zip(groups, base, strict=True):
         rows = []
         for alternative in group:
-            steps = _steps(alternative.weight - lightest, room, size)
+            steps = _steps(alternative.weight - lightest, room, size, rounded)
             row = torch.full_like(best, -math.inf)
             if steps <= size:
                 row[steps:] = best[: size + 1 - steps] + alternative.value
@@ -94,17 +112,17 @@ def _dynamic(
     ):
         pick = int(picked[place])
         picks.append(pick)
-        place -= _steps(group[pick].weight - lightest, room, size)
+        place -= _steps(group[pick].weight - lightest, room, size, rounded)
     return tuple(reversed(picks))
 
 
-def _steps(weight: float, room: float, size: int) -> int:
-    """Grid steps that a weight takes, rounded up; more than there are where it does not fit."""
+def _steps(weight: float, room: float, size: int, rounded: Callable[[float], int]) -> int:
+    """Grid steps that a weight takes; more than there are where it does not fit."""
     if weight <= 0:
         return 0
     if weight > room:
         return size + 1
-    return math.ceil(weight / room * size * (1 - 1e-12))
+    return rounded(weight / room * size * (1 - 1e-12))
 
 
 def _relaxed(groups: Sequence[Sequence[Alternative]], base: Sequence[float], room: float) -> float:

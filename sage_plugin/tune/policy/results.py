@@ -22,7 +22,8 @@ def write(path: Path, problem: Problem, assignment: Assignment) -> None:
             "total_calls": problem.total_calls,
             "max_layer_error": problem.max_layer_error,
             "ms": assignment.ms,
-            "error": assignment.error,
+            "error": assignment.plain_error,
+            "weighted_error": assignment.error,
             "slack": assignment.slack,
             "cells": [
                 _cell(problem, number, one.pick.label)

@@ -12,6 +12,7 @@ from sage_plugin.accuracy import effects as effects_file
 from sage_plugin.capture.reader import CaptureFolder, open_captures
 from sage_plugin.capture.reduce import pick
 from sage_plugin.errors import TuningError, UsageError
+from sage_plugin.plugin.patch import MIN_SEQ
 from sage_plugin.plugin.policy import SCHEMA_VERSION, Foreseen, Policy, Prediction, checked
 from sage_plugin.schema import CallShape, DeviceFacts
 from sage_plugin.tune import run_folder
@@ -91,13 +92,20 @@ class _Search:
         found: dict[Place, CellErrors] = {}
         for place, records in chosen.items():
             values: dict[str, list[float | str]] = {option.label: [] for option in self.options}
+            files = []
             for record in records:
-                for option in self.options:
-                    values[option.label].append(self.evidence.error(record, option))
                 self.judged += 1
                 self.progress("captures judged", self.judged, total)
+                if (damage := self.captures.damage(record)) is not None:
+                    self.notes.append(f"{damage}; it is left out")
+                    continue
+                files.append(record.file)
+                for option in self.options:
+                    values[option.label].append(self.evidence.error(record, option))
+            if not files:
+                continue
             found[place] = CellErrors(
-                tuple(record.file for record in records),
+                tuple(files),
                 {label: worst_of(errors) for label, errors in values.items()},
             )
         self._note_refusals(found)
@@ -175,6 +183,11 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
         evidence = Evidence(captures, name, config_dir, folder / run_folder.LEDGER)
         running = _Search(request, facts, captures, grid, options, evidence, progress)
         running.notes += captures.problems
+        if request.min_seq < MIN_SEQ:
+            running.notes.append(
+                f"calls of fewer than {MIN_SEQ} queries or keys follow the policy only with "
+                f"patch(min_seq={request.min_seq})"
+            )
         times = running.times()
         errors = running.errors()
     cells = estimates_of(grid, errors, times, options)
@@ -247,7 +260,7 @@ def _prediction(
 ) -> Prediction:
     """What is foreseen of the host's attention, of each option everywhere, and of the policy."""
     ways = [(label, *problem.single(label)) for label in (HOST, *(o.label for o in options))]
-    ways.append(("policy", assignment.ms, assignment.error))
+    ways.append(("policy", assignment.ms, assignment.plain_error))
     foreseen = tuple(Foreseen(way, round(ms, 4), round(error, 8)) for way, ms, error in ways)
     return Prediction(device, grid.steps, math.ceil(grid.total_calls), foreseen)
 

@@ -39,8 +39,8 @@ def weights_of(effects: Effects, cells: Sequence[CellEstimates], where: str) -> 
     usual = [value for value in raw if not math.isnan(value)]
     if not usual:
         raise ConfigError(
-            f"{where}: measured with {effects.kernel}, which no layer may run here; measure with "
-            "another kernel, or allow a greater --max-layer-error"
+            f"{where}: measured with {effects.kernel}, which no layer may run here or nobody asked "
+            f"for: add --kernel {effects.kernel}, or measure with another kernel"
         )
     # A cell where that option may not run is as sensitive as the most sensitive one.
     full = [max(usual) if math.isnan(value) else value for value in raw]
