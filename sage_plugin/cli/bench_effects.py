@@ -1,4 +1,4 @@
-"""`sage bench --effects`: what a clip of the embedded model feels of each layer and band of steps."""
+"""`sage bench --effects`: what a clip of the embedded model feels of each layer and band."""
 
 from __future__ import annotations
 

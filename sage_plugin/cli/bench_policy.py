@@ -176,6 +176,11 @@ def checked_policy(text: str) -> Policy:
 
 
 def size_of(ask: Ask) -> str:
+    """The size that was asked for, or the device's.
+
+    Raises:
+        UsageError: no such size.
+    """
     name = ask.size or ("small" if ask.device.type == "cpu" else "large")
     if name not in SIZES:
         raise UsageError(f"--size {ask.size!r}: allowed are {', '.join(SIZES)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from sage_plugin.accuracy import effects as effects_file
 from sage_plugin.capture.reader import CaptureFolder, open_captures
 from sage_plugin.capture.reduce import pick
-from sage_plugin.errors import TuningError, UsageError
+from sage_plugin.errors import CaptureError, TuningError, UsageError
 from sage_plugin.plugin.patch import MIN_SEQ
 from sage_plugin.plugin.policy import SCHEMA_VERSION, Foreseen, Policy, Prediction, checked
 from sage_plugin.schema import CallShape, DeviceFacts
@@ -96,12 +96,14 @@ class _Search:
             for record in records:
                 self.judged += 1
                 self.progress("captures judged", self.judged, total)
-                if (damage := self.captures.damage(record)) is not None:
-                    self.notes.append(f"{damage}; it is left out")
+                try:
+                    judged = {o.label: self.evidence.error(record, o) for o in self.options}
+                except CaptureError as error:
+                    self.notes.append(f"left out: {error}")
                     continue
                 files.append(record.file)
-                for option in self.options:
-                    values[option.label].append(self.evidence.error(record, option))
+                for label, error_or_reason in judged.items():
+                    values[label].append(error_or_reason)
             if not files:
                 continue
             found[place] = CellErrors(
