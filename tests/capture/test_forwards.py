@@ -30,7 +30,7 @@ def watched(model: nn.Module) -> ForwardWatch:
     [
         (torch.tensor([7, 7]), 7.0),
         (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
-        (torch.tensor([[3.0, 4.0]]), 3.0),
+        (torch.tensor([[0.0, 4.0]]), 4.0),
         (torch.tensor([]), None),
         (12, 12.0),
         (0.25, 0.25),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sage_plugin.accuracy import output
-from sage_plugin.tune import trial
+from sage_plugin.tune import replayed_call, trial
 from sage_plugin.tune.inputs import from_captures, from_shapes
 from sage_plugin.tune.plan import Request, build
 from sage_plugin.tune.runner import Contest
@@ -52,7 +52,7 @@ def test_synthetic_inputs_and_every_layout_run(shape):
 
 def test_the_worst_head_of_the_worst_capture_is_gated(study, monkeypatch):
     seen = []
-    real = trial.attention_errors
+    real = replayed_call.attention_errors
 
     def watched(*args, **keywords):
         seen.append(args[3].shape[1])
@@ -65,7 +65,7 @@ def test_the_worst_head_of_the_worst_capture_is_gated(study, monkeypatch):
 
 def cheat(monkeypatch, attention) -> None:
     monkeypatch.setattr(output.api, "attention", attention)
-    monkeypatch.setattr(trial, "attention", attention)
+    monkeypatch.setattr(replayed_call, "attention", attention)
 
 
 def test_E1_a_kernel_that_writes_nothing_fails_the_gate(study, monkeypatch):
@@ -106,13 +106,13 @@ def test_E3_a_candidate_that_scribbles_on_its_inputs_is_found_and_the_next_is_ju
 
 
 def test_E3_scribbling_only_while_it_is_timed_is_found_too(study, monkeypatch):
-    real = trial.attention
+    real = replayed_call.attention
 
     def scribbling(q, k, v, *args, **keywords):
         v.mul_(1.01)
         return real(q, k, v, *args, **keywords)
 
-    monkeypatch.setattr(trial, "attention", scribbling)
+    monkeypatch.setattr(replayed_call, "attention", scribbling)
     assert ScreenJob(study, study.space[1], study.default)().status == "mutates_input"
 
 
@@ -131,7 +131,7 @@ def test_a_race_times_all_in_one_measurement_and_the_first_twice(study):
 
 
 def test_a_race_goes_on_where_the_host_s_attention_fails(study, monkeypatch):
-    real, asked = trial.attention, []
+    real, asked = replayed_call.attention, []
 
     def failing(*args, kernel, **keywords):
         asked.append(kernel)
@@ -139,7 +139,7 @@ def test_a_race_goes_on_where_the_host_s_attention_fails(study, monkeypatch):
             raise torch.OutOfMemoryError("no memory for the scores")
         return real(*args, kernel=kernel, **keywords)
 
-    monkeypatch.setattr(trial, "attention", failing)
+    monkeypatch.setattr(replayed_call, "attention", failing)
     finals = RaceJob(study, Contest(study.space[:2], None, budget_s=0.1))()
     assert asked.count("sdpa") == 1
     assert [final.status for final in finals] == ["ok", "ok"]
@@ -154,7 +154,7 @@ def masked(request, tmp_path):
 
 def test_masked_captures_are_judged_and_timed_with_their_mask(masked, monkeypatch):
     assert ScreenJob(masked, masked.space[1], masked.default)().status == "ok"
-    real = trial.attention
+    real = replayed_call.attention
 
     def unmasked(q, k, v, attn_mask=None, **keywords):
         return real(q, k, v, **keywords)
@@ -169,14 +169,14 @@ def test_masked_captures_are_judged_and_timed_with_their_mask(masked, monkeypatc
 
 
 def test_a_candidate_that_scribbles_on_its_mask_is_found(masked, monkeypatch):
-    real = trial.attention
+    real = replayed_call.attention
 
     def scribbling(q, k, v, attn_mask=None, **keywords):
         result = real(q, k, v, attn_mask=attn_mask, **keywords)
         attn_mask.fill_(True)
         return result
 
-    monkeypatch.setattr(trial, "attention", scribbling)
+    monkeypatch.setattr(replayed_call, "attention", scribbling)
     assert ScreenJob(masked, masked.default, masked.default)().status == "mutates_input"
 
 
@@ -202,7 +202,7 @@ def test_synthetic_masks_reach_the_gate(kind, monkeypatch):
     shape = dataclasses.replace(GROUPED, mask_kind=kind)
     (study,) = build(Request(from_shapes([shape]), device="cpu", timer=FAST)).studies
     assert ScreenJob(study, study.default, study.default)().status == "ok"
-    real = trial.attention
+    real = replayed_call.attention
     cheat(monkeypatch, lambda q, k, v, attn_mask=None, **others: real(q, k, v, **others))
     assert ScreenJob(study, study.default, study.default)().status == "gate_failed"
 
