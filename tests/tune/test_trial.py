@@ -52,7 +52,7 @@ def test_synthetic_inputs_and_every_layout_run(shape):
 
 def test_the_worst_head_of_the_worst_capture_is_gated(study, monkeypatch):
     seen = []
-    real = replayed_call.attention_errors
+    real = trial.attention_errors
 
     def watched(*args, **keywords):
         seen.append(args[3].shape[1])

@@ -1,0 +1,70 @@
+"""`benchmarks/policy_geometry.py` and `policy_llm.py`: rules on a larger model, and sums."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from sage_plugin.plugin.policy import SCHEMA_VERSION, Policy, Rule
+
+SMALL = Policy(
+    SCHEMA_VERSION,
+    (
+        Rule("fav3_fp8", layers=("t.0.attn",), steps="50%:"),
+        Rule("fav3_sage", layers=("t.0.attn",), steps=":50%"),
+        Rule("sage", layers=("t.1.attn",), launch={"hadamard": 64}),
+    ),
+)
+
+
+@pytest.fixture
+def geometry() -> ModuleType:
+    return importlib.import_module("policy_geometry")
+
+
+def test_layers_are_spread_by_depth_and_bands_become_policies(geometry: ModuleType) -> None:
+    bands = geometry.per_band(SMALL, ["a", "b", "c", "d"], steps=4)
+    assert list(bands) == ["0,1", "2,3"]
+    first, last = bands.values()
+    assert [(r.kernel, r.layers) for r in first.rules] == [
+        ("fav3_sage", ("a", "b")),
+        ("sage", ("c", "d")),
+        ("sdpa", ("*",)),
+    ]
+    assert [r.kernel for r in last.rules] == ["fav3_fp8", "sage", "sdpa"]
+    assert first.rules[1].launch == {"hadamard": 64}
+
+
+def test_a_step_is_foreseen_from_the_calls_alone(
+    geometry: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = tmp_path / "policy.json"
+    policy.write_text(SMALL.text().replace("t.1.attn", "t.0.attn2"))
+    out = tmp_path / "out.json"
+    words = [str(policy), "--output", str(out), "--tiny", "--budget", "0.5", "--steps", "2"]
+    assert geometry.main([*words, "--commit", "abc"]) == 0
+    found = json.loads(out.read_text())
+    for row in found["bands"]:
+        saved = sum(
+            n * (found["call_ms"]["sdpa"] - found["call_ms"][k]) for k, n in row["layers"].items()
+        )
+        assert row["foreseen_ms"] == pytest.approx(found["step_ms"]["unpatched"] - saved)
+        assert row["ms"] == found["step_ms"][row["steps"]]
+    mean = sum(row["ms"] for row in found["bands"]) / len(found["bands"])
+    assert found["mean"]["ms"] == pytest.approx(mean)
+    assert "mean of 2 steps" in capsys.readouterr().out
+
+
+def test_perplexity_is_of_the_next_token_passage_by_passage() -> None:
+    llm = importlib.import_module("policy_llm")
+    prompt = torch.tensor([[0, 1, 1], [1, 0, 0]])
+    sure = torch.nn.functional.one_hot(prompt.roll(-1, 1), 2).flatten(0, 1) * 50.0
+    assert llm.perplexity(sure, prompt) == pytest.approx(1.0)
+    assert llm.perplexity(torch.zeros(6, 2), prompt) == pytest.approx(2.0)
