@@ -54,14 +54,7 @@ def read(path: Path) -> Effects:
     Raises:
         ConfigError: it cannot be read, or is no sound file of effects.
     """
-    try:
-        with open(path, "rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, no file of effects is")
-    data = strict_json.loads(content.decode("utf-8", errors="replace"), str(path))
+    data = strict_json.read(path, MAX_BYTES, "file of effects")
     try:
         effects = Effects.from_json(data)
     except ConfigError as error:

@@ -242,17 +242,7 @@ def _data(path: Path) -> object:
     Raises:
         ConfigError: it cannot be read, is too large, or is no strict JSON.
     """
-    try:
-        with open(path, "rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes, no policy is")
-        text = content.decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: no text in UTF-8") from None
-    data: object = strict_json.loads(text, str(path))
+    data: object = strict_json.read(path, MAX_FILE_BYTES, "policy")
     return data
 
 

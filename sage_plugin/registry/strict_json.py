@@ -8,9 +8,35 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from sage_plugin.errors import ConfigError
+
+
+def read(path: Path, limit: int, what: str) -> Any:  # noqa: ANN401
+    """Read a file of strict JSON that may come from anywhere.
+
+    Args:
+        path: the file.
+        limit: most bytes that such a file has.
+        what: what no larger file is, for the error message.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, is no UTF-8 or no strict JSON.
+    """
+    try:
+        with open(path, "rb") as stream:
+            content = stream.read(limit + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if len(content) > limit:
+        raise ConfigError(f"{path}: larger than {limit} bytes, no {what} is")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: no text in UTF-8") from None
+    return loads(text, str(path))
 
 
 def loads(text: str, where: str) -> Any:  # noqa: ANN401

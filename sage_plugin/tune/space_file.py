@@ -63,7 +63,7 @@ def read(path: str | Path) -> SpaceFile:
         sage_plugin.errors.ConfigError: no_such_space.json: cannot be read ...
     """
     path = Path(path)
-    data = strict_json.loads(_text(path), str(path))
+    data = strict_json.read(path, MAX_FILE_BYTES, "search space")
     if not isinstance(data, dict) or not data:
         raise ConfigError(f'{path}: expected an object of lists, such as {{"block_n": [64, 128]}}')
     axes: dict[str, tuple[Value, ...]] = {}
@@ -80,17 +80,6 @@ def read(path: str | Path) -> SpaceFile:
     if (count := math.prod(map(len, axes.values()))) > MAX_CONFIGS:
         raise ConfigError(f"{path}: {count} combinations, at most {MAX_CONFIGS}; shorten its lists")
     return SpaceFile(path, tuple(axes.items()), tuple(notes))
-
-
-def _text(path: Path) -> str:
-    try:
-        with open(path, "rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes, no search space is")
-    return content.decode("utf-8", errors="replace")
 
 
 def _field(path: Path, key: str) -> str:

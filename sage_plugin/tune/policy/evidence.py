@@ -67,7 +67,7 @@ class Evidence:
             return runnable
         study = digest([ERRORS, record.sha256, runnable.decision.label, self._identity])
         trial = self._ledger.trials(study, ERRORS).get(runnable.config)
-        if trial is None:
+        if trial is None or trial.status == "run_error":  # which may have had another cause
             trial = self._ledger.append(self._judged(study, record, runnable))
         if trial.status != "ok" or trial.errors is None:
             return trial.reason

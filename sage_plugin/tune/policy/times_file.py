@@ -27,14 +27,7 @@ def read(path: Path) -> tuple[str, Times]:
         ConfigError: the file cannot be read, is no result of `sage bench`, or its times are those
             of emulations.
     """
-    try:
-        with open(path, "rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, no result of `sage bench` is")
-    data = strict_json.loads(content.decode("utf-8", errors="replace"), str(path))
+    data = strict_json.read(path, MAX_BYTES, "result of `sage bench`")
     times: dict[CallShape, dict[str, float]] = {}
     try:
         device = str(data["device"]["name"])
