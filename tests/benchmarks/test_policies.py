@@ -14,6 +14,8 @@ pytest.importorskip("diffusers")
 
 from sage_plugin.plugin.policy import SCHEMA_VERSION, Policy, Rule
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
 SMALL = Policy(
     SCHEMA_VERSION,
     (
@@ -68,3 +70,24 @@ def test_perplexity_is_of_the_next_token_passage_by_passage() -> None:
     sure = torch.nn.functional.one_hot(prompt.roll(-1, 1), 2).flatten(0, 1) * 50.0
     assert llm.perplexity(sure, prompt) == pytest.approx(1.0)
     assert llm.perplexity(torch.zeros(6, 2), prompt) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("name", ["w0_02", "w0_03", "p0_02"])
+def test_policies_that_were_proved_fit_the_embedded_model(name: str) -> None:
+    """And say what their proof says: patching refuses rules that name no layer."""
+    import sage_plugin
+    from sage_plugin.demo import load_pipeline
+    from sage_plugin.plugin.policy import read
+
+    policy = read(RESULTS / f"policy_{name}_h200_2026-11-28.json")
+    proof = json.loads((RESULTS / f"policy_proof_{name}_h200_2026-11-28.json").read_text())
+    with sage_plugin.patched(load_pipeline(), policy=policy) as handle:
+        assert len(handle.layers) == 4
+        assert len(handle.report().idle_rules) == len(policy.rules)  # none was met yet
+    assert policy.prediction is not None
+    foreseen = {way.way: way for way in policy.prediction.ways}
+    for row in proof["rows"]:
+        assert row["foreseen_ms"] == foreseen[row["name"]].ms
+    saved = foreseen["sdpa"].ms - foreseen["policy"].ms
+    assert sum(rule.saved_ms or 0.0 for rule in policy.rules) == pytest.approx(saved, abs=0.01)
+    assert proof["above_line_db"] > 0
