@@ -56,7 +56,8 @@ def every(problem):
 )
 def test_the_most_that_can_be_saved_within_the_error(rows, budget, weights):
     problem = problem_of(rows, weights=weights[: len(rows)], total=len(rows) + 1.0)
-    best = min(ms for ms, error in every(problem) if error <= budget)
+    # Sums of the same shares may differ in their last bit.
+    best = min(ms for ms, error in every(problem) if error <= budget * (1 + 1e-9))
     host = 4.0 * len(rows)
     try:
         found = most_saved(problem, budget)
@@ -67,7 +68,7 @@ def test_the_most_that_can_be_saved_within_the_error(rows, budget, weights):
         return
     assert found.error <= budget * (1 + 1e-9)
     assert found.ms >= best - 1e-9
-    assert found.ms - found.slack <= best + 1e-9
+    assert found.ms - found.slack <= best + 1e-6
     assert found.ms <= min(ms for ms, error in every(problem) if error <= budget * 0.999) + 1e-9
     assert all(one.pick.error <= 0.15 for one in found.chosen)
     assert any(
