@@ -334,12 +334,19 @@ def test_exit_130_after_ctrl_c_with_the_command_that_goes_on(folder, script, mon
     assert len(load.read(Path("c") / SLUG / "attention.json").entries) == 1
 
 
+def hear_ctrl_c() -> None:
+    """A shell's background job ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_a_real_ctrl_c_ends_the_children_and_can_be_resumed(tmp_path):
     Path("space.json").write_text('{"block_m": [16, 32, 64, 128], "num_warps": [1, 2, 4, 8]}')
     many = ["-sq", "64", "-hq", "1", "-d", "32", "--space", "space.json", "--run-name", "r"]
     command = [sys.executable, "-m", "sage_plugin", "tune", *many, "--device", "cpu"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c
+    )
     ledger = Path("tuning_runs/r") / run_folder.LEDGER
     end = time.monotonic() + 60
     while not ledger.exists() and time.monotonic() < end:

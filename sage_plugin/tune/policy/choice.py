@@ -14,6 +14,8 @@ from sage_plugin.tune.policy.rules import Chosen
 
 FRONT_POINTS = 12
 FRONT_GRID = 4000
+LAST_BITS = 1 + 1e-9
+"""What was asked for is met where only the last bits of a sum say that it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def most_saved(problem: Problem, max_error: float) -> Assignment:
         TuningError: nothing that saves time keeps within it.
     """
     groups = _saving_groups(problem)
-    solution = solve(groups, max_error)
+    solution = solve(groups, max_error * LAST_BITS)
     assert solution is not None, "the host's attention has no error"
     assignment = _assignment(problem, solution)
     if all(one.pick.label == HOST for one in assignment.chosen):
@@ -104,7 +106,7 @@ def least_error(problem: Problem, max_ms: float) -> Assignment:
         [Alternative(-share, estimate.ms) for estimate, share in problem.shares(number)]
         for number in range(len(problem.cells))
     ]
-    solution = solve(groups, max_ms)
+    solution = solve(groups, max_ms * LAST_BITS)
     if solution is None:
         fastest = math.fsum(min(a.weight for a in group) for group in groups)
         raise TuningError(
