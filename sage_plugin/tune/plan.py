@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.contract import HOST
 from sage_plugin.registry import load
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
+from sage_plugin.tune import run_folder
 from sage_plugin.tune.inputs import InputGroup, Inputs
 from sage_plugin.tune.search import Limits
 from sage_plugin.tune.space_file import SpaceFile
@@ -262,7 +262,4 @@ def _check_numbers(request: Request) -> None:
         )
     if not 0 <= request.min_gain < 1:
         raise UsageError(f"--min-gain {request.min_gain}: must be from 0 to below 1 (0.01 is 1 %)")
-    if request.run_name is not None and not re.fullmatch(r"\w[\w.+-]*", request.run_name):
-        raise UsageError(
-            f"--run-name {request.run_name!r}: letters, digits, '.', '+', '-' and '_' only"
-        )
+    run_folder.check_name(request.run_name)

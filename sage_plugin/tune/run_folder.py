@@ -8,13 +8,14 @@ import io
 import json
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_plugin.errors import OutputError
+from sage_plugin.errors import OutputError, UsageError
 from sage_plugin.registry import store
 from sage_plugin.schema import DeviceFacts, LaunchConfig, Timing, Trial
 from sage_plugin.tune.study import Study
@@ -28,6 +29,16 @@ LEDGER, TRIALS, RESULTS, METADATA = (
     "run_metadata.json",
 )
 LOG, LOCK, HOLDER, IN_FLIGHT = "worker.log", ".lock", ".holder.json", ".in_flight.json"
+
+
+def check_name(name: str | None) -> None:
+    """See that a run's name can be a folder's; `None` is none that was given.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
+        raise UsageError(f"--run-name {name!r}: letters, digits, '.', '+', '-' and '_' only")
 
 
 @contextlib.contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from sage_plugin.errors import UsageError
 from sage_plugin.plugin.patch import MIN_SEQ
+from sage_plugin.tune import run_folder
 from sage_plugin.tune.plan import RUNS
 
 MAX_LAYER_ERROR = 0.15
@@ -71,7 +71,4 @@ class Request:
                 raise UsageError(f"{option} {value}: must be above 0")
         if self.min_seq < 1:
             raise UsageError(f"--min-seq {self.min_seq}: must be 1 or more")
-        if self.run_name is not None and not re.fullmatch(r"\w[\w.+-]*", self.run_name):
-            raise UsageError(
-                f"--run-name {self.run_name!r}: letters, digits, '.', '+', '-' and '_' only"
-            )
+        run_folder.check_name(self.run_name)
