@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from sage_plugin.plugin.policy import HOST
 from sage_plugin.schema import CallShape
 from sage_plugin.tune.policy.grid import Cell, Grid, Place, kind
-from sage_plugin.tune.policy.option import HOST, Option
+from sage_plugin.tune.policy.option import Option
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.capture.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
 from sage_plugin.measure.timing import Limits, measure
+from sage_plugin.plugin.policy import HOST
 from sage_plugin.schema import (
     CallShape,
     CaptureRecord,
@@ -23,7 +24,7 @@ from sage_plugin.schema import (
     Trial,
 )
 from sage_plugin.tune.ledger import Ledger
-from sage_plugin.tune.policy.option import HOST, Option, Runnable
+from sage_plugin.tune.policy.option import Option, Runnable
 from sage_plugin.tune.replayed_call import Masked, drawn_call, saved_call, timed_call, whole_call
 from sage_plugin.tune.study import digest
 

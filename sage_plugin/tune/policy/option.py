@@ -9,10 +9,9 @@ from typing import Any, Self
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.kernels import dispatch
 from sage_plugin.kernels.contract import Decision
-from sage_plugin.plugin.policy import TUNABLE
+from sage_plugin.plugin.policy import HOST, TUNABLE
 from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
 
-HOST = "sdpa"
 TYPES: dict[str, type] = typing.get_type_hints(LaunchConfig)
 MAX_DIGITS = 6
 QUANTISED = ("sage", "fav3_sage", "fav3_fp8")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sage_plugin.plugin.policy import Rule
+from sage_plugin.plugin.policy import HOST, Rule
 from sage_plugin.tune.policy.estimates import CellEstimates, Estimate
 from sage_plugin.tune.policy.grid import Grid, Place
-from sage_plugin.tune.policy.option import HOST, Option
+from sage_plugin.tune.policy.option import Option
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from sage_plugin.capture.reader import CaptureFolder, open_captures
 from sage_plugin.capture.reduce import pick
 from sage_plugin.errors import CaptureError, TuningError, UsageError
 from sage_plugin.plugin.patch import MIN_SEQ
-from sage_plugin.plugin.policy import SCHEMA_VERSION, Foreseen, Policy, Prediction, checked
+from sage_plugin.plugin.policy import HOST, SCHEMA_VERSION, Foreseen, Policy, Prediction, checked
 from sage_plugin.schema import CallShape, DeviceFacts
 from sage_plugin.tune import run_folder
 from sage_plugin.tune.plan import chosen_device
@@ -28,7 +28,7 @@ from sage_plugin.tune.policy.choice import (
 from sage_plugin.tune.policy.estimates import CellErrors, CellEstimates, estimates_of, worst_of
 from sage_plugin.tune.policy.evidence import Evidence
 from sage_plugin.tune.policy.grid import Grid, Place, grid_of
-from sage_plugin.tune.policy.option import HOST, Option, default_options
+from sage_plugin.tune.policy.option import Option, default_options
 from sage_plugin.tune.policy.request import Request
 from sage_plugin.tune.policy.rules import rules_of
 from sage_plugin.tune.policy.weights import weights_of
@@ -73,11 +73,11 @@ class _Search:
     """One search, step by step."""
 
     request: Request
-    facts: DeviceFacts
     captures: CaptureFolder
     grid: Grid
     options: tuple[Option, ...]
     evidence: Evidence
+    elsewhere: times_file.Times | None
     progress: Progress
     notes: list[str] = field(default_factory=list)
     judged: int = 0
@@ -116,14 +116,7 @@ class _Search:
     def times(self) -> dict[CallShape, dict[str, float]]:
         """Milliseconds of a call of each shape on every option that can run it."""
         shapes = self.grid.shapes
-        if self.request.times is not None:
-            _, known = times_file.read(self.request.times)
-        else:
-            records = {r.shape: r for r in self.captures.records}
-            known = {}
-            for number, shape in enumerate(shapes[:MAX_TIMED], start=1):
-                known[shape] = self.evidence.times(shape, records.get(shape), self.options)
-                self.progress("shapes timed", number, min(len(shapes), MAX_TIMED))
+        known = self._measured(shapes[:MAX_TIMED]) if self.elsewhere is None else self.elsewhere
         times = {shape: times_file.scaled(known, shape) for shape in shapes}
         if scaled := sum(shape not in known for shape in shapes):
             self.notes.append(
@@ -135,6 +128,14 @@ class _Search:
                 "attention"
             )
         return times
+
+    def _measured(self, shapes: Sequence[CallShape]) -> dict[CallShape, dict[str, float]]:
+        records = {r.shape: r for r in self.captures.records}
+        found = {}
+        for number, shape in enumerate(shapes, start=1):
+            found[shape] = self.evidence.times(shape, records.get(shape), self.options)
+            self.progress("shapes timed", number, len(shapes))
+        return found
 
     def _note_refusals(self, found: dict[Place, CellErrors]) -> None:
         for option in self.options:
@@ -176,14 +177,17 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
         )
     captures = open_captures(request.folder)
     grid = grid_of(captures, bands=request.bands, min_seq=request.min_seq)
-    options = _options(request, facts, grid)
+    device, elsewhere = facts.name, None
+    if request.times is not None:
+        device, elsewhere = times_file.read(request.times)
+    options = _options(request, facts, grid, elsewhere)
     folder = request.runs_dir / (request.run_name or _run_name(captures, facts))
     config_dir = None if request.config_dir is None else str(request.config_dir)
     with run_folder.claimed(folder):
         if request.fresh:
             run_folder.set_aside(folder)
         evidence = Evidence(captures, name, config_dir, folder / run_folder.LEDGER)
-        running = _Search(request, facts, captures, grid, options, evidence, progress)
+        running = _Search(request, captures, grid, options, evidence, elsewhere, progress)
         running.notes += captures.problems
         if request.min_seq < MIN_SEQ:
             running.notes.append(
@@ -204,7 +208,6 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
     else:
         assignment = most_saved(problem, request.max_error or 0.0)
     results.write(folder / run_folder.RESULTS, problem, assignment)
-    device = facts.name if request.times is None else times_file.read(request.times)[0]
     prediction = _prediction(problem, assignment, grid, options, device)
     return Found(
         policy=_policy(captures, assignment, grid, options, prediction),
@@ -219,14 +222,15 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
     )
 
 
-def _options(request: Request, facts: DeviceFacts, grid: Grid) -> tuple[Option, ...]:
+def _options(
+    request: Request, facts: DeviceFacts, grid: Grid, elsewhere: times_file.Times | None
+) -> tuple[Option, ...]:
     """The options that were asked for, or all of the device; with a file of times, those in it."""
     asked = tuple(dict.fromkeys(Option.parse(text) for text in request.kernels))
     options = asked or default_options(facts, grid.shapes[0].head_dim)
-    if request.times is None:
+    if elsewhere is None:
         return options
-    _, known = times_file.read(request.times)
-    labels = {label for row in known.values() for label in row}
+    labels = {label for row in elsewhere.values() for label in row}
     if untimed := [option.label for option in asked if option.label not in labels]:
         raise UsageError(
             f"--kernel {untimed[0]}: {request.times} has no times of it; it has "
