@@ -81,7 +81,7 @@ class Toy:
     """A pipeline whose clip tells what part of it ran on a kernel."""
 
     def __init__(self, levels):
-        self.levels, self.drawn = iter(levels), 0
+        self.levels, self.rules = iter(levels), []
 
     def draw(self, on_step):
         for _ in range(3):
@@ -95,6 +95,7 @@ def subject(toy, monkeypatch, layers=("a.0", "a.1")):
 
     @contextlib.contextmanager
     def patched(self, way):
+        toy.rules += () if way.policy is None else way.policy.rules
         yield types.SimpleNamespace(layers=dict.fromkeys(layers))
 
     monkeypatch.setattr(Subject, "patched", patched)
@@ -108,6 +109,10 @@ def test_an_effect_is_the_root_mean_square_of_the_difference(monkeypatch):
         ("a.0", ":50%"), ("a.0", "50%:"), ("a.1", ":50%"), ("a.1", "50%:"),
     ]  # fmt: skip
     assert [round(one.rmse, 6) for one in found.effects] == [0.0, 0.1, 0.2, 0.0]
+    # Each clip has that part alone on the kernel.
+    assert [(rule.kernel, rule.layers, rule.steps) for rule in toy.rules] == [
+        ("sage", (one.layer,), one.steps) for one in found.effects
+    ]
 
 
 @pytest.mark.parametrize(
