@@ -131,6 +131,8 @@ class LaunchConfig(JsonRecord):
             exponential, which needs no special-function unit (Hopper variants with FP8 values).
         overlap: start the scores of the next block before the values of this one are waited for
             (Hopper variants, where registers allow it).
+        persistent: a program for each multiprocessor, which loads the queries and keys of its next
+            tile while it ends one, instead of a program a tile (Hopper variants).
     """
 
     block_m: int
@@ -148,6 +150,7 @@ class LaunchConfig(JsonRecord):
     q_granule: int = 1
     exp_linear: int = 0
     overlap: bool = False
+    persistent: bool = False
 
     def replaced(self, **changes: Any) -> Self:  # noqa: ANN401
         """A copy with some fields changed; an unknown field is a `ConfigError`."""

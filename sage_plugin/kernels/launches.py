@@ -148,8 +148,8 @@ def _portable_checks(config: LaunchConfig, key: CallKey) -> Checks:
         (config.num_warps in (1, 2, 4, 8, 16),
          f"num_warps {config.num_warps} is not 1, 2, 4, 8 or 16"),
         (config.pv_flush in (0, 1), f"pv_flush {config.pv_flush} is neither 0 nor 1"),
-        (config.exp_linear == 0 and not config.overlap,
-         "exp_linear and overlap belong to the Hopper variants"),
+        (config.exp_linear == 0 and not config.overlap and not config.persistent,
+         "exp_linear, overlap and persistent belong to the Hopper variants"),
     )  # fmt: skip
 
 

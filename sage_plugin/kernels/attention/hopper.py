@@ -54,13 +54,14 @@ class QuantisedHopper(QuantisedPortable):
         row_blocks = -(-ops.seq_q // config.block_m)
         groups, pv8 = config.block_m // GROUP_ROWS, self.recipe.pv == "fp8"
         late = config.overlap and not pv8 and ops.k8.shape[-1] > LATE_ABOVE
+        tiles = row_blocks * ops.sequences * ops.heads_q
         tape.launch(
-            hopper_attention_kernel, row_blocks * ops.sequences * ops.heads_q,
+            hopper_attention_kernel, _programs(tiles, out.device, config.persistent),
             *_descriptors(ops), view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite,
             ops.key_term, ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.v_drifts,
             ops.shift,
             *view.stride(), ops.heads_q, ops.heads_q // ops.heads_k, ops.seq_q, ops.seq_k,
-            ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2],
+            ops.q8.shape[1], ops.k8.shape[1], row_blocks, tiles, view.shape[2],
             D=ops.head_dim, DP=ops.k8.shape[-1], BN=config.block_n, GROUPS=groups,
             STAGES=config.num_stages, QK8=self.recipe.qk == "int8", PV8=pv8,
             OFFSET=self.recipe.p_offset, LINEAR=config.exp_linear * config.block_n // 128,
@@ -70,6 +71,13 @@ class QuantisedHopper(QuantisedPortable):
             num_warps=GROUP_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
         return out, lse
+
+
+def _programs(tiles: int, device: torch.device, persistent: bool) -> int:
+    """How many programs share the tiles: one for each multiprocessor, or one a tile."""
+    if not persistent or device.type != "cuda":
+        return tiles
+    return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _descriptors(ops: QuantisedOperands) -> tuple[Any, Any, Any]:

@@ -49,30 +49,62 @@ def _key_blocks(
 
 
 @gluon.jit
-def _load(
-    q_desc, k_desc, v_desc, memory, q_row, k_row, v_row, blocks, GROUPS: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, PV8: gl.constexpr,
+def _place(tile, of_tiles, BM: gl.constexpr, CAUSAL: gl.constexpr):
+    """Where a tile of queries lies: its head, its key head and its first row."""
+    row_blocks, heads_q, ratio = of_tiles
+    block = tile % row_blocks
+    if CAUSAL:
+        block = row_blocks - 1 - block
+    bh = tile // row_blocks
+    kv = (bh // heads_q) * (heads_q // ratio) + (bh % heads_q) // ratio
+    return bh, kv, block * BM
+
+
+@gluon.jit
+def _load_queries(
+    q_desc, memory, of_tiles, tiles, q_rows, GROUPS: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """The loading warp: Q once, then K and V of every block into the next empty stages."""
-    q_tiles, q_full, _totals, rings = memory
+    """The warp that loads Q: each warpgroup's rows as soon as it is through with those before."""
+    q_tiles, q_full, q_empty, _totals, _rings = memory
+    phase = 1
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        bh, _kv, first_row = _place(tile, of_tiles, GROUPS * 64, CAUSAL)
+        for group in gl.static_range(GROUPS):
+            row = bh * q_rows + first_row + group * 64
+            mbarrier.wait(q_empty.index(group), phase)
+            mbarrier.expect(q_full.index(group), q_desc.block_type.nbytes)
+            async_load(q_desc, [row, 0], q_full.index(group), q_tiles.index(group))
+        phase ^= 1
+
+
+@gluon.jit
+def _load_keys(
+    k_desc, v_desc, memory, of_tiles, tiles, seq_q, seq_k, k_rows, GROUPS: gl.constexpr,
+    DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PV8: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads K and V: every block into the next empty stages."""
+    _q_tiles, _q_full, _q_empty, _totals, rings = memory
     k_tiles, v_tiles, _ones, k_full, k_empty, v_full, v_empty = rings
-    for group in gl.static_range(GROUPS):
-        mbarrier.expect(q_full.index(group), q_desc.block_type.nbytes)
-        async_load(q_desc, [q_row + group * 64, 0], q_full.index(group), q_tiles.index(group))
     stage = 0
     phase = 1
-    for i in range(blocks):
-        first_key = (blocks - 1 - i) * BN
-        mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        async_load(k_desc, [k_row + first_key, 0], k_full.index(stage), k_tiles.index(stage))
-        mbarrier.wait(v_empty.index(stage), phase)
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        if PV8:
-            async_load(v_desc, [v_row, first_key], v_full.index(stage), v_tiles.index(stage))
-        else:
-            async_load(v_desc, [k_row + first_key, 0], v_full.index(stage), v_tiles.index(stage))
-        stage, phase = next_stage(stage, phase, STAGES)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _bh, kv, first_row = _place(tile, of_tiles, GROUPS * 64, CAUSAL)
+        blocks, _whole = _key_blocks(first_row, seq_q, seq_k, GROUPS * 64, BN, CAUSAL)
+        k_row = kv * k_rows
+        for i in range(blocks):
+            first_key = (blocks - 1 - i) * BN
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            async_load(k_desc, [k_row + first_key, 0], k_full.index(stage), k_tiles.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            if PV8:
+                v_at = [kv * DP, first_key]
+            else:
+                v_at = [k_row + first_key, 0]
+            async_load(v_desc, v_at, v_full.index(stage), v_tiles.index(stage))
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -112,23 +144,24 @@ def _total(total, L: gl.constexpr, DP: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    q, rings, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
+    q, rings, stage, phase, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
     OFFSET: gl.constexpr, LINEAR: gl.constexpr, POSITIVE: gl.constexpr,
     FLUSH: gl.constexpr, EARLY: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """All key blocks of a warpgroup, one after the other: maxima, row sums, accumulator."""
+    """All key blocks of a tile, one after the other: maxima, row sums, accumulator.
+
+    The first is in a stage of the rings, from which on the blocks of the next tile follow.
+    """
     k_tiles, _v_tiles, _ones, k_full, _k_empty, _v_full, _v_empty = rings
     k_scale, k_scale_finite, term, drifts = operands
-    _first_row, blocks, whole, seq_q, seq_k, _stride_os, _stride_od = sizes
+    blocks, whole, seq_q, seq_k = sizes
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    stage = 0
-    phase = 0
     m_total = m
     s = gl.zeros([64, BN], gl.int32 if QK8 else gl.float32, layout=L_S)
     if EARLY:
-        mbarrier.wait(k_full.index(0), 0, pred=blocks > 0)
-        s = scores(q, k_tiles, 0, BN, QK8)
+        mbarrier.wait(k_full.index(stage), phase, pred=blocks > 0)
+        s = scores(q, k_tiles, stage, BN, QK8)
     for i in range(blocks - whole):
         j = blocks - 1 - i
         s, m, l, acc, stage, phase = step(
@@ -156,26 +189,24 @@ def _walk(
             m_total = m
     if EARLY:
         warpgroup_mma_wait(0, deps=(s,))
-    return m, l, acc
+    return m, l, acc, stage, phase
 
 
 @gluon.jit
 def _late_walk(
-    q, rings, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
+    q, rings, stage, phase, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
     OFFSET: gl.constexpr, FLUSH: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """As `_walk`, with `late_step`: the product with V of a block is a step late."""
-    _k_tiles, v_tiles, _ones, _k_full, _k_empty, v_full, _v_empty = rings
+    _k_tiles, v_tiles, _ones, _k_full, _k_empty, v_full, v_empty = rings
     k_scale, k_scale_finite, term, drifts = operands
-    _first_row, blocks, whole, seq_q, seq_k, _stride_os, _stride_od = sizes
+    blocks, whole, seq_q, seq_k = sizes
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     p = gl.zeros([64, BN], gl.float16, layout=L_S)
     decay = gl.full([64], 1.0, gl.float32, layout=m.type.layout)
-    stage = 0
-    phase = 0
-    v_stage = 0
-    v_phase = 0
+    v_stage = stage
+    v_phase = phase
     m_total = m
     # Not `m`: a loop does not carry a name that its first turn leaves at what it was before.
     m_acc = gl.full([64], LOWEST, gl.float32, layout=m.type.layout)
@@ -219,76 +250,99 @@ def _late_walk(
     mbarrier.wait(v_full.index(v_stage), v_phase, pred=blocks > 0)
     acc, _a = values(p, v_tiles, v_stage, acc, FLUSH == 0, DP, BN, False)
     acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_empty.index(v_stage), count=1, pred=blocks > 0)
     if FLUSH > 0:
         _flush(total, acc, m, m_total, DP)
-    return m, l, acc
+    return m, l, acc, stage, phase
 
 
 @gluon.jit
 def _attend(
-    memory, operands, sizes, o, lse, GROUP: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
-    OFFSET: gl.constexpr, LINEAR: gl.constexpr, FLUSH: gl.constexpr,
-    EARLY: gl.constexpr, LATE: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
-    LSE: gl.constexpr, SHIFT: gl.constexpr,
+    memory, operands, of_tiles, tiles, o, lse, strides, lengths, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr, OFFSET: gl.constexpr,
+    LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
+    TERM: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 rows against all key blocks of the program."""
-    q_tiles, q_full, totals, rings = memory
-    q_scale, v_scale, v_mean, v_residual, v_unit, shift, of_keys = operands
-    first_row, _blocks, _whole, seq_q, _seq_k, stride_os, stride_od = sizes
+    """One warpgroup: of each tile of the program 64 rows against all key blocks."""
+    q_tiles, q_full, q_empty, totals, rings = memory
+    q_scale, shift, v_scale, v_mean, v_residual, v_unit, of_keys = operands
+    k_scale, k_scale_finite, key_term, v_drifts = of_keys
+    stride_ob, stride_oh, stride_os, stride_od = strides
+    seq_q, seq_k, q_rows, k_rows, lse_rows = lengths
+    _row_blocks, heads_q, _ratio = of_tiles
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 32 if PV8 else 16])
     L_L: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
     L_R: gl.constexpr = gl.SliceLayout(1, L_S)
-    rows = first_row + GROUP * 64 + gl.arange(0, 64, layout=L_R)
-    row_scale = gl.load(q_scale + rows)
-    q = q_tiles.index(GROUP)
     POSITIVE: gl.constexpr = QK8 == 0 and SHIFT and TERM == 0 and CAUSAL == 0
-    m = gl.full([64], 0.0 if POSITIVE else LOWEST, gl.float32, layout=L_R)
-    l = gl.zeros([64, 4], gl.float32, layout=L_L)
-    acc = gl.zeros([64, DP], gl.float32, layout=L_O)
+    q = q_tiles.index(GROUP)
     total = totals
     if FLUSH > 0:
         total = totals.index(GROUP)
-        total.store(_shared_order(acc, DP))
-    mbarrier.wait(q_full.index(GROUP), 0)
-    if LATE:
-        m, l, acc = _late_walk(
-            q, rings, total, of_keys, sizes, rows, row_scale, m, l, acc, DP, BN, STAGES, QK8,
-            OFFSET, FLUSH, TERM, CAUSAL,
+    stage = 0
+    phase = 0
+    q_phase = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        bh, kv, first_row = _place(tile, of_tiles, GROUPS * 64, CAUSAL)
+        blocks, whole = _key_blocks(first_row, seq_q, seq_k, GROUPS * 64, BN, CAUSAL)
+        first_row += GROUP * 64
+        rows = first_row + gl.arange(0, 64, layout=L_R)
+        q_row = bh.to(gl.int64) * q_rows
+        row_scale = gl.load(q_scale + q_row + rows)
+        of_block = kv * (k_rows // BN)
+        keys = (
+            k_scale + of_block, k_scale_finite + of_block, key_term + kv.to(gl.int64) * k_rows,
+            v_drifts + kv,
         )  # fmt: skip
-    else:
-        m, l, acc = _walk(
-            q, rings, total, of_keys, sizes, rows, row_scale, m, l, acc, DP, BN, STAGES, QK8, PV8,
-            OFFSET, LINEAR, POSITIVE, FLUSH, EARLY, TERM, CAUSAL,
+        sizes = (blocks, whole, seq_q, seq_k)
+        m = gl.full([64], 0.0 if POSITIVE else LOWEST, gl.float32, layout=L_R)
+        l = gl.zeros([64, 4], gl.float32, layout=L_L)
+        acc = gl.zeros([64, DP], gl.float32, layout=L_O)
+        if FLUSH > 0:
+            total.store(_shared_order(acc, DP))
+        mbarrier.wait(q_full.index(GROUP), q_phase)
+        if LATE:
+            m, l, acc, stage, phase = _late_walk(
+                q, rings, stage, phase, total, keys, sizes, rows, row_scale, m, l, acc, DP, BN,
+                STAGES, QK8, OFFSET, FLUSH, TERM, CAUSAL,
+            )  # fmt: skip
+        else:
+            m, l, acc, stage, phase = _walk(
+                q, rings, stage, phase, total, keys, sizes, rows, row_scale, m, l, acc, DP, BN,
+                STAGES, QK8, PV8, OFFSET, LINEAR, POSITIVE, FLUSH, EARLY, TERM, CAUSAL,
+            )  # fmt: skip
+        mbarrier.arrive(q_empty.index(GROUP), count=1)
+        q_phase ^= 1
+        if FLUSH > 0:
+            acc = _total(total, L_O, DP)
+        if PV8:
+            norm = gl.max(l, 1)
+        else:
+            norm = gl.sum(l, 1)
+        to = o + (bh // heads_q).to(gl.int64) * stride_ob + (bh % heads_q).to(gl.int64) * stride_oh
+        of_values = (v_scale + kv * DP, v_mean + kv * DP, v_residual + kv * DP, v_unit + kv * DP)
+        _store_rows(
+            to, acc, norm, of_values, stride_os, stride_od, first_row, seq_q, D, DP, PV8
         )  # fmt: skip
-    if FLUSH > 0:
-        acc = _total(total, L_O, DP)
-    if PV8:
-        norm = gl.max(l, 1)
-    else:
-        norm = gl.sum(l, 1)
-    _store_rows(
-        o, acc, norm, v_scale, v_mean, v_residual, v_unit, stride_os, stride_od,
-        first_row + GROUP * 64, seq_q, D, DP, PV8,
-    )  # fmt: skip
-    if LSE:
-        norm = gl.convert_layout(norm, L_R, assert_trivial=True)
-        value = gl.log2(norm) - OFFSET + m
-        if SHIFT:
-            value += gl.load(shift + rows)
-        value = gl.where(norm != 0.0, value * LN2, float("-inf"))
-        gl.store(lse + rows, value, mask=rows < seq_q)
+        if LSE:
+            norm = gl.convert_layout(norm, L_R, assert_trivial=True)
+            value = gl.log2(norm) - OFFSET + m
+            if SHIFT:
+                value += gl.load(shift + q_row + rows)
+            value = gl.where(norm != 0.0, value * LN2, float("-inf"))
+            gl.store(lse + bh.to(gl.int64) * lse_rows + rows, value, mask=rows < seq_q)
 
 
 @gluon.jit
 def _store_rows(
-    o, acc, norm, v_scale, v_mean, v_residual, v_unit, stride_os, stride_od, first_row, seq_q,
+    o, acc, norm, of_values, stride_os, stride_od, first_row, seq_q,
     D: gl.constexpr, DP: gl.constexpr, PV8: gl.constexpr,
 ):  # fmt: skip
     """Normalise, undo V's scale and mean, and store; rows without a visible key are 0."""
+    v_scale, v_mean, v_residual, v_unit = of_values
     L: gl.constexpr = acc.type.layout
     d = gl.arange(0, DP, layout=gl.SliceLayout(0, L))
     mean = gl.load(v_mean + d)
@@ -308,12 +362,14 @@ def _store_rows(
 
 
 @gluon.jit(
-    do_not_specialize=["heads_q", "ratio", "seq_q", "seq_k", "q_rows", "row_blocks", "lse_rows"]
-)
+    do_not_specialize=[
+        "heads_q", "ratio", "seq_q", "seq_k", "q_rows", "row_blocks", "tiles", "lse_rows",
+    ]
+)  # fmt: skip
 def hopper_attention_kernel(
     q_desc, k_desc, v_desc, o, lse, q_scale, k_scale, k_scale_finite, key_term, v_scale, v_mean,
     v_residual, v_unit, v_drifts, shift, stride_ob, stride_oh, stride_os, stride_od, heads_q, ratio,
-    seq_q, seq_k, q_rows, k_rows, row_blocks, lse_rows,
+    seq_q, seq_k, q_rows, k_rows, row_blocks, tiles, lse_rows,
     D: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
     OFFSET: gl.constexpr, LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr,
@@ -321,15 +377,6 @@ def hopper_attention_kernel(
     SHIFT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attention on quantised operands; Q, K and V are TMA descriptors, FP8 V is transposed."""
-    BM: gl.constexpr = GROUPS * 64
-    pid = gl.program_id(0)
-    block = pid % row_blocks
-    if CAUSAL:
-        block = row_blocks - 1 - block
-    bh = pid // row_blocks
-    kv = (bh // heads_q) * (heads_q // ratio) + (bh % heads_q) // ratio
-    first_row = block * BM
-    blocks, whole = _key_blocks(first_row, seq_q, seq_k, BM, BN, CAUSAL)
     q_tiles = gl.allocate_shared_memory(
         q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout
     )
@@ -354,62 +401,54 @@ def hopper_attention_kernel(
     else:
         totals = ones
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=GROUPS)
     fence_async_shared()
-    o += (bh // heads_q).to(gl.int64) * stride_ob + (bh % heads_q).to(gl.int64) * stride_oh
-    if LSE:
-        lse += bh.to(gl.int64) * lse_rows
-    rows_q = bh.to(gl.int64) * q_rows
-    q_scale += rows_q
-    shift += rows_q
-    k_scale += kv * (k_rows // BN)
-    k_scale_finite += kv * (k_rows // BN)
-    key_term += kv.to(gl.int64) * k_rows
-    v_scale += kv * DP
-    v_mean += kv * DP
-    v_residual += kv * DP
-    v_unit += kv * DP
-    v_drifts += kv
     rings = (k_tiles, v_tiles, ones, k_full, k_empty, v_full, v_empty)
-    memory = (q_tiles, q_full, totals, rings)
+    memory = (q_tiles, q_full, q_empty, totals, rings)
     of_keys = (k_scale, k_scale_finite, key_term, v_drifts)
-    operands = (q_scale, v_scale, v_mean, v_residual, v_unit, shift, of_keys)
-    sizes = (first_row, blocks, whole, seq_q, seq_k, stride_os, stride_od)
+    operands = (q_scale, shift, v_scale, v_mean, v_residual, v_unit, of_keys)
+    of_tiles = (row_blocks, heads_q, ratio)
+    strides = (stride_ob, stride_oh, stride_os, stride_od)
+    lengths = (seq_q, seq_k, q_rows, k_rows, lse_rows)
     # Numbers that are known to the compiler stay so only where they are written in the call.
     if GROUPS == 2:
         gl.warp_specialize([
             (_attend, (
-                memory, operands, sizes, o, lse, 0, D, DP, BN, STAGES, QK8, PV8, OFFSET,
-                LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                memory, operands, of_tiles, tiles, o, lse, strides, lengths, 0, 2, D, DP, BN,
+                STAGES, QK8, PV8, OFFSET, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_attend, (
-                memory, operands, sizes, o, lse, 1, D, DP, BN, STAGES, QK8, PV8, OFFSET,
-                LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
-            (_load, (
-                q_desc, k_desc, v_desc, memory, bh * q_rows + first_row, kv * k_rows, kv * DP,
-                blocks, GROUPS, BN, STAGES, PV8)),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+                memory, operands, of_tiles, tiles, o, lse, strides, lengths, 1, 2, D, DP, BN,
+                STAGES, QK8, PV8, OFFSET, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+            (_load_queries, (q_desc, memory, of_tiles, tiles, q_rows, 2, CAUSAL)),
+            (_load_keys, (
+                k_desc, v_desc, memory, of_tiles, tiles, seq_q, seq_k, k_rows, 2, DP, BN, STAGES,
+                PV8, CAUSAL)),
+        ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_attend, (
-                memory, operands, sizes, o, lse, 0, D, DP, BN, STAGES, QK8, PV8, OFFSET,
-                LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                memory, operands, of_tiles, tiles, o, lse, strides, lengths, 0, 3, D, DP, BN,
+                STAGES, QK8, PV8, OFFSET, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_attend, (
-                memory, operands, sizes, o, lse, 1, D, DP, BN, STAGES, QK8, PV8, OFFSET,
-                LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                memory, operands, of_tiles, tiles, o, lse, strides, lengths, 1, 3, D, DP, BN,
+                STAGES, QK8, PV8, OFFSET, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_attend, (
-                memory, operands, sizes, o, lse, 2, D, DP, BN, STAGES, QK8, PV8, OFFSET,
-                LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
-            (_load, (
-                q_desc, k_desc, v_desc, memory, bh * q_rows + first_row, kv * k_rows, kv * DP,
-                blocks, GROUPS, BN, STAGES, PV8)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+                memory, operands, of_tiles, tiles, o, lse, strides, lengths, 2, 3, D, DP, BN,
+                STAGES, QK8, PV8, OFFSET, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+            (_load_queries, (q_desc, memory, of_tiles, tiles, q_rows, 3, CAUSAL)),
+            (_load_keys, (
+                k_desc, v_desc, memory, of_tiles, tiles, seq_q, seq_k, k_rows, 3, DP, BN, STAGES,
+                PV8, CAUSAL)),
+        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip

@@ -44,6 +44,7 @@ def hopper(
     pv_flush: int,
     exp_linear: int = 0,
     overlap: bool = False,
+    persistent: bool = True,
     smooth_v: bool = True,
 ) -> LaunchConfig:
     """A launch config of the Gluon kernel, whose loads are all TMA."""
@@ -58,6 +59,7 @@ def hopper(
         pv_flush=pv_flush,
         exp_linear=exp_linear,
         overlap=overlap,
+        persistent=persistent,
     )
 
 
