@@ -64,7 +64,7 @@ class QuantisedHopper(QuantisedPortable):
             ops.q8.shape[1], ops.k8.shape[1], row_blocks, tiles, view.shape[2],
             D=ops.head_dim, DP=ops.k8.shape[-1], BN=config.block_n, GROUPS=groups,
             STAGES=config.num_stages, QK8=self.recipe.qk == "int8", PV8=pv8,
-            OFFSET=self.recipe.p_offset, LINEAR=config.exp_linear * config.block_n // 128,
+            LINEAR=config.exp_linear * config.block_n // 128,
             FLUSH=config.pv_flush, EARLY=int(config.overlap and not late), LATE=int(late),
             TERM=problem.mask is not None, CAUSAL=problem.right >= 0, LSE=return_lse,
             SHIFT=config.smooth_k, REGISTERS=config.maxnreg or REGISTERS[groups],

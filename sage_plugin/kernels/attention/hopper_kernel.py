@@ -20,6 +20,7 @@ from sage_plugin.kernels.attention.gluon_names import (
     mbarrier,
     warpgroup_mma_wait,
 )
+from sage_plugin.kernels.attention.hopper_maxima import OFFSET, in_lanes, rescaled, spread
 from sage_plugin.kernels.attention.hopper_step import (
     late_step,
     next_stage,
@@ -27,7 +28,6 @@ from sage_plugin.kernels.attention.hopper_step import (
     step,
     values,
 )
-from sage_plugin.kernels.attention.hopper_weights import by_row, rescaled
 
 LOWEST = gl.constexpr(-3e38)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -128,8 +128,8 @@ def _segment(drifts, whole, FLUSH: gl.constexpr, PV8: gl.constexpr):
 def _flush(total, acc, m, m_total, DP: gl.constexpr):
     """Add the accumulator to the fp32 total in shared memory; the next product starts from zero."""
     part = _shared_order(acc, DP)
+    decay = _shared_order(spread(gl.exp2(m_total - m), acc), DP)
     L: gl.constexpr = part.type.layout
-    decay = by_row(gl.exp2(m_total - m), L)
     total.store(total.load(L) * decay + part)
 
 
@@ -146,8 +146,7 @@ def _total(total, L: gl.constexpr, DP: gl.constexpr):
 def _walk(
     q, rings, stage, phase, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
-    OFFSET: gl.constexpr, LINEAR: gl.constexpr, POSITIVE: gl.constexpr,
-    FLUSH: gl.constexpr, EARLY: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
+    LINEAR: gl.constexpr, POSITIVE: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """All key blocks of a tile, one after the other: maxima, row sums, accumulator.
 
@@ -166,7 +165,7 @@ def _walk(
         j = blocks - 1 - i
         s, m, l, acc, stage, phase = step(
             q, rings, stage, phase, row_scale, gl.load(k_scale_finite + j), term, rows, j, s, m, l,
-            acc, True, seq_q, seq_k, DP, BN, STAGES, QK8, PV8, OFFSET, 0, POSITIVE, EARLY,
+            acc, True, seq_q, seq_k, DP, BN, STAGES, QK8, PV8, 0, POSITIVE, EARLY,
             TERM, True, CAUSAL,
         )  # fmt: skip
     if TERM:
@@ -180,7 +179,7 @@ def _walk(
             following = gl.load(k_scale + gl.maximum(j - 1, 0))
             s, m, l, acc, stage, phase = step(
                 q, rings, stage, phase, row_scale, block_scale, term, rows, j, s, m, l, acc,
-                (i > 0) | (segment == 0), seq_q, seq_k, DP, BN, STAGES, QK8, PV8, OFFSET,
+                (i > 0) | (segment == 0), seq_q, seq_k, DP, BN, STAGES, QK8, PV8,
                 LINEAR, POSITIVE, EARLY, TERM, False, CAUSAL,
             )  # fmt: skip
             block_scale = following
@@ -196,7 +195,7 @@ def _walk(
 def _late_walk(
     q, rings, stage, phase, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
-    OFFSET: gl.constexpr, FLUSH: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
+    FLUSH: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """As `_walk`, with `late_step`: the product with V of a block is a step late."""
     _k_tiles, v_tiles, _ones, _k_full, _k_empty, v_full, v_empty = rings
@@ -204,19 +203,19 @@ def _late_walk(
     blocks, whole, seq_q, seq_k = sizes
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     p = gl.zeros([64, BN], gl.float16, layout=L_S)
-    decay = gl.full([64], 1.0, gl.float32, layout=m.type.layout)
+    decay = gl.full([64, 4], 1.0, gl.float32, layout=m.type.layout)
     v_stage = stage
     v_phase = phase
     m_total = m
     # Not `m`: a loop does not carry a name that its first turn leaves at what it was before.
-    m_acc = gl.full([64], LOWEST, gl.float32, layout=m.type.layout)
+    m_acc = gl.full([64, 4], LOWEST, gl.float32, layout=m.type.layout)
     for i in range(blocks - whole):
         j = blocks - 1 - i
         m_acc = m
         p, decay, m, l, acc, following, its_phase = late_step(
             q, rings, stage, phase, v_stage, v_phase, i > 0, row_scale,
             gl.load(k_scale_finite + j), term, rows, j, p, decay, m, l, acc, True, seq_q, seq_k, DP,
-            BN, STAGES, QK8, OFFSET, TERM, True, CAUSAL,
+            BN, STAGES, QK8, TERM, True, CAUSAL,
         )  # fmt: skip
         v_stage = stage
         v_phase = phase
@@ -235,7 +234,7 @@ def _late_walk(
             p, decay, m, l, acc, following, its_phase = late_step(
                 q, rings, stage, phase, v_stage, v_phase, j < blocks - 1, row_scale, block_scale,
                 term, rows, j, p, decay, m, l, acc, (i > 0) | (segment == 0), seq_q, seq_k, DP, BN,
-                STAGES, QK8, OFFSET, TERM, False, CAUSAL,
+                STAGES, QK8, TERM, False, CAUSAL,
             )  # fmt: skip
             block_scale = next_scale
             v_stage = stage
@@ -260,7 +259,7 @@ def _late_walk(
 def _attend(
     memory, operands, of_tiles, tiles, o, lse, strides, lengths, GROUP: gl.constexpr,
     GROUPS: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr, OFFSET: gl.constexpr,
+    STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
     LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
     TERM: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
@@ -291,15 +290,15 @@ def _attend(
         first_row += GROUP * 64
         rows = first_row + gl.arange(0, 64, layout=L_R)
         q_row = bh.to(gl.int64) * q_rows
-        row_scale = gl.load(q_scale + q_row + rows)
         of_block = kv * (k_rows // BN)
         keys = (
             k_scale + of_block, k_scale_finite + of_block, key_term + kv.to(gl.int64) * k_rows,
             v_drifts + kv,
         )  # fmt: skip
         sizes = (blocks, whole, seq_q, seq_k)
-        m = gl.full([64], 0.0 if POSITIVE else LOWEST, gl.float32, layout=L_R)
+        m = gl.full([64, 4], 0.0 if POSITIVE else LOWEST, gl.float32, layout=L_L)
         l = gl.zeros([64, 4], gl.float32, layout=L_L)
+        row_scale = in_lanes(gl.load(q_scale + q_row + rows), l)
         acc = gl.zeros([64, DP], gl.float32, layout=L_O)
         if FLUSH > 0:
             total.store(_shared_order(acc, DP))
@@ -307,28 +306,28 @@ def _attend(
         if LATE:
             m, l, acc, stage, phase = _late_walk(
                 q, rings, stage, phase, total, keys, sizes, rows, row_scale, m, l, acc, DP, BN,
-                STAGES, QK8, OFFSET, FLUSH, TERM, CAUSAL,
+                STAGES, QK8, FLUSH, TERM, CAUSAL,
             )  # fmt: skip
         else:
             m, l, acc, stage, phase = _walk(
                 q, rings, stage, phase, total, keys, sizes, rows, row_scale, m, l, acc, DP, BN,
-                STAGES, QK8, PV8, OFFSET, LINEAR, POSITIVE, FLUSH, EARLY, TERM, CAUSAL,
+                STAGES, QK8, PV8, LINEAR, POSITIVE, FLUSH, EARLY, TERM, CAUSAL,
             )  # fmt: skip
         mbarrier.arrive(q_empty.index(GROUP), count=1)
         q_phase ^= 1
         if FLUSH > 0:
             acc = _total(total, L_O, DP)
-        if PV8:
-            norm = gl.max(l, 1)
-        else:
-            norm = gl.sum(l, 1)
+        norm = l
+        if PV8 == 0:
+            norm = in_lanes(gl.sum(l, 1), l)
         to = o + (bh // heads_q).to(gl.int64) * stride_ob + (bh % heads_q).to(gl.int64) * stride_oh
         of_values = (v_scale + kv * DP, v_mean + kv * DP, v_residual + kv * DP, v_unit + kv * DP)
         _store_rows(
             to, acc, norm, of_values, stride_os, stride_od, first_row, seq_q, D, DP, PV8
         )  # fmt: skip
         if LSE:
-            norm = gl.convert_layout(norm, L_R, assert_trivial=True)
+            norm = gl.convert_layout(gl.max(norm, 1), L_R, assert_trivial=True)
+            m = gl.convert_layout(gl.max(m, 1), L_R, assert_trivial=True)
             value = gl.log2(norm) - OFFSET + m
             if SHIFT:
                 value += gl.load(shift + q_row + rows)
@@ -350,10 +349,10 @@ def _store_rows(
         mean -= gl.load(v_residual + d).to(gl.float32) * gl.load(v_unit + d)
     alive = norm != 0.0  # NaN is alive: it has to be seen
     inverse = 1.0 / gl.where(alive, norm, 1.0)
-    out = acc * by_row(inverse, L) * gl.expand_dims(gl.load(v_scale + d), 0)
+    out = acc * spread(inverse, acc) * gl.expand_dims(gl.load(v_scale + d), 0)
     out = out + gl.expand_dims(mean, 0)
     kept = gl.where(alive, 1.0, 0.0)
-    out = gl.where(by_row(kept, L) != 0.0, out, 0.0)
+    out = gl.where(spread(kept, acc) != 0.0, out, 0.0)
     rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     live = gl.expand_dims(rows < seq_q, 1) & gl.expand_dims(d < D, 0)
     at = gl.expand_dims(rows.to(gl.int64) * stride_os, 1)
@@ -372,7 +371,7 @@ def hopper_attention_kernel(
     seq_q, seq_k, q_rows, k_rows, row_blocks, tiles, lse_rows,
     D: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
-    OFFSET: gl.constexpr, LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr,
+    LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr,
     LATE: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr,
     SHIFT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -427,10 +426,10 @@ def hopper_attention_kernel(
         gl.warp_specialize([
             (_attend, (
                 memory, operands, of_tiles, tiles, o, lse, strides, lengths, 0, 2, D, DP, BN,
-                STAGES, QK8, PV8, OFFSET, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_attend, (
                 memory, operands, of_tiles, tiles, o, lse, strides, lengths, 1, 2, D, DP, BN,
-                STAGES, QK8, PV8, OFFSET, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_load_queries, (q_desc, memory, of_tiles, tiles, q_rows, 2, CAUSAL)),
             (_load_keys, (
                 k_desc, v_desc, memory, of_tiles, tiles, seq_q, seq_k, k_rows, 2, DP, BN, STAGES,
@@ -440,13 +439,13 @@ def hopper_attention_kernel(
         gl.warp_specialize([
             (_attend, (
                 memory, operands, of_tiles, tiles, o, lse, strides, lengths, 0, 3, D, DP, BN,
-                STAGES, QK8, PV8, OFFSET, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_attend, (
                 memory, operands, of_tiles, tiles, o, lse, strides, lengths, 1, 3, D, DP, BN,
-                STAGES, QK8, PV8, OFFSET, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_attend, (
                 memory, operands, of_tiles, tiles, o, lse, strides, lengths, 2, 3, D, DP, BN,
-                STAGES, QK8, PV8, OFFSET, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
             (_load_queries, (q_desc, memory, of_tiles, tiles, q_rows, 3, CAUSAL)),
             (_load_keys, (
                 k_desc, v_desc, memory, of_tiles, tiles, seq_q, seq_k, k_rows, 3, DP, BN, STAGES,

@@ -9,23 +9,24 @@ from sage_plugin.kernels.attention.gluon_names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from sage_plugin.kernels.attention.hopper_maxima import (
+    FLOAT_BITS,
+    FLOAT_START,
+    OFFSET,
+    STEEPEST,
+    highest_of_thread,
+    in_lanes,
+    rescaled,
+    settled,
+    spread,
+)
 from sage_plugin.kernels.attention.hopper_weights import (
-    by_row,
     fp8_operand,
     half_operand,
     half_weights,
     partial_sums,
-    rescaled,
     weights,
 )
-
-FLOAT_START = gl.constexpr(12582912.0)
-FLOAT_BITS = gl.constexpr(0x4B400000)
-"""INT8 products start from the bits of 3 * 2^22: what they count up to reads as a float."""
-STEEPEST = gl.constexpr(0.125)
-"""Largest step of an INT8 score in log2 units, the row's maximum kept: by then rounding Q and K to
-INT8 makes scores uncertain by dozens of such units, and larger steps than this take more digits
-than floats near 3 * 2^22 times the step have."""
 
 
 @gluon.jit
@@ -46,19 +47,18 @@ def row_sums(p, ones):
 
 
 @gluon.jit
-def with_sums(l, decay, sums):
+def with_sums(l, sums):
     """Running row sums `(64, 4)` with the result of `row_sums`."""
     even, _odd = gl.split(sums.reshape([64, 4, 2]))
     L: gl.constexpr = l.type.layout
-    even = gl.convert_layout(even, L, assert_trivial=True)
-    return l * by_row(decay, L) + even
+    return l + gl.convert_layout(even, L, assert_trivial=True)
 
 
 @gluon.jit
-def with_parts(l, decay, x):
+def with_parts(l, x):
     """Running parts of row sums `(64, 4)`, a part a thread, with a block of fp32 weights."""
     L: gl.constexpr = l.type.layout
-    return l * by_row(decay, L) + gl.convert_layout(partial_sums(x), L, assert_trivial=True)
+    return l + gl.convert_layout(partial_sums(x), L, assert_trivial=True)
 
 
 @gluon.jit
@@ -69,7 +69,7 @@ def _hidden_scores(
     """Scores in log2 units with what keys add to them; -inf where a key is out of reach."""
     L: gl.constexpr = s.type.layout
     keys = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, L))
-    x = s.to(gl.float32) * gl.expand_dims(scale, 1)
+    x = s.to(gl.float32) * spread(scale, s)
     x += gl.expand_dims(gl.load(term + keys), 0)
     if EDGE:
         seen = gl.expand_dims(keys < seq_k, 0)
@@ -122,43 +122,34 @@ def _exponentials(
 
 
 @gluon.jit
-def _weights(
-    s, m, row_scale, k_scale, term, rows, j, seq_q, seq_k, BN: gl.constexpr, QK8: gl.constexpr,
-    PV8: gl.constexpr, OFFSET: gl.constexpr, LINEAR: gl.constexpr, POSITIVE: gl.constexpr,
-    TERM: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
+def _hidden_weights(
+    s, m, scale, term, rows, j, seq_q, seq_k, BN: gl.constexpr, QK8: gl.constexpr,
+    PV8: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a block as `_exponentials` has them, and the new maximum of each row."""
-    scale = row_scale * k_scale
-    if TERM or EDGE:
-        if QK8:
-            s = s - FLOAT_BITS
-        x = _hidden_scores(s, scale, term, rows, j, seq_q, seq_k, BN, EDGE, CAUSAL)
-        top = gl.maximum(m, gl.max(x, 1))
-        return _exponentials(x, scale * 0.0 + 1.0, top - OFFSET, BN, 0, PV8), top
+    """Weights of a block of which some keys are hidden or have terms, and the maxima with it."""
+    if QK8:
+        s = s - FLOAT_BITS
+    x = _hidden_scores(s, scale, term, rows, j, seq_q, seq_k, BN, EDGE, CAUSAL)
+    top = gl.maximum(m, in_lanes(gl.max(x, 1), m))
+    return _exponentials(x, scale * 0.0 + 1.0, top - OFFSET, BN, 0, PV8), top
+
+
+@gluon.jit
+def _highest(s, like, AS_INTEGERS: gl.constexpr):
+    """The highest score of each thread and row, by the bits of the scores or by their values."""
+    if AS_INTEGERS:
+        highest = highest_of_thread(s.to(gl.int32, bitcast=True), like)
+        return highest.to(gl.float32, bitcast=True)
     else:
-        if QK8 or POSITIVE:
-            highest = gl.max(s.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
-        else:
-            highest = gl.max(s, 1)
-        if QK8:
-            reached = (highest - FLOAT_START) * scale
-            top = gl.maximum(m, reached)
-            scale = gl.minimum(scale, STEEPEST)
-            sub = highest * scale + ((top - reached) - OFFSET)
-        else:
-            top = gl.maximum(m, highest * scale)
-            sub = top - OFFSET
-        x = s.to(gl.float32, bitcast=True)
-        return _exponentials(x, scale, sub, BN, LINEAR, PV8), top
+        return highest_of_thread(s, like)
 
 
 @gluon.jit
 def step(
     q, rings, stage, phase, row_scale, k_scale, term, rows, j, s, m, l, acc, keep, seq_q, seq_k,
     DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
-    PV8: gl.constexpr, OFFSET: gl.constexpr, LINEAR: gl.constexpr,
-    POSITIVE: gl.constexpr, EARLY: gl.constexpr, TERM: gl.constexpr, EDGE: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    PV8: gl.constexpr, LINEAR: gl.constexpr, POSITIVE: gl.constexpr, EARLY: gl.constexpr,
+    TERM: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One key block of one warpgroup: scores, online softmax, P V, row sums.
 
@@ -170,29 +161,36 @@ def step(
         s = scores(q, k_tiles, stage, BN, QK8)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    p, top = _weights(
-        s, m, row_scale, k_scale, term, rows, j, seq_q, seq_k, BN, QK8, PV8, OFFSET, LINEAR,
-        POSITIVE, TERM, EDGE, CAUSAL,
-    )  # fmt: skip
-    decay = gl.exp2(m - top)
-    acc = rescaled(acc, decay, DP)
+    scale = row_scale * k_scale
+    if TERM or EDGE:
+        p, top = _hidden_weights(
+            s, m, scale, term, rows, j, seq_q, seq_k, BN, QK8, PV8, EDGE, CAUSAL
+        )  # fmt: skip
+        decay = gl.exp2(m - top)
+        acc = rescaled(acc, decay, DP)
+        l = l * decay
+        m = top
+    else:
+        highest = _highest(s, m, QK8 or POSITIVE)
+        acc, l, m, mul, sub = settled(acc, l, highest, m, scale, DP, QK8)
+        p = _exponentials(s.to(gl.float32, bitcast=True), mul, sub, BN, LINEAR, PV8)
     mbarrier.wait(v_full.index(stage), phase)
     acc, a = values(p, v_tiles, stage, acc, keep, DP, BN, PV8)
     if PV8:
         sums = row_sums(a, ones)
     else:
-        l = with_parts(l, decay, p)
+        l = with_parts(l, p)
     following, its_phase = next_stage(stage, phase, STAGES)
     if EARLY:
         mbarrier.wait(k_full.index(following), its_phase, pred=j > 0)
         s = scores(q, k_tiles, following, BN, QK8)
     if PV8:
         acc, sums = warpgroup_mma_wait(EARLY, deps=(acc, sums))
-        l = with_sums(l, decay, sums)
+        l = with_sums(l, sums)
     else:
         acc = warpgroup_mma_wait(EARLY, deps=(acc,))
     mbarrier.arrive(v_empty.index(stage), count=1)
-    return s, top, l, acc, following, its_phase
+    return s, m, l, acc, following, its_phase
 
 
 @gluon.jit
@@ -200,8 +198,7 @@ def late_step(
     q, rings, stage, phase, v_stage, v_phase, started, row_scale, k_scale, term, rows, j, p, decay,
     m, l, acc, keep, seq_q, seq_k,
     DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
-    OFFSET: gl.constexpr, TERM: gl.constexpr, EDGE: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    TERM: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One key block of one warpgroup whose fp16 weights `p` meet V in the step after.
 
@@ -216,12 +213,21 @@ def late_step(
     acc, _a = values(p, v_tiles, v_stage, acc, keep, DP, BN, False)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    x, top = _weights(
-        s, m, row_scale, k_scale, term, rows, j, seq_q, seq_k, BN, QK8, False, OFFSET, 0, False,
-        TERM, EDGE, CAUSAL,
-    )  # fmt: skip
+    scale = row_scale * k_scale
+    if TERM or EDGE:
+        x, top = _hidden_weights(
+            s, m, scale, term, rows, j, seq_q, seq_k, BN, QK8, False, EDGE, CAUSAL
+        )  # fmt: skip
+    else:
+        highest = gl.max(s, 1).to(gl.float32, bitcast=True)
+        highest = in_lanes(highest, m)
+        reached = (highest - FLOAT_START) * scale
+        top = gl.maximum(m, reached)
+        scale = gl.minimum(scale, STEEPEST)
+        sub = highest * scale + ((top - reached) - OFFSET)
+        x = half_weights(s.to(gl.float32, bitcast=True), scale, sub)
     fresh = gl.exp2(m - top)
-    l = with_parts(l, fresh, x)
+    l = with_parts(l * fresh, x)
     following, its_phase = next_stage(stage, phase, STAGES)
     # What ends a basic block here keeps the compiler from waiting for P V above the exponentials.
     mbarrier.wait(k_full.index(following), its_phase, pred=j > 0)

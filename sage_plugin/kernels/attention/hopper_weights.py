@@ -7,45 +7,11 @@ crosses a loop would be shuffled byte by byte); fp16 weights are fp32 numbers un
 
 from __future__ import annotations
 
-import struct
-
 from sage_plugin.kernels.attention.gluon_names import gl, gluon
+from sage_plugin.kernels.attention.hopper_maxima import spread
 from sage_plugin.kernels.quant.recipe import LINEAR_SHIFT
 
 
-def _hex(value: float) -> str:
-    """A float as PTX writes it."""
-    return f"0f{struct.unpack('I', struct.pack('f', value))[0]:08X}"
-
-
-def _rescale_asm(registers: int) -> str:
-    """Multiply a thread's accumulator by its rows' factors where a lane of the warp has one.
-
-    Operands: results, accumulators, factors; registers come in pairs, upper row and lower row.
-    """
-    n = registers
-    lines = [
-        "{ .reg .pred p, q;",
-        f"setp.neu.f32 p, ${2 * n}, {_hex(1.0)};",
-        f"setp.neu.or.f32 p, ${2 * n + 2}, {_hex(1.0)}, p;",
-        "vote.sync.any.pred q, p, 0xffffffff;",
-        *(f"mov.b32 ${i}, ${n + i};" for i in range(n)),
-        "@!q bra SAME_MAXIMUM;",
-        *(f"mul.f32 ${i}, ${i}, ${2 * n + (i & 2)};" for i in range(n)),
-        "SAME_MAXIMUM:",
-        "}",
-    ]
-    return "\n".join(lines)
-
-
-def _operands(registers: int) -> str:
-    return ",".join(["=f"] * registers + ["f"] * (2 * registers))
-
-
-RESCALE_64 = gl.constexpr(_rescale_asm(64))
-RESCALE_64_OPERANDS = gl.constexpr(_operands(64))
-RESCALE_32 = gl.constexpr(_rescale_asm(32))
-RESCALE_32_OPERANDS = gl.constexpr(_operands(32))
 PACK = gl.constexpr(
     "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;"
     " cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }"
@@ -74,12 +40,6 @@ def _linear_asm() -> str:
 LINEAR = gl.constexpr(_linear_asm())
 LINEAR_START = gl.constexpr(1.0 - (8 * 7.0 - LINEAR_SHIFT - 0.5) / 256.0)
 """Of a weight of 2^0: 56 are the bits of 1.0, and a half makes the nearest of the number above."""
-
-
-@gluon.jit
-def by_row(x, L: gl.constexpr):
-    """A vector of rows as a column of a tile of layout `L`."""
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True), 1)
 
 
 @gluon.jit
@@ -134,22 +94,28 @@ def _words(s0, s1, s2, s3, mul, sub, N: gl.constexpr, LINEAR_GROUPS: gl.constexp
 
 
 @gluon.jit
+def _of_words(x, words):
+    """`(64, 4)` numbers of threads for words `(64, BN // 16, 4)`."""
+    L: gl.constexpr = gl.SliceLayout(1, words.type.layout)
+    _, x = gl.broadcast(words, gl.expand_dims(gl.convert_layout(x, L, assert_trivial=True), 1))
+    return x
+
+
+@gluon.jit
 def weights(s, mul, sub, BN: gl.constexpr, LINEAR_GROUPS: gl.constexpr):
-    """`(64, BN // 4)` words of the weights `2^(s * mul - sub)`, with rows' `mul` and `sub`.
+    """`(64, BN // 4)` words of the weights `2^(s * mul - sub)`.
 
     Args:
         s: `(64, BN)` fp32 scores in the layout of a product's result.
-        mul: factor of each row.
-        sub: what is taken from each row's exponents.
+        mul: `(64, 4)` factors, a number a thread and row.
+        sub: what is taken from exponents, likewise.
         BN: keys.
         LINEAR_GROUPS: how many groups of 16 keys, the last ones, go by the linear rule.
     """
-    _, muls = gl.broadcast(s, gl.expand_dims(mul, 1))
-    _, subs = gl.broadcast(s, gl.expand_dims(sub, 1))
     s0, s1, s2, s3 = _quads(s, BN)
-    m0, _m1, _m2, _m3 = _quads(muls, BN)
-    t0, _t1, _t2, _t3 = _quads(subs, BN)
-    words = _words(s0, s1, s2, s3, m0, t0, BN // 16, LINEAR_GROUPS)
+    mul = _of_words(mul, s0)
+    sub = _of_words(sub, s0)
+    words = _words(s0, s1, s2, s3, mul, sub, BN // 16, LINEAR_GROUPS)
     return words.reshape([64, BN // 4])
 
 
@@ -166,8 +132,8 @@ def fp8_operand(words, L: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def half_weights(s, mul, sub):
-    """Weights `2^(s * mul - sub)` as fp32 numbers, with rows' `mul` and `sub`."""
-    return gl.exp2(s * gl.expand_dims(mul, 1) - gl.expand_dims(sub, 1))
+    """Weights `2^(s * mul - sub)` as fp32 numbers, with `mul` and `sub` as in `weights`."""
+    return gl.exp2(s * spread(mul, s) - spread(sub, s))
 
 
 @gluon.jit
@@ -181,20 +147,3 @@ def partial_sums(x):
     """Sums of fp32 weights over the keys that a thread holds of a row, `(64, 4)`."""
     N: gl.constexpr = x.shape[1] // 8
     return gl.sum(gl.sum(x.reshape([64, N, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def rescaled(acc, decay, DP: gl.constexpr):
-    """The accumulator times its rows' decay, for nothing where no maximum of the warp moved."""
-    L: gl.constexpr = acc.type.layout
-    acc, factor = gl.broadcast(acc, by_row(decay, L))
-    if DP == 128:
-        return gl.inline_asm_elementwise(
-            RESCALE_64, RESCALE_64_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=False,
-            pack=64,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            RESCALE_32, RESCALE_32_OPERANDS, [acc, factor], dtype=gl.float32, is_pure=False,
-            pack=32,
-        )  # fmt: skip

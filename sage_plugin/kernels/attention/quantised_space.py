@@ -64,7 +64,7 @@ def hopper(
 
 
 GLUON_TILES = (Tile(192, 128, 12), Tile(128, 128, 8))
-GLUON_AXES = {"num_stages": (3, 4), "exp_linear": (4, 6)}
+GLUON_AXES = {"num_stages": (3, 4), "exp_linear": (4, 6), "persistent": (False, True)}
 GLUON_64_AXES = {**GLUON_AXES, "overlap": (False, True)}
 UNMASKED = ("none", "key_bias")
 HOPPER_TILES = (Tile(64, 128, 4), Tile(64, 64, 4), Tile(128, 128, 8))

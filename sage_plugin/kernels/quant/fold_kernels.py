@@ -168,8 +168,8 @@ def add_up(
     k, v, key_mask, cu_seqlens_q, cu_seqlens_k, records, counters, k_mean, v_mean, v_scale, v_unit,
     v_residual, v_drifts, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh,
     stride_vs, stride_vd, stride_mb, stride_mh, stride_mk, head, part, heads, seq_q, seq_k, left,
-    parts, groups, group_parts,
-    D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    parts, groups, group_parts, part_keys,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
     DEPTH: tl.constexpr, CHUNK: tl.constexpr, ARRIVALS: tl.constexpr, K_MEAN: tl.constexpr,
     V_MEAN: tl.constexpr, PV8: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     TINY: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr,
@@ -179,7 +179,7 @@ def add_up(
     head = head.to(tl.int64)
     first, seq = sequence(cu_seqlens_k, b, seq_k, PACKED)
     if PACKED:
-        parts_here = tl.maximum(tl.cdiv(seq, KEYS), 1)
+        parts_here = tl.maximum(tl.cdiv(seq, part_keys), 1)
         groups_here = tl.cdiv(parts_here, group_parts)
     else:
         parts_here = parts
@@ -193,8 +193,9 @@ def add_up(
         records += head * (parts + groups) * record_size(DP)
         counters += head * (COUNTERS + groups)
         part_record(
-            records + part * record_size(DP), k, v, key_mask, part, seq, first_seen, stride_ks,
-            stride_kd, stride_vs, stride_vd, stride_mk, D, DP, KEYS, ROWS, DEPTH, K_MEAN, MASKED,
+            records + part * record_size(DP), k, v, key_mask, part, part_keys, seq, first_seen,
+            stride_ks, stride_kd, stride_vs, stride_vd, stride_mk, D, DP, ROWS, DEPTH, K_MEAN,
+            MASKED,
         )  # fmt: skip
         group = part // group_parts
         begin = group * group_parts

@@ -11,10 +11,20 @@ WARP_VALUES = 2048
 FEWEST_WARPS, MOST_WARPS = 4, 16
 
 PART_VALUES = 32768
-"""Values of K, and of V, that a program adds up."""
+"""Values of K, and of V, that a program adds up, at least."""
+
+PART_STEP = 8192
+"""Values that divide those of a part."""
+
+PART_PROGRAMS = 528
+"""Programs that add up at a time on a large GPU: those of a launch of their own should be no more,
+since each ends with 8 us of sums over its threads, and its records with a wait."""
+
+FEWEST_PARTS = 24
+"""Parts of a head that has the keys for them: fewer records cannot tell a drift."""
 
 PART_WARPS = 4
-"""Warps of a program that adds up in a launch of its own."""
+"""Warps of a program of the launch that adds up, and of the queries that follow there."""
 
 LARGEST_GROUP, GROUP_PARTS = 96, 4
 """Parts that one program adds up; heads of more parts are added up by groups."""
@@ -24,7 +34,8 @@ WARPS_AHEAD = 3200
 times those that a large GPU holds."""
 
 ONE_LAUNCH_VALUES = 1 << 22
-"""Values of Q, K and V up to which all work is one launch; longer calls pay a second for parts."""
+"""Values of Q, K and V up to which all work is one launch; longer calls pay a second one for keys
+and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +90,15 @@ def plan_of(
     """
     block_m, block_n, granule = blocks
     warps = max(FEWEST_WARPS, min(MOST_WARPS, max(block_n, granule) * width // WARP_VALUES))
-    q_tile = max(WARP_VALUES * warps // width, granule)
+    twice = heads * (ratio * seq_q + 2 * seq_k) * width > ONE_LAUNCH_VALUES
+    first = max(PART_WARPS, granule * width // WARP_VALUES) if twice else warps
+    q_tile = max(WARP_VALUES * first // width, granule)
     part_keys = PART_VALUES // width
+    if twice:
+        wanted = max(FEWEST_PARTS, PART_PROGRAMS // heads)
+        step = PART_STEP // width
+        fitting = seq_k // wanted // step * step
+        part_keys = max(part_keys, fitting + step * (wanted > FEWEST_PARTS))
     parts = max(1, -(-seq_k // part_keys))
     group_parts = parts if parts <= LARGEST_GROUP else GROUP_PARTS
     padded_q = -(-seq_q // block_m) * block_m
@@ -91,9 +109,12 @@ def plan_of(
     ahead = min(ratio * q_blocks, distance)
     lead = min(-(-(distance - ahead) // per_head), heads)
     launches: tuple[tuple[int, int, int], ...] = ((0, lead * parts + heads * per_head, warps),)
-    if heads * (ratio * seq_q + 2 * seq_k) * width > ONE_LAUNCH_VALUES:
-        lead, ahead = 0, ratio * q_blocks
-        launches = ((1, heads * parts, PART_WARPS), (2, heads * (per_head - parts), warps))
+    if twice:
+        lead = ahead = 0
+        launches = (
+            (1, heads * (parts + ratio * q_blocks), first),
+            (2, heads * k_blocks, warps),
+        )
     groups = -(-parts // group_parts)
     return Plan(
         warps, q_tile, part_keys, parts, groups, group_parts, q_blocks, k_blocks, lead, ahead,

@@ -159,7 +159,7 @@ def _quantise_kv(
 @triton.jit(
     do_not_specialize=[
         "heads", "ratio", "seq_q", "seq_k", "left", "q_rows", "parts", "groups", "group_parts",
-        "q_blocks", "k_blocks", "lead", "ahead", "slots",
+        "part_keys", "q_blocks", "k_blocks", "lead", "ahead", "slots",
     ]
 )  # fmt: skip
 def prepass_kernel(
@@ -167,10 +167,10 @@ def prepass_kernel(
     v_scale, v_unit, v_residual, v_drifts, records, counters, key_mask, cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
-    heads, ratio, seq_q, seq_k, left, q_rows, k_rows, parts, groups, group_parts, q_blocks,
-    k_blocks, lead, ahead, slots, multiplier,
+    heads, ratio, seq_q, seq_k, left, q_rows, k_rows, parts, groups, group_parts, part_keys,
+    q_blocks, k_blocks, lead, ahead, slots, multiplier,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, Q_ROWS: tl.constexpr,
-    KEYS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
     ARRIVALS: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr,
     PV8: tl.constexpr, VMAX: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     K_MEAN: tl.constexpr, V_MEAN: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
@@ -178,8 +178,9 @@ def prepass_kernel(
 ):  # fmt: skip
     """Quantise Q, K and V; `slots` heads of keys, each with its queries.
 
-    With `PHASE` 1 a launch has the parts alone, with 2 the blocks alone, head by head, which wait
-    for nothing. With 0 it has both:
+    With `PHASE` 1 a launch has the parts of all heads and then their queries, with 2 the blocks of
+    keys, which wait for nothing: queries fill the multiprocessors that the last parts leave idle.
+    With 0 it has all:
 
     In front are the parts of the first `lead` heads. Then each head has the parts of the head
     `lead` further on, `ahead` blocks of queries, its blocks of keys, and the rest of the queries.
@@ -198,13 +199,13 @@ def prepass_kernel(
             slot += lead
             index += parts
     elif PHASE == 1:
-        slot = pid // parts
-        index = pid % parts
-        adds_up = pid >= 0
+        adds_up = pid < slots * parts
+        late = pid - slots * parts
+        slot = tl.where(adds_up, pid // parts, late // (ratio * q_blocks))
+        index = tl.where(adds_up, pid % parts, late % (ratio * q_blocks))
     else:
-        per_slot = ratio * q_blocks + k_blocks
-        slot = pid // per_slot
-        index = pid % per_slot
+        slot = pid // k_blocks
+        index = pid % k_blocks
         adds_up = pid < 0
     if adds_up:
         if slot < slots:
@@ -212,13 +213,13 @@ def prepass_kernel(
                 k, v, key_mask, cu_seqlens_q, cu_seqlens_k, records, counters, k_mean, v_mean,
                 v_scale, v_unit, v_residual, v_drifts, stride_kb, stride_kh, stride_ks, stride_kd,
                 stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
-                slot, index, heads, seq_q, seq_k, left, parts, groups, group_parts,
-                D, DP, KEYS, ROWS, DEPTH, CHUNK, ARRIVALS, K_MEAN, V_MEAN, PV8, LIMIT, FLOOR, TINY,
+                slot, index, heads, seq_q, seq_k, left, parts, groups, group_parts, part_keys,
+                D, DP, ROWS, DEPTH, CHUNK, ARRIVALS, K_MEAN, V_MEAN, PV8, LIMIT, FLOOR, TINY,
                 MASKED, LEFT, PACKED,
             )  # fmt: skip
-    elif (index >= ahead) & (index < ahead + k_blocks):
+    elif (PHASE != 1) & (index >= ahead) & (index < ahead + k_blocks):
         block = index - ahead
-        if lead == 0:
+        if PHASE == 2:
             block = k_blocks - 1 - block  # the end was read last and is still in the cache
         _quantise_kv(
             k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
@@ -228,11 +229,11 @@ def prepass_kernel(
             QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, PHASE == 0,
         )  # fmt: skip
     else:
-        if index >= ahead:
+        if (PHASE == 0) & (index >= ahead):
             index -= k_blocks
         _quantise_q(
             q, q8, q_scale, shift, k_mean, counters, cu_seqlens_q, stride_qb, stride_qh, stride_qs,
             stride_qd, slot, index // q_blocks, heads, ratio, seq_q, q_rows, groups,
             index % q_blocks, multiplier, D, DP, Q_ROWS, BM, QK8, QMAX, TINY, K_MEAN, TURNS,
-            GRANULE, ARRIVALS, PACKED, PHASE == 0,
+            GRANULE, ARRIVALS, PACKED, PHASE != 2,
         )  # fmt: skip

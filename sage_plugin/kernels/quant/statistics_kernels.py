@@ -164,16 +164,16 @@ def store_record(record, k_sum, v_sum, low, high, count, finite, DP: tl.constexp
 
 @triton.jit
 def part_record(
-    record, k, v, key_mask, part, seq, first_seen, stride_ks, stride_kd, stride_vs, stride_vd,
-    stride_mk, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    record, k, v, key_mask, part, part_keys, seq, first_seen, stride_ks, stride_kd, stride_vs,
+    stride_vd, stride_mk, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
     DEPTH: tl.constexpr, K_MEAN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Store the record of one part, `KEYS` keys of one head."""
-    first = part * KEYS
-    last = tl.minimum(first + KEYS, seq)
+    """Store the record of one part, `part_keys` keys of one head."""
+    first = part * part_keys
+    last = tl.minimum(first + part_keys, seq)
     finite = 0
     if K_MEAN and not MASKED:
-        if (first >= first_seen) & (first + KEYS <= seq):
+        if (first >= first_seen) & (first + part_keys <= seq):
             from_row = first.to(tl.int64)
             k_sum, v_sum, low, high = _sums(
                 k + from_row * stride_ks, v + from_row * stride_vs, last - first, stride_ks,
@@ -184,7 +184,7 @@ def part_record(
             if finite != 0:
                 store_record(
                     record, tl.sum(k_sum, 0), tl.sum(v_sum, 0), tl.min(low, 0), tl.max(high, 0),
-                    KEYS * 1.0, 1.0, DP,
+                    part_keys.to(tl.float32), 1.0, DP,
                 )  # fmt: skip
     if finite == 0:
         k_sum, v_sum, low, high, count, finite = _careful_sums(

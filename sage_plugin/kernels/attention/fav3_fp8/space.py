@@ -22,8 +22,8 @@ from sage_plugin.kernels.space import Region, Space
 
 HOPPER_64 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=QUARTER_SM)
 HOPPER_128 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=THIRD_SM)
-GLUON_64 = hopper(192, 128, 12, 4, pv_flush=8, exp_linear=4)
-GLUON_128 = hopper(192, 128, 12, 3, pv_flush=8, exp_linear=4)
+GLUON_64 = hopper(192, 128, 12, 3, pv_flush=8, exp_linear=6, overlap=True)
+GLUON_128 = hopper(192, 128, 12, 3, pv_flush=8, exp_linear=6)
 MASKED_64 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=QUARTER_SM)
 MASKED_128 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=True, maxnreg=THIRD_SM)
 
