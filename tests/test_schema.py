@@ -294,13 +294,14 @@ def test_report_116_every_field_is_part_of_the_text():
 
 def test_a_config_written_before_a_field_was_there_is_read_with_its_default():
     """Registry files outlive releases: what a writer did not know was off."""
-    newer = ("hadamard", "q_granule", "exp_linear", "overlap")
+    newer = ("hadamard", "q_granule", "exp_linear", "overlap", "persistent")
     old = {n: v for n, v in CONFIG.to_json().items() if n not in newer}
     found = LaunchConfig.from_json(old)
     assert found == CONFIG
     assert (found.exp_linear, found.overlap, found.hadamard, found.q_granule) == (0, False, 0, 1)
     assert LaunchConfig.from_json(json.loads(found.text())) == found
-    assert {"exp_linear", "overlap"} <= set(found.to_json())
+    assert found.persistent is False
+    assert {"exp_linear", "overlap", "persistent"} <= set(found.to_json())
     data = data_of(RegistryFile)
     for name in newer:
         del data["entries"][0]["config"][name]
@@ -308,9 +309,14 @@ def test_a_config_written_before_a_field_was_there_is_read_with_its_default():
 
 
 def test_the_fields_of_the_hopper_variants_cross_the_text():
-    config = CONFIG.replaced(exp_linear=4, overlap=True, pv_flush=8)
+    config = CONFIG.replaced(exp_linear=4, overlap=True, persistent=True, pv_flush=8)
     assert LaunchConfig.from_json(json.loads(config.text())) == config
-    for field, value in (("exp_linear", True), ("exp_linear", 4.5), ("overlap", 1)):
+    for field, value in (
+        ("exp_linear", True),
+        ("exp_linear", 4.5),
+        ("overlap", 1),
+        ("persistent", 1),
+    ):
         with pytest.raises(ConfigError, match=rf"LaunchConfig\.{field}"):
             LaunchConfig.from_json(CONFIG.to_json() | {field: value})
 

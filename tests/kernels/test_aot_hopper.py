@@ -16,10 +16,14 @@ from tests.kernels.test_aot import WARPGROUP, compiled, of  # noqa: E402
 SMEM_OF_A_PROGRAM = 232_448
 SMALL_PARTS_BYTES = 2048
 """Barriers, and the ones that row sums are products with: all that the bound leaves out."""
-SPILL_LIMIT_BYTES = {"plain": 288, "causal": 640, "terms": 896}
-"""What a thread may spill outside of the main loop; terms of keys take registers."""
+SPILL_LIMIT_BYTES = {"plain": 512, "causal": 640, "terms": 896}
+"""What a thread may spill outside of the main loop, such as what all tiles of a program need; terms
+of keys take registers."""
 LOCAL_LIMIT = {"plain": 0, "causal": 1, "terms": 18}
 """Accesses to spilt values in the main loop."""
+HALF_LOCAL_LIMIT = {"plain": 8, "causal": 8, "terms": 28}
+"""The same with fp16 weights and 128 channels: a program that spills this little is faster than one
+that asks the other lanes for maxima at every block."""
 FORMS = {
     "plain": {},
     "causal": {"causal": True, "return_lse": True},
@@ -68,7 +72,10 @@ def check(case, made):
     for loop in loops:
         # Totals that are flushed at every block are in the loop with their registers.
         flushed = made["config"]["pv_flush"] == 1
-        assert loop["local"] <= LOCAL_LIMIT["terms" if flushed else form], made
+        limits = LOCAL_LIMIT
+        if kernel == "sage" and made["call"]["dim"] == 128:
+            limits = HALF_LOCAL_LIMIT
+        assert loop["local"] <= limits["terms" if flushed else form], made
         # A thread has half of the block's weights, two decays; a linear weight needs no exp2.
         exact = made["config"]["block_n"] // 2
         if form != "terms":
@@ -103,6 +110,7 @@ def test_the_other_defaults_do_so_too(dim):
         {"pv_flush": 1},
         {"block_n": 64, "num_stages": 4, "exp_linear": 4},
         {"smooth_k": False},
+        {"persistent": False},
     ],
     ids=str,
 )

@@ -130,6 +130,8 @@ def test_an_illegal_config_of_the_hopper_variant_has_its_sentence(fields, reason
         *({"exp_linear": eighths} for eighths in range(7)),
         *({"exp_linear": eighths, "block_n": 64} for eighths in (2, 4, 6)),
         {"overlap": True, "block_n": 64},
+        {"persistent": True},
+        {"persistent": False},
         {"smooth_k": False, "smooth_v": False},
         {"hadamard": 128, "q_granule": 64},
     ],
@@ -162,11 +164,13 @@ def test_only_fp8_weights_are_linear():
     assert launches.illegal_reason(config.replaced(exp_linear=0), of, FACTS) is None
 
 
-@pytest.mark.parametrize("fields", [{"exp_linear": 4}, {"exp_linear": 1}, {"overlap": True}])
+@pytest.mark.parametrize(
+    "fields", [{"exp_linear": 4}, {"exp_linear": 1}, {"overlap": True}, {"persistent": True}]
+)
 @pytest.mark.parametrize("variant", ["portable", "emulation"])
-def test_the_portable_variant_has_no_linear_weights_and_no_early_start(fields, variant):
+def test_the_portable_variant_has_nothing_of_the_hopper_variants(fields, variant):
     reason = launches.illegal_reason(launch(**fields), key(variant=variant), FACTS)
-    assert reason == "exp_linear and overlap belong to the Hopper variants"
+    assert reason == "exp_linear, overlap and persistent belong to the Hopper variants"
 
 
 def test_a_config_of_one_variant_is_not_that_of_the_other():

@@ -123,6 +123,7 @@ def test_a_smoothed_v_is_for_kernels_with_an_fp8_v(kernel):
     assert {c.pv_flush for c in every["portable"]} == {1}
     assert {c.exp_linear for c in every["portable"]} == {0}
     assert {c.overlap for c in every["portable"]} == {False}
+    assert {c.persistent for c in every["portable"]} == {False}
 
 
 def configs_of(kernel, variant):
@@ -174,6 +175,7 @@ def test_the_hopper_regions_search_what_they_are_for(kernel, dim):
     assert {c.smooth_v for c in found} == {kernel in FP8_WEIGHTS}
     linear = {4, 6} if kernel in FP8_WEIGHTS else {0}
     assert {c.exp_linear for c in found} == linear
+    assert {c.persistent for c in found} == {False, True}
     if kernel in FP8_WEIGHTS:
         assert {c.pv_flush for c in found} == {8}
         assert {c.overlap for c in found} == ({False, True} if dim == 64 else {False})

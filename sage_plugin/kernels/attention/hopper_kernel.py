@@ -146,7 +146,8 @@ def _total(total, L: gl.constexpr, DP: gl.constexpr):
 def _walk(
     q, rings, stage, phase, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
-    LINEAR: gl.constexpr, POSITIVE: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
+    LINEAR: gl.constexpr, POSITIVE: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr,
+    TERM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """All key blocks of a tile, one after the other: maxima, row sums, accumulator.
 

@@ -123,8 +123,14 @@ def _settle_asm(registers: int, *, integers: bool) -> str:
 
 
 def _operands(in_place: int, early: int, unused: int, inputs: int) -> str:
-    """Constraints of operands: results that replace an input, or are written before all are read,
-    or not at all; and inputs."""
+    """Constraints of results, and of inputs.
+
+    Args:
+        in_place: results that replace an input.
+        early: results that are written before all inputs are read.
+        unused: results that are not written.
+        inputs: inputs.
+    """
     return ",".join(["=f"] * in_place + ["=&f"] * early + ["=f"] * unused + ["f"] * inputs)
 
 

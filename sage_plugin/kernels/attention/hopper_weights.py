@@ -11,7 +11,6 @@ from sage_plugin.kernels.attention.gluon_names import gl, gluon
 from sage_plugin.kernels.attention.hopper_maxima import spread
 from sage_plugin.kernels.quant.recipe import LINEAR_SHIFT
 
-
 PACK = gl.constexpr(
     "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1;"
     " cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }"
