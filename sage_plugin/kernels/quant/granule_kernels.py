@@ -88,19 +88,14 @@ def _shared_scale(magnitude, ROWS: tl.constexpr, GRANULE: tl.constexpr):
 
 @triton.jit
 def quantise_queries(
-    at, to, q_scale, live, inside, multiplier, ROWS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr,
-    TURNS: tl.constexpr, GRANULE: tl.constexpr, MASKED: tl.constexpr,
+    x, to, q_scale, inside, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr, TURNS: tl.constexpr,
+    GRANULE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a block of queries, and return it with the softmax scale folded in.
+    """Quantise a block of queries with the softmax scale folded in.
 
     Rows that are not finite become 0 and have an infinite scale.
     """
-    if MASKED:
-        x = tl.load(at, mask=live, other=0.0, eviction_policy=READ_ONCE)
-    else:
-        x = tl.load(at, eviction_policy=READ_ONCE)
-    x = x.to(tl.float32) * multiplier
     y = x
     if TURNS > 0:
         y = _rotated(x, ROWS, DP, TURNS)
@@ -112,7 +107,6 @@ def quantise_queries(
     y = tl.where(finite[:, None], y, 0.0)
     _store_granule(to, y, amax[:, None], inside[:, None], D, DP, QMAX, QK8, MASKED)
     tl.store(q_scale, amax / QMAX, mask=inside)
-    return x
 
 
 @triton.jit

@@ -60,20 +60,28 @@ def _quantise_q(
         to = q8 + row * DP + n[:, None] * DP + d[None, :]
         live = (start + n < seq)[:, None] & (d < D)[None, :]
         inside = start + n < padded
-        if (start + ROWS <= seq) & (D == DP):
-            x = quantise_queries(
-                at, to, q_scale + row + n, live, inside, multiplier, ROWS, D, DP, QK8, QMAX, TINY,
-                TURNS, GRANULE, False,
-            )  # fmt: skip
+        whole = (start + ROWS <= seq) & (D == DP)
+        if whole:
+            x = tl.load(at, eviction_policy=READ_ONCE)
         else:
-            x = quantise_queries(
-                at, to, q_scale + row + n, live, inside, multiplier, ROWS, D, DP, QK8, QMAX, TINY,
-                TURNS, GRANULE, True,
-            )  # fmt: skip
-        if SHIFT:
+            x = tl.load(at, mask=live, other=0.0, eviction_policy=READ_ONCE)
+        mean = tl.zeros([DP], tl.float32)
+        if SHIFT:  # while the queries are on their way
             if WAITS:
                 await_head(counters + head * (COUNTERS + groups), ARRIVALS)
             mean = tl.load(k_mean + head * DP + d)
+        x = x.to(tl.float32) * multiplier
+        if whole:
+            quantise_queries(
+                x, to, q_scale + row + n, inside, ROWS, D, DP, QK8, QMAX, TINY, TURNS, GRANULE,
+                False,
+            )  # fmt: skip
+        else:
+            quantise_queries(
+                x, to, q_scale + row + n, inside, ROWS, D, DP, QK8, QMAX, TINY, TURNS, GRANULE,
+                True,
+            )  # fmt: skip
+        if SHIFT:
             tl.store(shift + row + n, tl.sum(x * mean[None, :], 1), mask=inside)
 
 
@@ -126,6 +134,8 @@ def _quantise_kv(
         done = 0
         if K_MEAN:
             if whole:
+                if not WAITS:
+                    done = tl.load(counters + 1)
                 x = _tile(k, n, stride_ks, stride_kd, D, DP)
                 if PV8:
                     w0 = _tile(v, value_rows(0, BN), stride_vs, stride_vd, D, DP)
@@ -139,7 +149,7 @@ def _quantise_kv(
                     w3 = w0
                 if WAITS:
                     await_head(counters, ARRIVALS)
-                done = tl.load(counters + 1)
+                    done = tl.load(counters + 1)
                 if done != 0:
                     tl.store(key_term + n, term)
                     store_whole_block(
