@@ -132,7 +132,8 @@ class LaunchConfig(JsonRecord):
         overlap: start the scores of the next block before the values of this one are waited for
             (Hopper variants, where registers allow it).
         persistent: a program for each multiprocessor, which loads the queries and keys of its next
-            tile while it ends one, instead of a program a tile (Hopper variants).
+            tile while it ends one, instead of a program a tile (Hopper variants; tiles of causal
+            calls, which differ in length, always have a program each).
     """
 
     block_m: int

@@ -173,15 +173,20 @@ def flat(version: str, answer: dict[str, Any]) -> list[Any]:
     return [fields[name] for name in COLUMNS]
 
 
-def run(version: str, env: dict[str, str], only: list[str]) -> tuple[list[Any], list[str]]:
-    """Rows and failures of one Triton."""
+def run(
+    version: str, env: dict[str, str], only: list[str], variant: str | None
+) -> tuple[list[Any], list[str]]:
+    """Rows and failures of one Triton, of all variants or of one."""
     rows, failures = [], []
     for row in ARCHITECTURES:
         for name in row.names:
             if not row.kernels or release(version) < release(row.triton) or name not in only:
                 continue
             count = len(rows)
-            for answer in compiled(calls(row, name), env):
+            wanted = calls(row, name)
+            if variant:
+                wanted = [one for one in wanted if one.get("variant", "portable") == variant]
+            for answer in compiled(wanted, env):
                 where = f"triton {version} {answer['call']}"
                 if "error" in answer:
                     failures.append(f"{where}: {answer['error'][-400:]}")
@@ -202,6 +207,16 @@ def sources() -> str:
     return digest.hexdigest()
 
 
+def kept(path: Path, archs: list[str], variant: str | None) -> dict[str, Any]:
+    """What a file has of other architectures, and of other variants of these."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    arch, kind = COLUMNS.index("arch"), COLUMNS.index("variant")
+    found["rows"] = [
+        row for row in found["rows"] if row[arch] not in archs or variant not in (None, row[kind])
+    ]
+    return found
+
+
 def write(path: Path, results: dict[str, Any], rows: list[Any]) -> None:
     """The file, one row a line."""
     head = json.dumps(results, indent=1)[:-2]
@@ -217,6 +232,8 @@ def main() -> int:
     parser.add_argument("--triton", action="append", help="a version; may be given several times")
     parser.add_argument("--tritons-dir", type=Path, default=ROOT / ".venv" / "tritons")
     parser.add_argument("--arch", action="append", choices=names, help="one of the architectures")
+    parser.add_argument("--variant", choices=("portable", "hopper"), help="one of the variants")
+    parser.add_argument("--keep", action="store_true", help="keep the other rows of the file")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     versions = given.triton or [f"{LOWEST_TRITON}.0", f"{NEWEST_TRITON}.0"]
@@ -226,7 +243,7 @@ def main() -> int:
     for version in versions:
         env = environment(installed(version, given.tritons_dir))
         brought[version] = assemblers(env)
-        new_rows, new_failures = run(version, env, given.arch or names)
+        new_rows, new_failures = run(version, env, given.arch or names, given.variant)
         rows += new_rows
         failures += new_failures
     identity = {
@@ -237,6 +254,11 @@ def main() -> int:
         "assemblers": brought,
         "kernels_sha256": sources(),
     }
+    if given.keep:
+        earlier = kept(given.out, given.arch or names, given.variant)
+        rows = earlier["rows"] + rows
+        failures = earlier["failures"] + failures
+        identity = earlier["identity"] | {"renewed": identity}
     write(given.out, {"identity": identity, "failures": failures, "columns": COLUMNS}, rows)
     print(f"{len(rows)} launches, {len(failures)} failures: {given.out}")
     for failure in failures:

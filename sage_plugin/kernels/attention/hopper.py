@@ -56,7 +56,7 @@ class QuantisedHopper(QuantisedPortable):
         late = config.overlap and not pv8 and ops.k8.shape[-1] > LATE_ABOVE
         tiles = row_blocks * ops.sequences * ops.heads_q
         tape.launch(
-            hopper_attention_kernel, _programs(tiles, out.device, config.persistent),
+            hopper_attention_kernel, _programs(tiles, out.device, config.persistent and problem.right < 0),
             *_descriptors(ops), view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite,
             ops.key_term, ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.v_drifts,
             ops.shift,

@@ -11,17 +11,9 @@ WARP_VALUES = 2048
 FEWEST_WARPS, MOST_WARPS = 4, 16
 
 PART_VALUES = 32768
-"""Values of K, and of V, that a program adds up, at least."""
-
-PART_STEP = 8192
-"""Values that divide those of a part."""
-
-PART_PROGRAMS = 528
-"""Programs that add up at a time on a large GPU: those of a launch of their own should be no more,
-since each ends with 8 us of sums over its threads, and its records with a wait."""
-
-FEWEST_PARTS = 24
-"""Parts of a head that has the keys for them: fewer records cannot tell a drift."""
+"""Values of K, and of V, that a program adds up: heads are ready one after another, so that the
+queries that follow in the same launch find theirs so. (With one round of larger parts they waited
+for the last: 253 instead of 228 us on an H200 for 24 heads of 16,452 tokens.)"""
 
 PART_WARPS = 4
 """Warps of a program of the launch that adds up, and of the queries that follow there."""
@@ -94,11 +86,6 @@ def plan_of(
     first = max(PART_WARPS, granule * width // WARP_VALUES) if twice else warps
     q_tile = max(WARP_VALUES * first // width, granule)
     part_keys = PART_VALUES // width
-    if twice:
-        wanted = max(FEWEST_PARTS, PART_PROGRAMS // heads)
-        step = PART_STEP // width
-        fitting = seq_k // wanted // step * step
-        part_keys = max(part_keys, fitting + step * (wanted > FEWEST_PARTS))
     parts = max(1, -(-seq_k // part_keys))
     group_parts = parts if parts <= LARGEST_GROUP else GROUP_PARTS
     padded_q = -(-seq_q // block_m) * block_m
