@@ -76,6 +76,7 @@ def _tile(kernel: str, arch: str, dim: int, variant: str = "portable") -> str:
     text += f" f{config.pv_flush}" if config.pv_flush != 1 else ""
     text += f" e{config.exp_linear}" if config.exp_linear else ""
     text += " o" if config.overlap else ""
+    text += " p" if config.persistent else ""
     return text + (" TMA" if config.loads == "descriptor" else "")
 
 

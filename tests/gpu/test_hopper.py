@@ -119,6 +119,7 @@ FIELDS = {
     "rough": {"smooth_k": False, "smooth_v": False},
     "rough k": {"smooth_k": False},
     "rotated": {"hadamard": 64, "q_granule": 16},
+    "a program a tile": {"persistent": False},
 }
 
 
@@ -161,6 +162,38 @@ def test_an_early_start_changes_nothing(kernel, causal, block_n):
     )
     assert relative(late[0], early[0]) < 1e-4
     assert torch.allclose(late[1], early[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("block_m", [128, 192])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_programs_that_go_on_to_the_next_tile_change_no_bit(kernel, block_m, dim):
+    """More tiles than an SM has programs for; the last round is not full."""
+    q, k, v = inputs((3, 20, 4, 1300, 333, dim))
+    tile = {"block_m": block_m, "num_warps": block_m // 16}
+    shared, single = (
+        both(kernel, q, k, v, fields={"persistent": persistent} | tile)[0]
+        for persistent in (True, False)
+    )
+    assert torch.equal(shared[0], single[0])
+    assert torch.equal(shared[1], single[1])
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rise", [0.3, 0.9, 1.5, 12.0])
+@pytest.mark.parametrize("from_end", [False, True], ids=["towards the end", "towards the start"])
+def test_maxima_that_rise_from_block_to_block(kernel, dim, rise, from_end):
+    """By less and by more than the headroom, in octaves a block; blocks are walked from the end."""
+    q, k, v = inputs((1, 4, 4, 300, 1536, dim))
+    q = torch.ones_like(q) + 0.05 * q
+    step = rise * math.log(2) * dim**0.5 / dim
+    block = torch.arange(1536, device="cuda") // 128
+    block = 11 - block if from_end else block
+    k = 0.3 * torch.randn_like(k.float()) + (step * block)[None, None, :, None]
+    k = k.to(q.dtype)
+    made, twin = both(kernel, q, k, v)
+    check(made, twin, oracle(q, k, v), small=1e-3, small_lse=2e-2)
 
 
 @pytest.mark.parametrize("kernel", FP8_WEIGHTS)

@@ -55,8 +55,9 @@ class QuantisedHopper(QuantisedPortable):
         groups, pv8 = config.block_m // GROUP_ROWS, self.recipe.pv == "fp8"
         late = config.overlap and not pv8 and ops.k8.shape[-1] > LATE_ABOVE
         tiles = row_blocks * ops.sequences * ops.heads_q
+        shared = config.persistent and problem.right < 0
         tape.launch(
-            hopper_attention_kernel, _programs(tiles, out.device, config.persistent and problem.right < 0),
+            hopper_attention_kernel, _programs(tiles, out.device) if shared else tiles,
             *_descriptors(ops), view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite,
             ops.key_term, ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.v_drifts,
             ops.shift,
@@ -73,9 +74,9 @@ class QuantisedHopper(QuantisedPortable):
         return out, lse
 
 
-def _programs(tiles: int, device: torch.device, persistent: bool) -> int:
-    """How many programs share the tiles: one for each multiprocessor, or one a tile."""
-    if not persistent or device.type != "cuda":
+def _programs(tiles: int, device: torch.device) -> int:
+    """How many programs share the tiles: one for each multiprocessor, no more than tiles."""
+    if device.type != "cuda":
         return tiles
     return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
 

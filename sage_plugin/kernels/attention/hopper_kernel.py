@@ -1,29 +1,34 @@
-"""The Hopper attention kernel in Gluon: one warp loads, two or three warpgroups multiply.
+"""The Hopper attention kernel in Gluon: two warps load, two or three warpgroups multiply.
 
-A program owns 64 query rows for each of its warpgroups and walks the key blocks that any of its
-rows sees, from the last to the first, so that the blocks that need comparisons come first. K and V
-come through two rings in shared memory, each stage with a "full" and an "empty" barrier. Row
-sums are a product of the rounded weights with ones, or of fp16 weights fp32 sums of each thread.
-Where K was smoothed and every row sees every key, scores sum to zero, so that maxima start at zero
-and FP8 products compare as integers. With `FLUSH` the tensor cores' accumulator is added to an fp32
-one in shared memory every `FLUSH` blocks, since tensor cores truncate as they add; heads whose V
-does not drift along the sequence are flushed an eighth as often.
+A program takes tiles of queries, 64 rows for each of its warpgroups: one, or one after another. It
+walks the key blocks that any of a tile's rows sees, from the last to the first, so that the blocks
+that need comparisons come first. K and V come through two rings in shared memory, each stage with a
+"full" and an "empty" barrier; they run on from tile to tile. Row sums are a product of the rounded
+weights with ones, or of fp16 weights fp32 sums of each thread. Where K was smoothed and every row
+sees every key, scores sum to zero, so that maxima start at zero and FP8 products compare as
+integers. With `FLUSH` the tensor cores' accumulator is added to an fp32 one in shared memory every
+`FLUSH` blocks, since tensor cores truncate as they add; heads whose V does not drift along the
+sequence are flushed an eighth as often.
 """
 
 from __future__ import annotations
 
 from sage_plugin.kernels.attention.gluon_names import (
-    async_load,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     warpgroup_mma_wait,
 )
+from sage_plugin.kernels.attention.hopper_loads import (
+    key_blocks,
+    load_keys,
+    load_queries,
+    place_of,
+)
 from sage_plugin.kernels.attention.hopper_maxima import OFFSET, in_lanes, rescaled, spread
 from sage_plugin.kernels.attention.hopper_step import (
     late_step,
-    next_stage,
     scores,
     step,
     values,
@@ -33,78 +38,6 @@ LOWEST = gl.constexpr(-3e38)
 LN2 = gl.constexpr(0.6931471805599453)
 STEADY = gl.constexpr(8)
 """How many times rarer totals are flushed where values do not drift along the sequence."""
-
-
-@gluon.jit
-def _key_blocks(
-    first_row, seq_q, seq_k, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
-    """How many key blocks a program sees, and how many of them every one of its rows sees whole."""
-    high = seq_k
-    whole = seq_k
-    if CAUSAL:
-        high = gl.maximum(gl.minimum(seq_k, first_row + BM + seq_k - seq_q), 0)
-        whole = gl.maximum(gl.minimum(seq_k, first_row + 1 + seq_k - seq_q), 0)
-    return (high + BN - 1) // BN, whole // BN
-
-
-@gluon.jit
-def _place(tile, of_tiles, BM: gl.constexpr, CAUSAL: gl.constexpr):
-    """Where a tile of queries lies: its head, its key head and its first row."""
-    row_blocks, heads_q, ratio = of_tiles
-    block = tile % row_blocks
-    if CAUSAL:
-        block = row_blocks - 1 - block
-    bh = tile // row_blocks
-    kv = (bh // heads_q) * (heads_q // ratio) + (bh % heads_q) // ratio
-    return bh, kv, block * BM
-
-
-@gluon.jit
-def _load_queries(
-    q_desc, memory, of_tiles, tiles, q_rows, GROUPS: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
-    """The warp that loads Q: each warpgroup's rows as soon as it is through with those before."""
-    q_tiles, q_full, q_empty, _totals, _rings = memory
-    phase = 1
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        bh, _kv, first_row = _place(tile, of_tiles, GROUPS * 64, CAUSAL)
-        for group in gl.static_range(GROUPS):
-            row = bh * q_rows + first_row + group * 64
-            mbarrier.wait(q_empty.index(group), phase)
-            mbarrier.expect(q_full.index(group), q_desc.block_type.nbytes)
-            async_load(q_desc, [row, 0], q_full.index(group), q_tiles.index(group))
-        phase ^= 1
-
-
-@gluon.jit
-def _load_keys(
-    k_desc, v_desc, memory, of_tiles, tiles, seq_q, seq_k, k_rows, GROUPS: gl.constexpr,
-    DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PV8: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads K and V: every block into the next empty stages."""
-    _q_tiles, _q_full, _q_empty, _totals, rings = memory
-    k_tiles, v_tiles, _ones, k_full, k_empty, v_full, v_empty = rings
-    stage = 0
-    phase = 1
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _bh, kv, first_row = _place(tile, of_tiles, GROUPS * 64, CAUSAL)
-        blocks, _whole = _key_blocks(first_row, seq_q, seq_k, GROUPS * 64, BN, CAUSAL)
-        k_row = kv * k_rows
-        for i in range(blocks):
-            first_key = (blocks - 1 - i) * BN
-            mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            async_load(k_desc, [k_row + first_key, 0], k_full.index(stage), k_tiles.index(stage))
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            if PV8:
-                v_at = [kv * DP, first_key]
-            else:
-                v_at = [k_row + first_key, 0]
-            async_load(v_desc, v_at, v_full.index(stage), v_tiles.index(stage))
-            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -286,8 +219,8 @@ def _attend(
     phase = 0
     q_phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        bh, kv, first_row = _place(tile, of_tiles, GROUPS * 64, CAUSAL)
-        blocks, whole = _key_blocks(first_row, seq_q, seq_k, GROUPS * 64, BN, CAUSAL)
+        bh, kv, first_row = place_of(tile, of_tiles, GROUPS * 64, CAUSAL)
+        blocks, whole = key_blocks(first_row, seq_q, seq_k, GROUPS * 64, BN, CAUSAL)
         first_row += GROUP * 64
         rows = first_row + gl.arange(0, 64, layout=L_R)
         q_row = bh.to(gl.int64) * q_rows
@@ -431,8 +364,8 @@ def hopper_attention_kernel(
             (_attend, (
                 memory, operands, of_tiles, tiles, o, lse, strides, lengths, 1, 2, D, DP, BN,
                 STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
-            (_load_queries, (q_desc, memory, of_tiles, tiles, q_rows, 2, CAUSAL)),
-            (_load_keys, (
+            (load_queries, (q_desc, memory, of_tiles, tiles, q_rows, 2, CAUSAL)),
+            (load_keys, (
                 k_desc, v_desc, memory, of_tiles, tiles, seq_q, seq_k, k_rows, 2, DP, BN, STAGES,
                 PV8, CAUSAL)),
         ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
@@ -447,8 +380,8 @@ def hopper_attention_kernel(
             (_attend, (
                 memory, operands, of_tiles, tiles, o, lse, strides, lengths, 2, 3, D, DP, BN,
                 STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
-            (_load_queries, (q_desc, memory, of_tiles, tiles, q_rows, 3, CAUSAL)),
-            (_load_keys, (
+            (load_queries, (q_desc, memory, of_tiles, tiles, q_rows, 3, CAUSAL)),
+            (load_keys, (
                 k_desc, v_desc, memory, of_tiles, tiles, seq_q, seq_k, k_rows, 3, DP, BN, STAGES,
                 PV8, CAUSAL)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
