@@ -9,8 +9,9 @@ and the wait for them, out of most blocks (after FlashAttention-4, which skips s
 
 from __future__ import annotations
 
+import struct
+
 from sage_plugin.kernels.attention.gluon_names import gl, gluon
-from sage_plugin.kernels.attention.ptx import ptx_float
 from sage_plugin.kernels.quant.recipe import Recipe
 
 HEADROOM = 1.0
@@ -29,6 +30,11 @@ INT8 makes scores uncertain by dozens of such units, and larger steps than this 
 than floats near 3 * 2^22 times the step have."""
 
 
+def _ptx(value: float) -> str:
+    """A 32-bit float as PTX writes it."""
+    return f"0f{struct.unpack('I', struct.pack('f', value))[0]:08X}"
+
+
 def _rescale_asm(registers: int) -> str:
     """Multiply a thread's accumulator by its rows' factors where a lane of the warp has one.
 
@@ -37,8 +43,8 @@ def _rescale_asm(registers: int) -> str:
     n = registers
     lines = [
         "{ .reg .pred p, q;",
-        f"setp.neu.f32 p, ${2 * n}, {ptx_float(1.0)};",
-        f"setp.neu.or.f32 p, ${2 * n + 2}, {ptx_float(1.0)}, p;",
+        f"setp.neu.f32 p, ${2 * n}, {_ptx(1.0)};",
+        f"setp.neu.or.f32 p, ${2 * n + 2}, {_ptx(1.0)}, p;",
         "vote.sync.any.pred q, p, 0xffffffff;",
         *(f"mov.b32 ${i}, ${n + i};" for i in range(n)),
         "@!q bra SAME_MAXIMUM;",
@@ -49,76 +55,114 @@ def _rescale_asm(registers: int) -> str:
     return "\n".join(lines)
 
 
-def _settle_asm(registers: int, *, integers: bool) -> str:
-    """Move maxima where a lane of the warp has a score that passes one by the headroom.
+_ROWS = ((0, 1, 4, 5), (2, 3, 6, 7))
+"""Of the upper and the lower row of a thread: registers of its highest score, its maximum, the log2
+units of a score and its sum, among those that `_packed` fills."""
 
-    Operands: accumulators and what rows have, as results, then the same as inputs. The first
-    eight registers of the latter count, twice two of the upper row and two of the lower: highest
-    score of the thread, maximum; log2 units of a score, sum. Results are what exponents subtract,
-    the maximum; what multiplies scores, the sum.
-    """
-    n, start, steepest = registers, ptx_float(FLOAT_START.value), ptx_float(STEEPEST.value)
-    offset = ptx_float(-OFFSET.value)
-    acc, out, of = range(n), 2 * n, 3 * n
-    rows = ((0, 1, 4, 5), (2, 3, 6, 7))
-    lines = ["{ .reg .pred p, q; .reg .f32 t, high0, high1, top0, top1;"]
+_START, _STEEPEST, _OFFSET = _ptx(FLOAT_START.value), _ptx(STEEPEST.value), _ptx(-OFFSET.value)
 
-    def reached(row: int, score: str, factor: str) -> list[str]:
-        if integers:
-            return [f"sub.f32 t, {score}, {start};", f"mul.f32 top{row}, t, {factor};"]
-        return [f"mul.f32 top{row}, {score}, {factor};"]
 
-    for row, (score, top, factor, _) in enumerate(rows):
-        joined = ".or" if row else ""
-        also = ", p" if row else ""
+def _reached(row: int, score: str, factor: str, *, integers: bool) -> list[str]:
+    """A score in log2 units."""
+    if integers:
+        return [f"sub.f32 t, {score}, {_START};", f"mul.f32 top{row}, t, {factor};"]
+    return [f"mul.f32 top{row}, {score}, {factor};"]
+
+
+def _passes(to: int, of: int, *, integers: bool) -> list[str]:
+    """Whether a lane of the warp has a score that passes a maximum by the headroom."""
+    lines = []
+    for row, (score, top, factor, _) in enumerate(_ROWS):
+        joined, also = (".or", ", p") if row else ("", "")
         lines += [
-            *reached(row, f"${of + score}", f"${of + factor}"),
-            f"add.f32 t, ${of + top}, {ptx_float(HEADROOM)};",
+            *_reached(row, f"${of + score}", f"${of + factor}", integers=integers),
+            f"add.f32 t, ${of + top}, {_ptx(HEADROOM)};",
             f"setp.gt{joined}.f32 p, top{row}, t{also};",
         ]
         if integers:  # of steep rows the highest score is where exponents start from
             lines += [
-                f"setp.gt.or.f32 p, ${of + factor}, {steepest}, p;",
-                f"min.NaN.f32 ${n + factor}, ${of + factor}, {steepest};",
+                f"setp.gt.or.f32 p, ${of + factor}, {_STEEPEST}, p;",
+                f"min.NaN.f32 ${to + factor}, ${of + factor}, {_STEEPEST};",
             ]
         else:
-            lines += [f"mov.b32 ${n + factor}, ${of + factor};"]
-    lines += ["vote.sync.any.pred q, p, 0xffffffff;"]
-    for score, top, factor, total in rows:
+            lines += [f"mov.b32 ${to + factor}, ${of + factor};"]
+    return [*lines, "vote.sync.any.pred q, p, 0xffffffff;"]
+
+
+def _stay(to: int, of: int, *, integers: bool) -> list[str]:
+    """Results where it does not."""
+    lines = []
+    for score, top, factor, total in _ROWS:
         lines += [
-            f"mov.b32 ${n + top}, ${of + top};",
-            f"mov.b32 ${n + total}, ${of + total};",
-            f"add.f32 ${n + score}, ${of + top}, {offset};",
+            f"mov.b32 ${to + top}, ${of + top};",
+            f"mov.b32 ${to + total}, ${of + total};",
+            f"add.f32 ${to + score}, ${of + top}, {_OFFSET};",
         ]
         if integers:
-            lines += [f"fma.rn.f32 ${n + score}, ${n + factor}, {start}, ${n + score};"]
-    lines += [*(f"mov.b32 ${i}, ${out + i};" for i in acc), "@!q bra SETTLED;"]
+            lines += [f"fma.rn.f32 ${to + score}, ${to + factor}, {_START}, ${to + score};"]
+    return lines
+
+
+def _agree(of: int) -> list[str]:
+    """The highest scores of rows, from those of their four threads."""
+    lines = []
     for lanes in (2, 1):
-        for row, (score, *_) in enumerate(rows):
-            mine = f"${of + score}" if lanes == 2 else f"high{row}"
-            lines += [f"shfl.sync.bfly.b32 top{row}, {mine}, {lanes}, 0x1f, 0xffffffff;"]
-        for row, (score, *_) in enumerate(rows):
-            mine = f"${of + score}" if lanes == 2 else f"high{row}"
-            lines += [f"max.f32 high{row}, {mine}, top{row};"]
-    for row, (score, top, factor, total) in enumerate(rows):
+        mine = [
+            f"${of + score}" if lanes == 2 else f"high{row}"
+            for row, (score, *_) in enumerate(_ROWS)
+        ]
+        for row in (0, 1):
+            lines += [f"shfl.sync.bfly.b32 top{row}, {mine[row]}, {lanes}, 0x1f, 0xffffffff;"]
+        for row in (0, 1):
+            lines += [f"max.f32 high{row}, {mine[row]}, top{row};"]
+    return lines
+
+
+def _move(to: int, of: int, *, integers: bool) -> list[str]:
+    """Results where it does; `top0` and `top1` become the decays of the rows."""
+    lines = []
+    for row, (score, top, factor, total) in enumerate(_ROWS):
         lines += [
-            *reached(row, f"high{row}", f"${of + factor}"),
-            f"max.f32 ${n + top}, ${of + top}, top{row};",
-            f"sub.f32 t, ${of + top}, ${n + top};",
+            *_reached(row, f"high{row}", f"${of + factor}", integers=integers),
+            f"max.f32 ${to + top}, ${of + top}, top{row};",
+            f"sub.f32 t, ${of + top}, ${to + top};",
         ]
         if integers:
             lines += [
-                f"sub.f32 ${n + score}, ${n + top}, top{row};",
-                f"add.f32 ${n + score}, ${n + score}, {offset};",
-                f"fma.rn.f32 ${n + score}, high{row}, ${n + factor}, ${n + score};",
+                f"sub.f32 ${to + score}, ${to + top}, top{row};",
+                f"add.f32 ${to + score}, ${to + score}, {_OFFSET};",
+                f"fma.rn.f32 ${to + score}, high{row}, ${to + factor}, ${to + score};",
             ]
         else:
-            lines += [f"add.f32 ${n + score}, ${n + top}, {offset};"]
+            lines += [f"add.f32 ${to + score}, ${to + top}, {_OFFSET};"]
         lines += [
             f"ex2.approx.ftz.f32 top{row}, t;",
-            f"mul.f32 ${n + total}, ${of + total}, top{row};",
+            f"mul.f32 ${to + total}, ${of + total}, top{row};",
         ]
-    lines += [*(f"mul.f32 ${i}, ${i}, top{i >> 1 & 1};" for i in acc), "SETTLED:", "}"]
+    return lines
+
+
+def _settle_asm(registers: int, *, integers: bool) -> str:
+    """Move maxima where a lane of the warp has a score that passes one by the headroom.
+
+    Operands: accumulators and what rows have, as results, then the same as inputs. Of the latter
+    `_ROWS` tells the registers that count: as results what exponents subtract, the maximum, what
+    multiplies scores, the sum.
+    """
+    n, acc = registers, range(registers)
+    to, of = n, 3 * n
+    lines = [
+        "{ .reg .pred p, q; .reg .f32 t, high0, high1, top0, top1;",
+        *_passes(to, of, integers=integers),
+        *_stay(to, of, integers=integers),
+        *(f"mov.b32 ${i}, ${2 * n + i};" for i in acc),
+        "@!q bra SETTLED;",
+        *_agree(of),
+        *_move(to, of, integers=integers),
+        *(f"mul.f32 ${i}, ${i}, top{i >> 1 & 1};" for i in acc),
+        "SETTLED:",
+        "}",
+    ]
     return "\n".join(lines)
 
 
