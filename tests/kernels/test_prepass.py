@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_queries_follow_the_parts_in_the_first_of_two_launches(ratio, granule, w
     assert programs == 24 * (made.parts + ratio * made.q_blocks)
     assert others == 24 * made.k_blocks
     assert made.q_tile % granule == 0
-    assert made.q_tile * width == max(plan.WARP_VALUES * warps, granule * width)
+    assert made.q_tile * width == plan.WARP_VALUES * warps
     assert made.q_blocks * made.q_tile >= 16_452 > (made.q_blocks - 2) * made.q_tile
 
 
@@ -225,3 +226,45 @@ def test_two_launches_make_what_one_makes(kernel, part_values, monkeypatch):
     monkeypatch.setattr(plan, "ONE_LAUNCH_VALUES", 0)
     plan.plan_of.cache_clear()
     assert_same(prepared(kernel, q, k, v, problem), one)
+
+
+@in_small_parts
+@pytest.mark.parametrize("one_launch_values", [0, 1 << 22], ids=["two launches", "one launch"])
+def test_each_block_of_queries_waits_for_its_head(one_launch_values, monkeypatch):
+    monkeypatch.setattr(plan, "ONE_LAUNCH_VALUES", one_launch_values)
+    plan.plan_of.cache_clear()
+    waited = []
+    ready = prepass_kernel.await_head
+
+    def counted(counter, arrivals):
+        waited.append(counter)
+        ready(counter, arrivals)
+
+    monkeypatch.setattr(prepass_kernel, "await_head", counted)
+    shape = Shape(2, 4, 2, 300, 90, 64)
+    prepared("fav3_sage", *draw(shape), Problem(0.1, False, "bhsd"))
+    config = launch()
+    made = plan.plan_of(4, 2, 300, 90, 64, (config.block_m, config.block_n, config.q_granule))
+    blocks = made.q_blocks * 2 + (made.k_blocks if one_launch_values else 0)
+    assert len(waited) == 4 * blocks
+
+
+@in_small_parts
+@pytest.mark.parametrize("one_launch_values", [0, 1 << 22], ids=["two launches", "one launch"])
+def test_finite_blocks_go_the_fast_way(one_launch_values, monkeypatch):
+    monkeypatch.setattr(plan, "ONE_LAUNCH_VALUES", one_launch_values)
+    plan.plan_of.cache_clear()
+    slow = []
+    careful = prepass_kernel.store_block
+
+    def counted(*arguments):
+        slow.append(arguments)
+        careful(*arguments)
+
+    monkeypatch.setattr(prepass_kernel, "store_block", counted)
+    q, k, v = draw(Shape(1, 2, 2, 70, 256, 64))
+    prepared("fav3_sage", q, k, v, Problem(0.1, False, "bhsd"))
+    assert slow == []
+    k[0, 1, 200, 3] = math.inf
+    prepared("fav3_sage", q, k, v, Problem(0.1, False, "bhsd"))
+    assert len(slow) > 0
