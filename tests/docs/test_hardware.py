@@ -110,3 +110,18 @@ def test_every_hopper_default_is_in_the_matrix_as_it_is_today(
         ]
         assert found, "run make compile-matrix"
         assert found == [{field: own[field] for field in found[0]}] * 2
+
+
+def test_a_part_of_the_matrix_is_made_anew_and_the_rest_kept(tmp_path):
+    script = loaded("compile_matrix")
+    path = tmp_path / "matrix.json"
+    arch, variant = script.COLUMNS.index("arch"), script.COLUMNS.index("variant")
+    rows = []
+    for name, kind in (("sm_80", "portable"), ("sm_90", "portable"), ("sm_90", "hopper")):
+        row = ["" for _ in script.COLUMNS]
+        row[arch], row[variant] = name, kind
+        rows.append(row)
+    path.write_text(json.dumps({"identity": {}, "failures": [], "rows": rows}))
+    assert script.kept(path, ["sm_90"], "hopper")["rows"] == rows[:2]
+    assert script.kept(path, ["sm_90"], None)["rows"] == rows[:1]
+    assert script.kept(path, ["sm_80", "sm_90"], "portable")["rows"] == rows[2:]

@@ -229,39 +229,54 @@ def test_two_launches_make_what_one_makes(kernel, part_values, monkeypatch):
 
 
 @in_small_parts
-@pytest.mark.parametrize("one_launch_values", [0, 1 << 22], ids=["two launches", "one launch"])
-def test_each_block_of_queries_waits_for_its_head(one_launch_values, monkeypatch):
-    monkeypatch.setattr(plan, "ONE_LAUNCH_VALUES", one_launch_values)
+@pytest.mark.filterwarnings("error:divide by zero:RuntimeWarning")
+@pytest.mark.parametrize("shape", [Shape(1, 2, 2, 0, 90, 64), Shape(1, 2, 2, 70, 0, 64)], ids=str)
+def test_two_launches_of_a_call_without_queries_or_keys(shape, monkeypatch):
+    q, k, v = draw(shape)
+    problem = Problem(0.1, False, "bhsd")
+    one = prepared("fav3_sage", q, k, v, problem)
+    in_launches(monkeypatch, 2)
+    two = prepared("fav3_sage", q, k, v, problem)
+    for name in ("q8", "q_scale") if shape.seq_q else ("k8", "v8", "k_scale", "v_mean"):
+        assert torch.equal(two[name], one[name]), name
+
+
+def in_launches(monkeypatch, count):
+    """All of the pre-pass in one launch, or in two."""
+    monkeypatch.setattr(plan, "ONE_LAUNCH_VALUES", 0 if count == 2 else 1 << 22)
     plan.plan_of.cache_clear()
-    waited = []
-    ready = prepass_kernel.await_head
 
-    def counted(counter, arrivals):
-        waited.append(counter)
-        ready(counter, arrivals)
 
-    monkeypatch.setattr(prepass_kernel, "await_head", counted)
+def counted(monkeypatch, name):
+    """The arguments of each call of a function of the kernel from here on."""
+    calls, stock = [], getattr(prepass_kernel, name)
+
+    def noted(*arguments):
+        calls.append(arguments)
+        stock(*arguments)
+
+    monkeypatch.setattr(prepass_kernel, name, noted)
+    return calls
+
+
+@in_small_parts
+@pytest.mark.parametrize("launches", [1, 2])
+def test_each_block_of_queries_waits_for_its_head(launches, monkeypatch):
+    in_launches(monkeypatch, launches)
+    waited = counted(monkeypatch, "await_head")
     shape = Shape(2, 4, 2, 300, 90, 64)
     prepared("fav3_sage", *draw(shape), Problem(0.1, False, "bhsd"))
     config = launch()
     made = plan.plan_of(4, 2, 300, 90, 64, (config.block_m, config.block_n, config.q_granule))
-    blocks = made.q_blocks * 2 + (made.k_blocks if one_launch_values else 0)
+    blocks = made.q_blocks * 2 + (made.k_blocks if launches == 1 else 0)
     assert len(waited) == 4 * blocks
 
 
 @in_small_parts
-@pytest.mark.parametrize("one_launch_values", [0, 1 << 22], ids=["two launches", "one launch"])
-def test_finite_blocks_go_the_fast_way(one_launch_values, monkeypatch):
-    monkeypatch.setattr(plan, "ONE_LAUNCH_VALUES", one_launch_values)
-    plan.plan_of.cache_clear()
-    slow = []
-    careful = prepass_kernel.store_block
-
-    def counted(*arguments):
-        slow.append(arguments)
-        careful(*arguments)
-
-    monkeypatch.setattr(prepass_kernel, "store_block", counted)
+@pytest.mark.parametrize("launches", [1, 2])
+def test_finite_blocks_go_the_fast_way(launches, monkeypatch):
+    in_launches(monkeypatch, launches)
+    slow = counted(monkeypatch, "store_block")
     q, k, v = draw(Shape(1, 2, 2, 70, 256, 64))
     prepared("fav3_sage", q, k, v, Problem(0.1, False, "bhsd"))
     assert slow == []

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sage_plugin import device as devices
 from sage_plugin.kernels import tape
 from sage_plugin.kernels.attention.gluon_names import TensorDescriptor, gl
 from sage_plugin.kernels.attention.hopper_kernel import hopper_attention_kernel
@@ -76,9 +77,7 @@ class QuantisedHopper(QuantisedPortable):
 
 def _programs(tiles: int, device: torch.device) -> int:
     """How many programs share the tiles: one for each multiprocessor, no more than tiles."""
-    if device.type != "cuda":
-        return tiles
-    return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(tiles, devices.facts(device).sm_count)
 
 
 def _descriptors(ops: QuantisedOperands) -> tuple[Any, Any, Any]:

@@ -65,7 +65,6 @@ def _quantise_q(
             x = tl.load(at, eviction_policy=READ_ONCE)
         else:
             x = tl.load(at, mask=live, other=0.0, eviction_policy=READ_ONCE)
-        mean = tl.zeros([DP], tl.float32)
         if SHIFT:  # while the queries are on their way
             if WAITS:
                 await_head(counters + head * (COUNTERS + groups), ARRIVALS)
@@ -211,8 +210,9 @@ def prepass_kernel(
     elif PHASE == 1:
         adds_up = pid < slots * parts
         late = pid - slots * parts
-        slot = tl.where(adds_up, pid // parts, late // (ratio * q_blocks))
-        index = tl.where(adds_up, pid % parts, late % (ratio * q_blocks))
+        of_head = tl.maximum(ratio * q_blocks, 1)
+        slot = tl.where(adds_up, pid // parts, late // of_head)
+        index = tl.where(adds_up, pid % parts, late % of_head)
     else:
         slot = pid // k_blocks
         index = pid % k_blocks
