@@ -97,6 +97,7 @@ class Problem:
         sinks: `(Hq,)` float, one more logit a head (natural-log units) that takes weight and has no
             value; it is part of the LSE.
         packed: sequences in Q, K and V, where there are several in one.
+        lse: whether the LSE may be asked for; what only that takes is not prepared otherwise.
     """
 
     scale: float
@@ -107,6 +108,7 @@ class Problem:
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     packed: Packed | None = None
+    lse: bool = True
 
     @property
     def left(self) -> int:

@@ -11,6 +11,8 @@ from sage_plugin import device as devices
 from sage_plugin.kernels import tape
 from sage_plugin.kernels.attention.gluon_names import TensorDescriptor, gl
 from sage_plugin.kernels.attention.hopper_kernel import hopper_attention_kernel
+from sage_plugin.kernels.attention.hopper_merge import merge_kernel
+from sage_plugin.kernels.attention.hopper_shares import Shares, shared, single
 from sage_plugin.kernels.attention.portable import QuantisedPortable
 from sage_plugin.kernels.contract import bhsd
 from sage_plugin.kernels.quant.operands import QuantisedOperands
@@ -22,6 +24,9 @@ GROUP_WARPS = 4
 
 REGISTERS = {2: 240, 3: 160}
 """Registers of a thread that multiplies, by warpgroups; an SM has 65,536 for them and the loads."""
+
+MERGED_VALUES = 2048
+"""Outputs of a program that joins shares of tiles."""
 
 LATE_ABOVE = 64
 """Channels above which `overlap` of fp16 values runs P V a step late; else scores start early."""
@@ -47,7 +52,7 @@ class QuantisedHopper(QuantisedPortable):
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One launch of attention on the quantised operands."""
+        """One launch of attention on the quantised operands, and one that joins shares of tiles."""
         ops, config, problem = operands, operands.launch_config, operands.problem
         out = ops.form.empty(out_dtype or ops.v_dtype)
         view = bhsd(out, problem.layout)
@@ -55,29 +60,58 @@ class QuantisedHopper(QuantisedPortable):
         row_blocks = -(-ops.seq_q // config.block_m)
         groups, pv8 = config.block_m // GROUP_ROWS, self.recipe.pv == "fp8"
         late = config.overlap and not pv8 and ops.k8.shape[-1] > LATE_ABOVE
-        tiles = row_blocks * ops.sequences * ops.heads_q
-        shared = config.persistent and problem.right < 0
+        shares = _shares(ops, out.device)
+        outs, sums = _pieces(shares, config.block_m, ops)
         tape.launch(
-            hopper_attention_kernel, _programs(tiles, out.device) if shared else tiles,
+            hopper_attention_kernel, shares.programs,
             *_descriptors(ops), view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite,
             ops.key_term, ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.v_drifts,
-            ops.shift,
+            ops.shift, outs, sums,
             *view.stride(), ops.heads_q, ops.heads_q // ops.heads_k, ops.seq_q, ops.seq_k,
-            ops.q8.shape[1], ops.k8.shape[1], row_blocks, tiles, view.shape[2],
+            ops.q8.shape[1], ops.k8.shape[1], row_blocks, *shares[1:], view.shape[2],
             D=ops.head_dim, DP=ops.k8.shape[-1], BN=config.block_n, GROUPS=groups,
             STAGES=config.num_stages, QK8=self.recipe.qk == "int8", PV8=pv8,
             LINEAR=config.exp_linear * config.block_n // 128,
             FLUSH=config.pv_flush, EARLY=int(config.overlap and not late), LATE=int(late),
             TERM=problem.mask is not None, CAUSAL=problem.right >= 0, LSE=return_lse,
-            SHIFT=config.smooth_k, REGISTERS=config.maxnreg or REGISTERS[groups],
+            SHIFT=config.smooth_k, SPLIT=shares.cut > 0,
+            REGISTERS=config.maxnreg or REGISTERS[groups],
             num_warps=GROUP_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
+        if outs is not None:
+            rows = MERGED_VALUES // outs.shape[-1]
+            tape.launch(
+                merge_kernel, shares.cut * config.block_m // rows,
+                view, lse, ops.shift, outs, sums, *view.stride(), ops.heads_q, ops.seq_q,
+                ops.q8.shape[1], row_blocks, shares.whole, shares.blocks, shares.share,
+                view.shape[2],
+                D=ops.head_dim, DP=outs.shape[-1], BM=config.block_m, ROWS=rows, LSE=return_lse,
+                SHIFT=config.smooth_k, num_warps=GROUP_WARPS, enable_fp_fusion=True,
+            )  # fmt: skip
         return out, lse
 
 
-def _programs(tiles: int, device: torch.device) -> int:
-    """How many programs share the tiles: one for each multiprocessor, no more than tiles."""
-    return min(tiles, devices.facts(device).sm_count)
+def _shares(ops: QuantisedOperands, device: torch.device) -> Shares:
+    """Who walks what; causal tiles, which differ in length, have a program each."""
+    config = ops.launch_config
+    tiles = -(-ops.seq_q // config.block_m) * ops.sequences * ops.heads_q
+    blocks = -(-ops.seq_k // config.block_n)
+    if config.persistent and ops.problem.right < 0:
+        return shared(tiles, blocks, devices.facts(device).sm_count)
+    return single(tiles, blocks)
+
+
+def _pieces(
+    shares: Shares, block_m: int, ops: QuantisedOperands
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Scratch for what pieces of tiles leave: fp32 outputs, and log2 of their rows' sums."""
+    if not shares.cut:
+        return None, None
+    new = functools.partial(tape.empty, ops.q8.device, torch.float32)
+    return (
+        new(shares.pieces, block_m, ops.k8.shape[-1]),
+        new(shares.pieces, block_m),
+    )
 
 
 def _descriptors(ops: QuantisedOperands) -> tuple[Any, Any, Any]:

@@ -20,12 +20,7 @@ from sage_plugin.kernels.attention.gluon_names import (
     mbarrier,
     warpgroup_mma_wait,
 )
-from sage_plugin.kernels.attention.hopper_loads import (
-    key_blocks,
-    load_keys,
-    load_queries,
-    place_of,
-)
+from sage_plugin.kernels.attention.hopper_loads import load_keys, load_queries
 from sage_plugin.kernels.attention.hopper_maxima import OFFSET, in_lanes, rescaled, spread
 from sage_plugin.kernels.attention.hopper_step import (
     late_step,
@@ -33,6 +28,7 @@ from sage_plugin.kernels.attention.hopper_step import (
     step,
     values,
 )
+from sage_plugin.kernels.attention.hopper_tiles import key_blocks, piece_of, place_of, turns_of
 
 LOWEST = gl.constexpr(-3e38)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -82,37 +78,37 @@ def _walk(
     LINEAR: gl.constexpr, POSITIVE: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr,
     TERM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """All key blocks of a tile, one after the other: maxima, row sums, accumulator.
+    """The key blocks of a tile, one after the other: maxima, row sums, accumulator.
 
     The first is in a stage of the rings, from which on the blocks of the next tile follow.
     """
     k_tiles, _v_tiles, _ones, k_full, _k_empty, _v_full, _v_empty = rings
     k_scale, k_scale_finite, term, drifts = operands
-    blocks, whole, seq_q, seq_k = sizes
+    low, blocks, whole, seq_q, seq_k = sizes
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     m_total = m
     s = gl.zeros([64, BN], gl.int32 if QK8 else gl.float32, layout=L_S)
     if EARLY:
-        mbarrier.wait(k_full.index(stage), phase, pred=blocks > 0)
+        mbarrier.wait(k_full.index(stage), phase, pred=blocks > low)
         s = scores(q, k_tiles, stage, BN, QK8)
     for i in range(blocks - whole):
         j = blocks - 1 - i
         s, m, l, acc, stage, phase = step(
-            q, rings, stage, phase, row_scale, gl.load(k_scale_finite + j), term, rows, j, s, m, l,
-            acc, True, seq_q, seq_k, DP, BN, STAGES, QK8, PV8, 0, POSITIVE, EARLY,
+            q, rings, stage, phase, row_scale, gl.load(k_scale_finite + j), term, rows, j, low, s,
+            m, l, acc, True, seq_q, seq_k, DP, BN, STAGES, QK8, PV8, 0, POSITIVE, EARLY,
             TERM, True, CAUSAL,
         )  # fmt: skip
     if TERM:
         k_scale = k_scale_finite
     block_scale = gl.load(k_scale + gl.maximum(whole - 1, 0))
-    length = _segment(drifts, whole, FLUSH, PV8)
-    for segment in range(gl.maximum((whole + length - 1) // length, 1)):
+    length = _segment(drifts, whole - low, FLUSH, PV8)
+    for segment in range(gl.maximum((whole - low + length - 1) // length, 1)):
         last = whole - 1 - segment * length
-        for i in range(gl.minimum(length, last + 1)):
+        for i in range(gl.minimum(length, last + 1 - low)):
             j = last - i
             following = gl.load(k_scale + gl.maximum(j - 1, 0))
             s, m, l, acc, stage, phase = step(
-                q, rings, stage, phase, row_scale, block_scale, term, rows, j, s, m, l, acc,
+                q, rings, stage, phase, row_scale, block_scale, term, rows, j, low, s, m, l, acc,
                 (i > 0) | (segment == 0), seq_q, seq_k, DP, BN, STAGES, QK8, PV8,
                 LINEAR, POSITIVE, EARLY, TERM, False, CAUSAL,
             )  # fmt: skip
@@ -134,7 +130,7 @@ def _late_walk(
     """As `_walk`, with `late_step`: the product with V of a block is a step late."""
     _k_tiles, v_tiles, _ones, _k_full, _k_empty, v_full, v_empty = rings
     k_scale, k_scale_finite, term, drifts = operands
-    blocks, whole, seq_q, seq_k = sizes
+    low, blocks, whole, seq_q, seq_k = sizes
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     p = gl.zeros([64, BN], gl.float16, layout=L_S)
     decay = gl.full([64, 4], 1.0, gl.float32, layout=m.type.layout)
@@ -148,8 +144,8 @@ def _late_walk(
         m_acc = m
         p, decay, m, l, acc, following, its_phase = late_step(
             q, rings, stage, phase, v_stage, v_phase, i > 0, row_scale,
-            gl.load(k_scale_finite + j), term, rows, j, p, decay, m, l, acc, True, seq_q, seq_k, DP,
-            BN, STAGES, QK8, TERM, True, CAUSAL,
+            gl.load(k_scale_finite + j), term, rows, j, low, p, decay, m, l, acc, True, seq_q,
+            seq_k, DP, BN, STAGES, QK8, TERM, True, CAUSAL,
         )  # fmt: skip
         v_stage = stage
         v_phase = phase
@@ -158,17 +154,17 @@ def _late_walk(
     if TERM:
         k_scale = k_scale_finite
     block_scale = gl.load(k_scale + gl.maximum(whole - 1, 0))
-    length = _segment(drifts, whole, FLUSH, False)
-    for segment in range(gl.maximum((whole + length - 1) // length, 1)):
+    length = _segment(drifts, whole - low, FLUSH, False)
+    for segment in range(gl.maximum((whole - low + length - 1) // length, 1)):
         last = whole - 1 - segment * length
-        for i in range(gl.minimum(length, last + 1)):
+        for i in range(gl.minimum(length, last + 1 - low)):
             j = last - i
             next_scale = gl.load(k_scale + gl.maximum(j - 1, 0))
             m_acc = m
             p, decay, m, l, acc, following, its_phase = late_step(
                 q, rings, stage, phase, v_stage, v_phase, j < blocks - 1, row_scale, block_scale,
-                term, rows, j, p, decay, m, l, acc, (i > 0) | (segment == 0), seq_q, seq_k, DP, BN,
-                STAGES, QK8, TERM, False, CAUSAL,
+                term, rows, j, low, p, decay, m, l, acc, (i > 0) | (segment == 0), seq_q, seq_k, DP,
+                BN, STAGES, QK8, TERM, False, CAUSAL,
             )  # fmt: skip
             block_scale = next_scale
             v_stage = stage
@@ -180,10 +176,10 @@ def _late_walk(
             m_total = m_acc
     if FLUSH == 0:
         acc = rescaled(acc, decay, DP)
-    mbarrier.wait(v_full.index(v_stage), v_phase, pred=blocks > 0)
+    mbarrier.wait(v_full.index(v_stage), v_phase, pred=blocks > low)
     acc, _a = values(p, v_tiles, v_stage, acc, FLUSH == 0, DP, BN, False)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(v_stage), count=1, pred=blocks > 0)
+    mbarrier.arrive(v_empty.index(v_stage), count=1, pred=blocks > low)
     if FLUSH > 0:
         _flush(total, acc, m, m_total, DP)
     return m, l, acc, stage, phase
@@ -191,13 +187,14 @@ def _late_walk(
 
 @gluon.jit
 def _attend(
-    memory, operands, of_tiles, tiles, o, lse, strides, lengths, GROUP: gl.constexpr,
+    memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, GROUP: gl.constexpr,
     GROUPS: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
     LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
     TERM: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SHIFT: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: of each tile of the program 64 rows against all key blocks."""
+    """One warpgroup: of each tile of the program 64 rows against its key blocks."""
     q_tiles, q_full, q_empty, totals, rings = memory
     q_scale, shift, v_scale, v_mean, v_residual, v_unit, of_keys = operands
     k_scale, k_scale_finite, key_term, v_drifts = of_keys
@@ -218,9 +215,16 @@ def _attend(
     stage = 0
     phase = 0
     q_phase = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    turns, more = turns_of(program, programs, shares, SPLIT)
+    for turn in range(turns + more):
+        tile, low, high, piece = piece_of(turn, turns, program, programs, shares, SPLIT)
         bh, kv, first_row = place_of(tile, of_tiles, GROUPS * 64, CAUSAL)
         blocks, whole = key_blocks(first_row, seq_q, seq_k, GROUPS * 64, BN, CAUSAL)
+        if SPLIT:
+            blocks = high
+            whole = gl.minimum(whole, high)
         first_row += GROUP * 64
         rows = first_row + gl.arange(0, 64, layout=L_R)
         q_row = bh.to(gl.int64) * q_rows
@@ -229,7 +233,7 @@ def _attend(
             k_scale + of_block, k_scale_finite + of_block, key_term + kv.to(gl.int64) * k_rows,
             v_drifts + kv,
         )  # fmt: skip
-        sizes = (blocks, whole, seq_q, seq_k)
+        sizes = (low, blocks, whole, seq_q, seq_k)
         m = gl.full([64, 4], 0.0 if POSITIVE else LOWEST, gl.float32, layout=L_L)
         l = gl.zeros([64, 4], gl.float32, layout=L_L)
         row_scale = in_lanes(gl.load(q_scale + q_row + rows), l)
@@ -254,19 +258,47 @@ def _attend(
         norm = l
         if PV8 == 0:
             norm = in_lanes(gl.sum(l, 1), l)
-        to = o + (bh // heads_q).to(gl.int64) * stride_ob + (bh % heads_q).to(gl.int64) * stride_oh
         of_values = (v_scale + kv * DP, v_mean + kv * DP, v_residual + kv * DP, v_unit + kv * DP)
-        _store_rows(
-            to, acc, norm, of_values, stride_os, stride_od, first_row, seq_q, D, DP, PV8
-        )  # fmt: skip
-        if LSE:
-            norm = gl.convert_layout(gl.max(norm, 1), L_R, assert_trivial=True)
-            m = gl.convert_layout(gl.max(m, 1), L_R, assert_trivial=True)
-            value = gl.log2(norm) - OFFSET + m
-            if SHIFT:
-                value += gl.load(shift + q_row + rows)
-            value = gl.where(norm != 0.0, value * LN2, float("-inf"))
-            gl.store(lse + bh.to(gl.int64) * lse_rows + rows, value, mask=rows < seq_q)
+        if SPLIT:
+            if piece >= 0:
+                _store_piece(
+                    pieces, acc, norm, m, of_values, piece, GROUP, GROUPS, DP, PV8
+                )  # fmt: skip
+        if piece < 0:
+            to = o + (bh // heads_q).to(gl.int64) * stride_ob
+            to += (bh % heads_q).to(gl.int64) * stride_oh
+            _store_rows(
+                to, acc, norm, of_values, stride_os, stride_od, first_row, seq_q, D, DP, PV8
+            )  # fmt: skip
+            if LSE:
+                value = _log_sum(norm, m, L_R)
+                if SHIFT:
+                    alive = value != float("-inf")
+                    value = gl.where(alive, value + gl.load(shift + q_row + rows), value)
+                gl.store(lse + bh.to(gl.int64) * lse_rows + rows, value * LN2, mask=rows < seq_q)
+
+
+@gluon.jit
+def _log_sum(norm, m, L: gl.constexpr):
+    """log2 of rows' sums, -inf of those without a visible key."""
+    norm = gl.convert_layout(gl.max(norm, 1), L, assert_trivial=True)
+    m = gl.convert_layout(gl.max(m, 1), L, assert_trivial=True)
+    return gl.where(norm != 0.0, gl.log2(norm) - OFFSET + m, float("-inf"))
+
+
+@gluon.jit
+def _store_piece(
+    pieces, acc, norm, m, of_values, piece, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    DP: gl.constexpr, PV8: gl.constexpr,
+):  # fmt: skip
+    """Store what a part of the keys makes of a tile's rows: the output, and log2 of the sums."""
+    outs, sums = pieces
+    L: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    rows = gl.arange(0, 64, layout=L)
+    first_row = (piece * GROUPS + GROUP) * 64
+    to = outs + first_row.to(gl.int64) * DP
+    _store_rows(to, acc, norm, of_values, DP, 1, 0, 64, DP, DP, PV8)
+    gl.store(sums + first_row + rows, _log_sum(norm, m, L))
 
 
 @gluon.jit
@@ -296,18 +328,20 @@ def _store_rows(
 
 @gluon.jit(
     do_not_specialize=[
-        "heads_q", "ratio", "seq_q", "seq_k", "q_rows", "row_blocks", "tiles", "lse_rows",
+        "heads_q", "ratio", "seq_q", "seq_k", "q_rows", "row_blocks", "tiles", "whole", "blocks",
+        "share", "lse_rows",
     ]
 )  # fmt: skip
 def hopper_attention_kernel(
     q_desc, k_desc, v_desc, o, lse, q_scale, k_scale, k_scale_finite, key_term, v_scale, v_mean,
-    v_residual, v_unit, v_drifts, shift, stride_ob, stride_oh, stride_os, stride_od, heads_q, ratio,
-    seq_q, seq_k, q_rows, k_rows, row_blocks, tiles, lse_rows,
+    v_residual, v_unit, v_drifts, shift, piece_outs, piece_sums, stride_ob, stride_oh, stride_os,
+    stride_od, heads_q, ratio, seq_q, seq_k, q_rows, k_rows, row_blocks, tiles, whole, blocks,
+    share, lse_rows,
     D: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
     LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr,
     LATE: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr,
-    SHIFT: gl.constexpr, REGISTERS: gl.constexpr,
+    SHIFT: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attention on quantised operands; Q, K and V are TMA descriptors, FP8 V is transposed."""
     q_tiles = gl.allocate_shared_memory(
@@ -353,35 +387,42 @@ def hopper_attention_kernel(
     of_keys = (k_scale, k_scale_finite, key_term, v_drifts)
     operands = (q_scale, shift, v_scale, v_mean, v_residual, v_unit, of_keys)
     of_tiles = (row_blocks, heads_q, ratio)
+    shares = (tiles, whole, blocks, share)
+    pieces = (piece_outs, piece_sums)
     strides = (stride_ob, stride_oh, stride_os, stride_od)
     lengths = (seq_q, seq_k, q_rows, k_rows, lse_rows)
     # Numbers that are known to the compiler stay so only where they are written in the call.
     if GROUPS == 2:
         gl.warp_specialize([
             (_attend, (
-                memory, operands, of_tiles, tiles, o, lse, strides, lengths, 0, 2, D, DP, BN,
-                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 0, 2, D, DP, BN,
+                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
+                SPLIT)),
             (_attend, (
-                memory, operands, of_tiles, tiles, o, lse, strides, lengths, 1, 2, D, DP, BN,
-                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
-            (load_queries, (q_desc, memory, of_tiles, tiles, q_rows, 2, CAUSAL)),
+                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 1, 2, D, DP, BN,
+                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
+                SPLIT)),
+            (load_queries, (q_desc, memory, of_tiles, shares, q_rows, 2, CAUSAL, SPLIT)),
             (load_keys, (
-                k_desc, v_desc, memory, of_tiles, tiles, seq_q, seq_k, k_rows, 2, DP, BN, STAGES,
-                PV8, CAUSAL)),
+                k_desc, v_desc, memory, of_tiles, shares, seq_q, seq_k, k_rows, 2, DP, BN, STAGES,
+                PV8, CAUSAL, SPLIT)),
         ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_attend, (
-                memory, operands, of_tiles, tiles, o, lse, strides, lengths, 0, 3, D, DP, BN,
-                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 0, 3, D, DP, BN,
+                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
+                SPLIT)),
             (_attend, (
-                memory, operands, of_tiles, tiles, o, lse, strides, lengths, 1, 3, D, DP, BN,
-                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
+                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 1, 3, D, DP, BN,
+                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
+                SPLIT)),
             (_attend, (
-                memory, operands, of_tiles, tiles, o, lse, strides, lengths, 2, 3, D, DP, BN,
-                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT)),
-            (load_queries, (q_desc, memory, of_tiles, tiles, q_rows, 3, CAUSAL)),
+                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 2, 3, D, DP, BN,
+                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
+                SPLIT)),
+            (load_queries, (q_desc, memory, of_tiles, shares, q_rows, 3, CAUSAL, SPLIT)),
             (load_keys, (
-                k_desc, v_desc, memory, of_tiles, tiles, seq_q, seq_k, k_rows, 3, DP, BN, STAGES,
-                PV8, CAUSAL)),
+                k_desc, v_desc, memory, of_tiles, shares, seq_q, seq_k, k_rows, 3, DP, BN, STAGES,
+                PV8, CAUSAL, SPLIT)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip

@@ -146,14 +146,15 @@ def _highest(s, like, AS_INTEGERS: gl.constexpr):
 
 @gluon.jit
 def step(
-    q, rings, stage, phase, row_scale, k_scale, term, rows, j, s, m, l, acc, keep, seq_q, seq_k,
-    DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
+    q, rings, stage, phase, row_scale, k_scale, term, rows, j, low, s, m, l, acc, keep, seq_q,
+    seq_k, DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
     PV8: gl.constexpr, LINEAR: gl.constexpr, POSITIVE: gl.constexpr, EARLY: gl.constexpr,
     TERM: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One key block of one warpgroup: scores, online softmax, P V, row sums.
 
-    With `EARLY` its scores were started by the step before, and it starts those of the next block.
+    With `EARLY` its scores were started by the step before, and it starts those of the next block,
+    which there is down to block `low`.
     """
     k_tiles, v_tiles, ones, k_full, k_empty, v_full, v_empty = rings
     if EARLY == 0:
@@ -182,7 +183,7 @@ def step(
         l = with_parts(l, p)
     following, its_phase = next_stage(stage, phase, STAGES)
     if EARLY:
-        mbarrier.wait(k_full.index(following), its_phase, pred=j > 0)
+        mbarrier.wait(k_full.index(following), its_phase, pred=j > low)
         s = scores(q, k_tiles, following, BN, QK8)
     if PV8:
         acc, sums = warpgroup_mma_wait(EARLY, deps=(acc, sums))
@@ -195,8 +196,8 @@ def step(
 
 @gluon.jit
 def late_step(
-    q, rings, stage, phase, v_stage, v_phase, started, row_scale, k_scale, term, rows, j, p, decay,
-    m, l, acc, keep, seq_q, seq_k,
+    q, rings, stage, phase, v_stage, v_phase, started, row_scale, k_scale, term, rows, j, low, p,
+    decay, m, l, acc, keep, seq_q, seq_k,
     DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
     TERM: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -230,7 +231,7 @@ def late_step(
     l = with_parts(l * fresh, x)
     following, its_phase = next_stage(stage, phase, STAGES)
     # What ends a basic block here keeps the compiler from waiting for P V above the exponentials.
-    mbarrier.wait(k_full.index(following), its_phase, pred=j > 0)
+    mbarrier.wait(k_full.index(following), its_phase, pred=j > low)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(v_stage), count=1, pred=started)
     return x.to(gl.float16), fresh, top, l, acc, following, its_phase

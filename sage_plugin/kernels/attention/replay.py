@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,7 +49,8 @@ def run_once(
 ) -> Outputs:
     """Both steps of a call, one after the other."""
     with runs.on_device(q.device), runs.without_autocast(q.device):
-        operands = plan.kernel.prepare(q, k, v, problem=problem, launch=plan.launch)
+        asked = dataclasses.replace(problem, lse=return_lse)
+        operands = plan.kernel.prepare(q, k, v, problem=asked, launch=plan.launch)
         return plan.kernel.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
 
 

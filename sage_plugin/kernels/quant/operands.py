@@ -28,7 +28,8 @@ class QuantisedOperands:
         v_residual: `(B*Hk, DP)` int32, sum of what FP8 V gained by rounding; broad weights would
             carry its mean into every row. In units of `v_unit`, `(B*Hk, DP)` fp32, per key.
         v_drifts: `(B*Hk,)` int32, 1 where FP8 V has a channel with a trend along the sequence.
-        shift: `(B*Hq, q_rows)` fp32, q . mean(K) in log2 units, for what needs true scores.
+        shift: `(B*Hq, q_rows)` fp32, q . mean(K) in log2 units; `None` where nothing of the call
+            needs true scores.
         form: shape and memory order of the output.
     """
 
@@ -44,7 +45,7 @@ class QuantisedOperands:
     v_residual: torch.Tensor
     v_unit: torch.Tensor
     v_drifts: torch.Tensor
-    shift: torch.Tensor
+    shift: torch.Tensor | None
     form: OutputForm
     heads_q: int
     heads_k: int

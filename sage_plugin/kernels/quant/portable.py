@@ -61,7 +61,7 @@ def quantise(
     pv8 = recipe.pv == "fp8"
     v_shape = (rows_k, width, sizes.k_rows) if pv8 else (rows_k, sizes.k_rows, width)
     heads = sizes.sequences * heads_k
-    q_scale, shift = new(torch.float32, 2, rows_q, sizes.q_rows).unbind()
+    q_scale = new(torch.float32, rows_q, sizes.q_rows)
     k_blocks = sizes.k_rows // launch.block_n
     v_scale, v_mean, v_unit = new(torch.float32, 3, heads, width).unbind()
     k_mean = new(torch.float32, heads, width)
@@ -78,7 +78,7 @@ def quantise(
         v_residual=new(torch.int32, heads, width),
         v_unit=v_unit,
         v_drifts=new(torch.int32, heads),
-        shift=shift,
+        shift=new(torch.float32, *q_scale.shape) if _needs_shift(problem, launch) else None,
         form=OutputForm.of(q, problem.layout),
         heads_q=heads_q,
         heads_k=heads_k,
@@ -93,6 +93,12 @@ def quantise(
     )
     _launch(q4, k4, v4, operands, k_mean)
     return operands
+
+
+def _needs_shift(problem: Problem, launch: LaunchConfig) -> bool:
+    """Whether something of a call needs scores with what smoothing K took from them."""
+    capped = problem.softcap > 0.0 or problem.sinks is not None
+    return launch.smooth_k and (problem.lse or capped)
 
 
 def _turns(launch: LaunchConfig) -> int:
@@ -150,6 +156,7 @@ def _launch(
             VMAX=recipe.fp8_max if pv8 else 65504.0, LIMIT=recipe.fp8_max if pv8 else FP16_HEADROOM,
             FLOOR=FP16_FLOOR, K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v,
             MASKED=key_mask.values is not None, LEFT=problem.left >= 0, TURNS=_turns(launch),
-            GRANULE=launch.q_granule, PACKED=packed is not None, PHASE=phase, num_warps=warps,
+            GRANULE=launch.q_granule, PACKED=packed is not None,
+            SHIFT=ops.shift is not None, PHASE=phase, num_warps=warps,
             enable_fp_fusion=False, **limit,
         )  # fmt: skip

@@ -183,7 +183,8 @@ def prepass_kernel(
     ARRIVALS: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr,
     PV8: tl.constexpr, VMAX: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
     K_MEAN: tl.constexpr, V_MEAN: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
-    TURNS: tl.constexpr, GRANULE: tl.constexpr, PACKED: tl.constexpr, PHASE: tl.constexpr,
+    TURNS: tl.constexpr, GRANULE: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     """Quantise Q, K and V; `slots` heads of keys, each with its queries.
 
@@ -244,6 +245,6 @@ def prepass_kernel(
         _quantise_q(
             q, q8, q_scale, shift, k_mean, counters, cu_seqlens_q, stride_qb, stride_qh, stride_qs,
             stride_qd, slot, index // q_blocks, heads, ratio, seq_q, q_rows, groups,
-            index % q_blocks, multiplier, D, DP, Q_ROWS, BM, QK8, QMAX, TINY, K_MEAN, TURNS,
+            index % q_blocks, multiplier, D, DP, Q_ROWS, BM, QK8, QMAX, TINY, SHIFT, TURNS,
             GRANULE, ARRIVALS, PACKED, PHASE != 2,
         )  # fmt: skip
