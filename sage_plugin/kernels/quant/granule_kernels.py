@@ -170,9 +170,31 @@ def store_whole_block(
     TURNS: tl.constexpr,
 ):  # fmt: skip
     """Quantise a block of keys and values that are all seen and finite; V8 in four parts."""
-    d = tl.arange(0, DP)
-    x = x.to(tl.float32) - tl.load(k_mean + d)[None, :]
+    store_whole_keys(
+        k8, k_scale, k_scale_finite, x, k_mean, D, BN, DP, QK8, QMAX, TINY, TURNS
+    )  # fmt: skip
+    store_whole_values(
+        v8, v_residual, w0, w1, w2, w3, v_mean, v_scale, k_rows, BN, DP, PV8, VMAX
+    )  # fmt: skip
+
+
+@triton.jit
+def store_whole_keys(
+    k8, k_scale, k_scale_finite, x, k_mean, D: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
+    QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Quantise a block of keys that are all seen and finite."""
+    x = x.to(tl.float32) - tl.load(k_mean + tl.arange(0, DP))[None, :]
     _store_keys(k8, k_scale, k_scale_finite, x, False, D, BN, DP, QK8, QMAX, TINY, TURNS)
+
+
+@triton.jit
+def store_whole_values(
+    v8, v_residual, w0, w1, w2, w3, v_mean, v_scale, k_rows, BN: tl.constexpr, DP: tl.constexpr,
+    PV8: tl.constexpr, VMAX: tl.constexpr,
+):  # fmt: skip
+    """Quantise a block of values that are all seen and finite; FP8 ones come in four parts."""
+    d = tl.arange(0, DP)
     mean = tl.load(v_mean + d)
     scale = tl.load(v_scale + d)
     w0 = _scaled(w0, mean, scale, VMAX)

@@ -100,7 +100,7 @@ def plan_of(
         lead = ahead = 0
         launches = (
             (1, heads * (parts + ratio * q_blocks), first),
-            (2, heads * k_blocks, warps),
+            (2, 2 * heads * k_blocks, warps),
         )
     groups = -(-parts // group_parts)
     return Plan(

@@ -20,6 +20,8 @@ from sage_plugin.kernels.quant.granule_kernels import (
     quantise_queries,
     store_block,
     store_whole_block,
+    store_whole_keys,
+    store_whole_values,
     value_rows,
 )
 from sage_plugin.kernels.quant.statistics_kernels import first_seen_key, key_terms
@@ -93,7 +95,7 @@ def _quantise_kv(
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
     TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, K_MEAN: tl.constexpr,
     TURNS: tl.constexpr, ARRIVALS: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
-    PACKED: tl.constexpr, WAITS: tl.constexpr,
+    PACKED: tl.constexpr, WAITS: tl.constexpr, which,
 ):  # fmt: skip
     """One block of keys and values; what is past the end, unseen or not finite is zero."""
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -131,7 +133,34 @@ def _quantise_kv(
         if MASKED:
             whole = whole & (tl.max((term == float("-inf")).to(tl.int32), 0) == 0)
         done = 0
-        if K_MEAN:
+        if K_MEAN and not WAITS:
+            if whole:
+                done = tl.load(counters + 1)
+                if which == 0:
+                    x = _tile(k, n, stride_ks, stride_kd, D, DP)
+                    if done != 0:
+                        tl.store(key_term + n, term)
+                        store_whole_keys(
+                            k8, k_scale, k_scale_finite, x, k_mean, D, BN, DP, QK8, QMAX, TINY,
+                            TURNS,
+                        )  # fmt: skip
+                else:
+                    if PV8:
+                        w0 = _tile(v, value_rows(0, BN), stride_vs, stride_vd, D, DP)
+                        w1 = _tile(v, value_rows(1, BN), stride_vs, stride_vd, D, DP)
+                        w2 = _tile(v, value_rows(2, BN), stride_vs, stride_vd, D, DP)
+                        w3 = _tile(v, value_rows(3, BN), stride_vs, stride_vd, D, DP)
+                    else:
+                        w0 = _tile(v, n, stride_vs, stride_vd, D, DP)
+                        w1 = w0
+                        w2 = w0
+                        w3 = w0
+                    if done != 0:
+                        store_whole_values(
+                            v8, v_residual, w0, w1, w2, w3, v_mean, v_scale, k_rows, BN, DP, PV8,
+                            VMAX,
+                        )  # fmt: skip
+        elif K_MEAN:
             if whole:
                 if not WAITS:
                     done = tl.load(counters + 1)
@@ -155,7 +184,7 @@ def _quantise_kv(
                         k8, k_scale, k_scale_finite, v8, v_residual, x, w0, w1, w2, w3, k_mean,
                         v_mean, v_scale, k_rows, D, BN, DP, QK8, QMAX, TINY, PV8, VMAX, TURNS,
                     )  # fmt: skip
-        if done == 0:
+        if (done == 0) & (which == 0):
             if WAITS:
                 await_head(counters, ARRIVALS)
             store_block(
@@ -215,8 +244,8 @@ def prepass_kernel(
         slot = tl.where(adds_up, pid // parts, late // of_head)
         index = tl.where(adds_up, pid % parts, late % of_head)
     else:
-        slot = pid // k_blocks
-        index = pid % k_blocks
+        slot = pid // (2 * k_blocks)
+        index = pid % (2 * k_blocks) // 2
         adds_up = pid < 0
     if adds_up:
         if slot < slots:
@@ -237,7 +266,7 @@ def prepass_kernel(
             counters, key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks,
             stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
             slot, block, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
-            QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, PHASE == 0,
+            QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, PHASE == 0, tl.where(PHASE == 2, pid % 2, 0),
         )  # fmt: skip
     else:
         if (PHASE == 0) & (index >= ahead):

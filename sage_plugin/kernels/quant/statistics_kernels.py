@@ -168,30 +168,46 @@ def part_record(
     stride_vd, stride_mk, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
     DEPTH: tl.constexpr, K_MEAN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Store the record of one part, `part_keys` keys of one head."""
+    """Store the record of one part, `part_keys` keys of one head.
+
+    Rows that are all seen and finite go by tiles as far as there are whole ones.
+    """
     first = part * part_keys
     last = tl.minimum(first + part_keys, seq)
-    finite = 0
+    k_all = tl.zeros([DP], tl.float32)
+    v_all = tl.zeros([DP], tl.float32)
+    lowest = tl.full([DP], float("inf"), tl.float32)
+    highest = tl.full([DP], float("-inf"), tl.float32)
+    seen = tl.full([], 0.0, tl.float32)
+    all_finite = tl.full([], 1, tl.int32)
+    rest = first
     if K_MEAN and not MASKED:
-        if (first >= first_seen) & (first + part_keys <= seq):
+        if first >= first_seen:
             from_row = first.to(tl.int64)
+            keys = (last - first) // (ROWS * DEPTH) * (ROWS * DEPTH)
             k_sum, v_sum, low, high = _sums(
-                k + from_row * stride_ks, v + from_row * stride_vs, last - first, stride_ks,
-                stride_kd, stride_vs, stride_vd, D, DP, ROWS, DEPTH,
+                k + from_row * stride_ks, v + from_row * stride_vs, keys, stride_ks, stride_kd,
+                stride_vs, stride_vd, D, DP, ROWS, DEPTH,
             )  # fmt: skip
             whole = (tl.abs(k_sum) < float("inf")) & (tl.abs(v_sum) < float("inf"))
-            finite = tl.min(tl.min(whole.to(tl.int32), 1), 0)
-            if finite != 0:
-                store_record(
-                    record, tl.sum(k_sum, 0), tl.sum(v_sum, 0), tl.min(low, 0), tl.max(high, 0),
-                    part_keys.to(tl.float32), 1.0, DP,
-                )  # fmt: skip
-    if finite == 0:
+            if tl.min(tl.min(whole.to(tl.int32), 1), 0) != 0:
+                k_all = tl.sum(k_sum, 0)
+                v_all = tl.sum(v_sum, 0)
+                lowest = tl.min(low, 0)
+                highest = tl.max(high, 0)
+                seen = keys.to(tl.float32)
+                rest = first + keys
+    if rest < last:
         k_sum, v_sum, low, high, count, finite = _careful_sums(
-            k, v, key_mask, first, last, first_seen, stride_ks, stride_kd, stride_vs, stride_vd,
+            k, v, key_mask, rest, last, first_seen, stride_ks, stride_kd, stride_vs, stride_vd,
             stride_mk, D, DP, ROWS // 2, K_MEAN, MASKED,
         )  # fmt: skip
-        store_record(
-            record, tl.sum(k_sum, 0), tl.sum(v_sum, 0), tl.min(low, 0), tl.max(high, 0), count,
-            finite.to(tl.float32), DP,
-        )  # fmt: skip
+        k_all += tl.sum(k_sum, 0)
+        v_all += tl.sum(v_sum, 0)
+        lowest = tl.minimum(lowest, tl.min(low, 0))
+        highest = tl.maximum(highest, tl.max(high, 0))
+        seen += count
+        all_finite = finite
+    store_record(
+        record, k_all, v_all, lowest, highest, seen, all_finite.to(tl.float32), DP
+    )  # fmt: skip
