@@ -141,7 +141,7 @@ def value_rows(PART: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def _scaled(w, mean, scale, VMAX: tl.constexpr):
     w = (w.to(tl.float32) - mean[None, :]) * (1.0 / scale)[None, :]
-    return tl.minimum(tl.maximum(w, -VMAX), VMAX)
+    return tl.clamp(w, -VMAX, VMAX)
 
 
 @triton.jit
@@ -160,22 +160,6 @@ def _store_values_fp8(to, residual, w0, w1, w2, w3, k_rows, BN: tl.constexpr, DP
     _add_lost(residual + d, lost)
     at = to + d.to(tl.int64)[:, None] * k_rows + tl.arange(0, BN)[None, :]
     tl.store(at, w8.permute([1, 0, 2]).reshape([DP, BN]))
-
-
-@triton.jit
-def store_whole_block(
-    k8, k_scale, k_scale_finite, v8, v_residual, x, w0, w1, w2, w3, k_mean, v_mean, v_scale,
-    k_rows, D: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, QK8: tl.constexpr,
-    QMAX: tl.constexpr, TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr,
-    TURNS: tl.constexpr,
-):  # fmt: skip
-    """Quantise a block of keys and values that are all seen and finite; V8 in four parts."""
-    store_whole_keys(
-        k8, k_scale, k_scale_finite, x, k_mean, D, BN, DP, QK8, QMAX, TINY, TURNS
-    )  # fmt: skip
-    store_whole_values(
-        v8, v_residual, w0, w1, w2, w3, v_mean, v_scale, k_rows, BN, DP, PV8, VMAX
-    )  # fmt: skip
 
 
 @triton.jit

@@ -11,9 +11,16 @@ WARP_VALUES = 2048
 FEWEST_WARPS, MOST_WARPS = 4, 16
 
 PART_VALUES = 32768
-"""Values of K, and of V, that a program adds up: heads are ready one after another, so that the
-queries that follow in the same launch find theirs so. (With one round of larger parts they waited
-for the last: 253 instead of 228 us on an H200 for 24 heads of 16,452 tokens.)"""
+"""Values of K, and of V, that a program adds up at least."""
+
+MOST_PART_VALUES, FEWEST_PARTS, FEWEST_OF_HEAD = 4 * PART_VALUES, 320, 24
+"""Where queries do not wait for their head, parts double as long as they are no larger, as there
+are as many (one round on a large GPU), and as a head has as many (a trend of its values shows in no
+fewer)."""
+
+QUERIES_FIRST = 0.75
+"""Share of the queries that come before the parts where they wait for nothing: what is read last is
+still in the cache for the second launch, and the others fill the end of the first."""
 
 PART_WARPS = 4
 """Warps of a program of the launch that adds up, and of the queries that follow there."""
@@ -44,7 +51,8 @@ class Plan:
         q_blocks: blocks of the longest sequence's queries, of one head.
         k_blocks: blocks of the longest sequence's keys.
         lead: heads whose parts come before the first block.
-        ahead: blocks of queries that come before those of the keys of their head.
+        ahead: blocks of queries that come before those of the keys of their head, or before all
+            parts.
         launches: phase of `prepass_kernel`, programs and warps of each launch.
     """
 
@@ -69,6 +77,7 @@ def plan_of(
     seq_k: int,
     width: int,
     blocks: tuple[int, int, int],
+    waits: bool = True,
 ) -> Plan:
     """The plan of a call.
 
@@ -79,6 +88,7 @@ def plan_of(
         seq_k: longest key length.
         width: channels of the quantised operands.
         blocks: `block_m`, `block_n` and `q_granule` of the launch config.
+        waits: whether queries need the mean of their head's keys.
     """
     block_m, block_n, granule = blocks
     warps = max(FEWEST_WARPS, min(MOST_WARPS, max(block_n, granule) * width // WARP_VALUES))
@@ -86,18 +96,20 @@ def plan_of(
     first = max(PART_WARPS, granule * width // WARP_VALUES) if twice else warps
     q_tile = max(WARP_VALUES * first // width, granule)
     part_keys = PART_VALUES // width
+    if twice and not waits:
+        part_keys = _larger_part(part_keys, heads, seq_k, MOST_PART_VALUES // width)
     parts = max(1, -(-seq_k // part_keys))
     group_parts = parts if parts <= LARGEST_GROUP else GROUP_PARTS
     padded_q = -(-seq_q // block_m) * block_m
     q_blocks = -(-padded_q // q_tile)
     k_blocks = -(-seq_k // block_n)
-    per_head = parts + ratio * q_blocks + k_blocks
+    per_head = parts + ratio * q_blocks + 2 * k_blocks
     distance = WARPS_AHEAD // warps
     ahead = min(ratio * q_blocks, distance)
     lead = min(-(-(distance - ahead) // per_head), heads)
     launches: tuple[tuple[int, int, int], ...] = ((0, lead * parts + heads * per_head, warps),)
     if twice:
-        lead = ahead = 0
+        lead, ahead = 0, 0 if waits else int(QUERIES_FIRST * heads * ratio * q_blocks)
         launches = (
             (1, heads * (parts + ratio * q_blocks), first),
             (2, 2 * heads * k_blocks, warps),
@@ -107,3 +119,13 @@ def plan_of(
         warps, q_tile, part_keys, parts, groups, group_parts, q_blocks, k_blocks, lead, ahead,
         launches,
     )  # fmt: skip
+
+
+def _larger_part(keys: int, heads: int, seq_k: int, most: int) -> int:
+    """Keys of a part where few large ones are faster."""
+    while 2 * keys <= most:
+        parts = -(-seq_k // (2 * keys))
+        if parts < FEWEST_OF_HEAD or heads * parts < FEWEST_PARTS:
+            break
+        keys *= 2
+    return keys

@@ -23,8 +23,9 @@ from sage_plugin.kernels.quant.prepass_kernel import prepass_kernel
 from sage_plugin.kernels.quant.recipe import FP16_FLOOR, FP16_HEADROOM, LOG2E, TINY, Recipe
 from sage_plugin.schema import LaunchConfig
 
-REGISTERS = 128
-"""Registers of a thread where inputs have 16 bits: sixteen warps then share an NVIDIA SM."""
+REGISTERS, LAST_REGISTERS = 128, 80
+"""Registers of a thread where inputs have 16 bits: sixteen warps then share an NVIDIA SM, of the
+last of two launches twenty-four."""
 
 LOADS_AT_ONCE = 4
 """Tiles of K, and of V, that a program that adds up has in flight."""
@@ -124,7 +125,7 @@ def _launch(
     ratio = ops.heads_q // ops.heads_k
     plan = plan_of(
         slots, ratio, ops.seq_q, ops.seq_k, width,
-        (launch.block_m, launch.block_n, launch.q_granule),
+        (launch.block_m, launch.block_n, launch.q_granule), ops.shift is not None,
     )  # fmt: skip
     count = slots * (plan.parts + plan.groups) * (4 * width + 16)
     # They are done with before a second launch makes V, whose place they take if they fit.
@@ -135,9 +136,10 @@ def _launch(
     key_mask = KeyMask.of(ops)
     pv8 = recipe.pv == "fp8"
     amd = torch.version.hip is not None
-    limit = {} if amd or launch.hadamard or _is_wide(q, k, v) else {"maxnreg": REGISTERS}
+    limited = not (amd or launch.hadamard or _is_wide(q, k, v))
     for phase, programs, warps in plan.launches:
         threads = 32 * warps
+        limit = {"maxnreg": LAST_REGISTERS if phase == 2 else REGISTERS} if limited else {}
         tape.launch(
             prepass_kernel, programs,
             q, k, v, ops.q8, ops.k8, ops.v8, ops.q_scale, ops.shift, ops.k_scale,
@@ -157,6 +159,6 @@ def _launch(
             FLOOR=FP16_FLOOR, K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v,
             MASKED=key_mask.values is not None, LEFT=problem.left >= 0, TURNS=_turns(launch),
             GRANULE=launch.q_granule, PACKED=packed is not None,
-            SHIFT=ops.shift is not None, PHASE=phase, num_warps=warps,
-            enable_fp_fusion=False, **limit,
+            SHIFT=ops.shift is not None, PHASE=phase, num_warps=warps, enable_fp_fusion=False,
+            **limit,
         )  # fmt: skip

@@ -19,7 +19,6 @@ from sage_plugin.kernels.quant.granule_kernels import (
     READ_ONCE,
     quantise_queries,
     store_block,
-    store_whole_block,
     store_whole_keys,
     store_whole_values,
     value_rows,
@@ -87,17 +86,28 @@ def _quantise_q(
 
 
 @triton.jit
+def _all_finite(counters, ARRIVALS: tl.constexpr, WAITS: tl.constexpr):
+    """Whether a head's keys and values are finite, once it is known."""
+    if WAITS:
+        await_head(counters, ARRIVALS)
+    return tl.load(counters + 1)
+
+
+@triton.jit
 def _quantise_kv(
     k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual, counters,
     key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb,
-    stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk, head, block, heads, seq_q,
-    seq, left, k_rows, groups,
+    stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk, head, block,
+    of_values, heads, seq_q, seq, left, k_rows, groups,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
     TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, K_MEAN: tl.constexpr,
     TURNS: tl.constexpr, ARRIVALS: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
-    PACKED: tl.constexpr, WAITS: tl.constexpr, which,
+    PACKED: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys and values; what is past the end, unseen or not finite is zero."""
+    """One block of keys, or of values; what is past the end, unseen or not finite is zero.
+
+    Where a block is not whole, or its head not finite, the program of the keys does both.
+    """
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     head = head.to(tl.int64)
     first, seq = sequence(cu_seqlens_k, b, seq, PACKED)
@@ -133,18 +143,9 @@ def _quantise_kv(
         if MASKED:
             whole = whole & (tl.max((term == float("-inf")).to(tl.int32), 0) == 0)
         done = 0
-        if K_MEAN and not WAITS:
+        if K_MEAN:
             if whole:
-                done = tl.load(counters + 1)
-                if which == 0:
-                    x = _tile(k, n, stride_ks, stride_kd, D, DP)
-                    if done != 0:
-                        tl.store(key_term + n, term)
-                        store_whole_keys(
-                            k8, k_scale, k_scale_finite, x, k_mean, D, BN, DP, QK8, QMAX, TINY,
-                            TURNS,
-                        )  # fmt: skip
-                else:
+                if of_values:
                     if PV8:
                         w0 = _tile(v, value_rows(0, BN), stride_vs, stride_vd, D, DP)
                         w1 = _tile(v, value_rows(1, BN), stride_vs, stride_vd, D, DP)
@@ -155,36 +156,22 @@ def _quantise_kv(
                         w1 = w0
                         w2 = w0
                         w3 = w0
+                    done = _all_finite(counters, ARRIVALS, WAITS)
                     if done != 0:
                         store_whole_values(
                             v8, v_residual, w0, w1, w2, w3, v_mean, v_scale, k_rows, BN, DP, PV8,
                             VMAX,
                         )  # fmt: skip
-        elif K_MEAN:
-            if whole:
-                if not WAITS:
-                    done = tl.load(counters + 1)
-                x = _tile(k, n, stride_ks, stride_kd, D, DP)
-                if PV8:
-                    w0 = _tile(v, value_rows(0, BN), stride_vs, stride_vd, D, DP)
-                    w1 = _tile(v, value_rows(1, BN), stride_vs, stride_vd, D, DP)
-                    w2 = _tile(v, value_rows(2, BN), stride_vs, stride_vd, D, DP)
-                    w3 = _tile(v, value_rows(3, BN), stride_vs, stride_vd, D, DP)
                 else:
-                    w0 = _tile(v, n, stride_vs, stride_vd, D, DP)
-                    w1 = w0
-                    w2 = w0
-                    w3 = w0
-                if WAITS:
-                    await_head(counters, ARRIVALS)
-                    done = tl.load(counters + 1)
-                if done != 0:
-                    tl.store(key_term + n, term)
-                    store_whole_block(
-                        k8, k_scale, k_scale_finite, v8, v_residual, x, w0, w1, w2, w3, k_mean,
-                        v_mean, v_scale, k_rows, D, BN, DP, QK8, QMAX, TINY, PV8, VMAX, TURNS,
-                    )  # fmt: skip
-        if (done == 0) & (which == 0):
+                    x = _tile(k, n, stride_ks, stride_kd, D, DP)
+                    done = _all_finite(counters, ARRIVALS, WAITS)
+                    if done != 0:
+                        tl.store(key_term + n, term)
+                        store_whole_keys(
+                            k8, k_scale, k_scale_finite, x, k_mean, D, BN, DP, QK8, QMAX, TINY,
+                            TURNS,
+                        )  # fmt: skip
+        if (done == 0) & (not of_values):
             if WAITS:
                 await_head(counters, ARRIVALS)
             store_block(
@@ -217,16 +204,17 @@ def prepass_kernel(
 ):  # fmt: skip
     """Quantise Q, K and V; `slots` heads of keys, each with its queries.
 
-    With `PHASE` 1 a launch has the parts of all heads and then their queries, with 2 the blocks of
-    keys, which wait for nothing: queries fill the multiprocessors that the last parts leave idle.
-    With 0 it has all:
+    With `PHASE` 1 a launch has the parts of all heads and their queries, with 2 the blocks of keys
+    and of values, which wait for nothing: queries fill the multiprocessors that the last parts
+    leave idle. Those that wait for no mean may come first, `ahead` of the parts. With 0 it has all:
 
     In front are the parts of the first `lead` heads. Then each head has the parts of the head
-    `lead` further on, `ahead` blocks of queries, its blocks of keys, and the rest of the queries.
+    `lead` further on, `ahead` blocks of queries, its blocks of keys and values, and the rest of the
+    queries.
     """
     pid = tl.program_id(0)
     if PHASE == 0:
-        per_slot = parts + ratio * q_blocks + k_blocks
+        per_slot = parts + ratio * q_blocks + 2 * k_blocks
         late = tl.maximum(pid - lead * parts, 0)
         slot = late // per_slot
         index = late % per_slot - parts
@@ -238,14 +226,16 @@ def prepass_kernel(
             slot += lead
             index += parts
     elif PHASE == 1:
-        adds_up = pid < slots * parts
-        late = pid - slots * parts
+        adds_up = (pid >= ahead) & (pid < ahead + slots * parts)
+        of_queries = tl.where(pid < ahead, pid, pid - slots * parts)
         of_head = tl.maximum(ratio * q_blocks, 1)
-        slot = tl.where(adds_up, pid // parts, late // of_head)
-        index = tl.where(adds_up, pid % parts, late % of_head)
+        slot = tl.where(adds_up, (pid - ahead) // parts, of_queries // of_head)
+        index = tl.where(adds_up, (pid - ahead) % parts, of_queries % of_head)
     else:
-        slot = pid // (2 * k_blocks)
-        index = pid % (2 * k_blocks) // 2
+        # The end was read last and is still in the cache.
+        late = 2 * slots * k_blocks - 1 - pid
+        slot = late // (2 * k_blocks)
+        index = late % (2 * k_blocks)
         adds_up = pid < 0
     if adds_up:
         if slot < slots:
@@ -257,20 +247,25 @@ def prepass_kernel(
                 D, DP, ROWS, DEPTH, CHUNK, ARRIVALS, K_MEAN, V_MEAN, PV8, LIMIT, FLOOR, TINY,
                 MASKED, LEFT, PACKED,
             )  # fmt: skip
-    elif (PHASE != 1) & (index >= ahead) & (index < ahead + k_blocks):
-        block = index - ahead
-        if PHASE == 2:
-            block = k_blocks - 1 - block  # the end was read last and is still in the cache
+    elif PHASE == 2:
         _quantise_kv(
             k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
             counters, key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks,
             stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
-            slot, block, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
-            QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, PHASE == 0, tl.where(PHASE == 2, pid % 2, 0),
+            slot, index // 2, index % 2 == 1, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
+            QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, False,
+        )  # fmt: skip
+    elif (PHASE == 0) & (index >= ahead) & (index < ahead + 2 * k_blocks):
+        _quantise_kv(
+            k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
+            counters, key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks,
+            stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
+            slot, (index - ahead) // 2, (index - ahead) % 2 == 1, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
+            QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, True,
         )  # fmt: skip
     else:
         if (PHASE == 0) & (index >= ahead):
-            index -= k_blocks
+            index -= 2 * k_blocks
         _quantise_q(
             q, q8, q_scale, shift, k_mean, counters, cu_seqlens_q, stride_qb, stride_qh, stride_qs,
             stride_qd, slot, index // q_blocks, heads, ratio, seq_q, q_rows, groups,
