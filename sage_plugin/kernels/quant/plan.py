@@ -18,10 +18,6 @@ MOST_PART_VALUES, FEWEST_PARTS, FEWEST_OF_HEAD = 4 * PART_VALUES, 320, 24
 are as many (one round on a large GPU), and as a head has as many (a trend of its values shows in no
 fewer)."""
 
-QUERIES_FIRST = 0.75
-"""Share of the queries that come before the parts where they wait for nothing: what is read last is
-still in the cache for the second launch, and the others fill the end of the first."""
-
 PART_WARPS = 4
 """Warps of a program of the launch that adds up, and of the queries that follow there."""
 
@@ -51,8 +47,7 @@ class Plan:
         q_blocks: blocks of the longest sequence's queries, of one head.
         k_blocks: blocks of the longest sequence's keys.
         lead: heads whose parts come before the first block.
-        ahead: blocks of queries that come before those of the keys of their head, or before all
-            parts.
+        ahead: blocks of queries that come before those of the keys of their head.
         launches: phase of `prepass_kernel`, programs and warps of each launch.
     """
 
@@ -109,7 +104,7 @@ def plan_of(
     lead = min(-(-(distance - ahead) // per_head), heads)
     launches: tuple[tuple[int, int, int], ...] = ((0, lead * parts + heads * per_head, warps),)
     if twice:
-        lead, ahead = 0, 0 if waits else int(QUERIES_FIRST * heads * ratio * q_blocks)
+        lead = ahead = 0
         launches = (
             (1, heads * (parts + ratio * q_blocks), first),
             (2, 2 * heads * k_blocks, warps),

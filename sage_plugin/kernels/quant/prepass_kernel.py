@@ -206,7 +206,7 @@ def prepass_kernel(
 
     With `PHASE` 1 a launch has the parts of all heads and their queries, with 2 the blocks of keys
     and of values, which wait for nothing: queries fill the multiprocessors that the last parts
-    leave idle. Those that wait for no mean may come first, `ahead` of the parts. With 0 it has all:
+    leave idle. With 0 it has all:
 
     In front are the parts of the first `lead` heads. Then each head has the parts of the head
     `lead` further on, `ahead` blocks of queries, its blocks of keys and values, and the rest of the
@@ -226,11 +226,11 @@ def prepass_kernel(
             slot += lead
             index += parts
     elif PHASE == 1:
-        adds_up = (pid >= ahead) & (pid < ahead + slots * parts)
-        of_queries = tl.where(pid < ahead, pid, pid - slots * parts)
+        adds_up = pid < slots * parts
+        late = pid - slots * parts
         of_head = tl.maximum(ratio * q_blocks, 1)
-        slot = tl.where(adds_up, (pid - ahead) // parts, of_queries // of_head)
-        index = tl.where(adds_up, (pid - ahead) % parts, of_queries % of_head)
+        slot = tl.where(adds_up, pid // parts, late // of_head)
+        index = tl.where(adds_up, pid % parts, late % of_head)
     else:
         # The end was read last and is still in the cache.
         late = 2 * slots * k_blocks - 1 - pid
