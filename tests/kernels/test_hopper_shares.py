@@ -89,8 +89,10 @@ def test_no_program_walks_more_than_the_whole_rounds_and_a_share(shares):
         (1980, 129, 1980, 0),  # 15 full rounds
         (131, 900, 131, 0),  # a round that is nearly full
         (8, 256, 0, 16),  # eight heads of one query
-        (8, 4, 8, 0),  # too little to share
-        (8, 14, 0, 4),  # no share is smaller
+        (8, 6, 8, 0),  # too little to share
+        (8, 7, 0, 4),  # no share is smaller
+        (88, 16, 88, 0),  # eight heads of 2,048: joining 88 tiles takes longer
+        (48, 8, 0, 4),  # eight heads of 1,024
         (1, 0, 1, 0),  # no keys
     ],
 )

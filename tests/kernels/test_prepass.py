@@ -158,7 +158,7 @@ def test_careful_and_fast_blocks_agree_beside_a_bad_key(kernel, value, which):
 def test_parts_are_far_enough_ahead_of_their_blocks(ratio, seq_q, seq_k):
     for heads in (1, 2, 60):
         made = plan.plan_of(heads, ratio, seq_q, seq_k, 128, (128, 128, 1))
-        per_head = made.parts + ratio * made.q_blocks + made.k_blocks
+        per_head = made.parts + ratio * made.q_blocks + 2 * made.k_blocks
         distance = made.ahead + made.lead * per_head
         if len(made.launches) == 1:
             assert made.lead == heads or distance >= plan.WARPS_AHEAD // made.warps
@@ -178,7 +178,7 @@ def test_queries_follow_the_parts_in_the_first_of_two_launches(ratio, granule, w
     (phase, programs, warps), (then, others, _) = made.launches
     assert (phase, then) == (1, 2)
     assert programs == 24 * (made.parts + ratio * made.q_blocks)
-    assert others == 24 * made.k_blocks
+    assert others == 24 * 2 * made.k_blocks
     assert made.q_tile % granule == 0
     assert made.q_tile * width == plan.WARP_VALUES * warps
     assert made.q_blocks * made.q_tile >= 16_452 > (made.q_blocks - 2) * made.q_tile
@@ -267,7 +267,7 @@ def test_each_block_of_queries_waits_for_its_head(launches, monkeypatch):
     prepared("fav3_sage", *draw(shape), Problem(0.1, False, "bhsd"))
     config = launch()
     made = plan.plan_of(4, 2, 300, 90, 64, (config.block_m, config.block_n, config.q_granule))
-    blocks = made.q_blocks * 2 + (made.k_blocks if launches == 1 else 0)
+    blocks = made.q_blocks * 2 + (2 * made.k_blocks if launches == 1 else 0)
     assert len(waited) == 4 * blocks
 
 
