@@ -22,7 +22,8 @@ OFFSET = gl.constexpr(Recipe("int8", "fp8").p_offset - HEADROOM)
 
 FLOAT_START = gl.constexpr(12582912.0)
 FLOAT_BITS = gl.constexpr(0x4B400000)
-"""INT8 products start from the bits of 3 * 2^22: what they count up to reads as a float."""
+"""INT8 products whose weights are FP8 start from the bits of 3 * 2^22: what they count up to reads
+as a float."""
 
 STEEPEST = gl.constexpr(0.125)
 """Largest step of an INT8 score in log2 units, the row's maximum kept: by then rounding Q and K to
@@ -279,32 +280,32 @@ def _unpacked(tile, L: gl.constexpr):
 
 
 @gluon.jit
-def settled(acc, l, highest, m, scale, DP: gl.constexpr, INTEGERS: gl.constexpr):
+def settled(acc, l, highest, m, scale, DP: gl.constexpr, FROM_BITS: gl.constexpr):
     """Maxima of rows with a block's scores, and totals rescaled where one moved.
 
     Args:
         acc: `(64, DP)` accumulator.
         l: `(64, 4)` row sums; the following likewise.
-        highest: score of each thread and row, for INT8 as `FLOAT_START` and more.
+        highest: score of each thread and row, with `FROM_BITS` as `FLOAT_START` and more.
         m: maxima.
         scale: log2 units of a score.
         DP: channels.
-        INTEGERS: whether scores are of INT8.
+        FROM_BITS: whether scores count up from the bits of `FLOAT_START`.
 
     Returns:
-        Accumulator, row sums, maxima, what multiplies scores (for INT8 `STEEPEST` at most), and
+        Accumulator, row sums, maxima, what multiplies scores (with `FROM_BITS` `STEEPEST` at most), and
         what is subtracted from the product.
     """
     L: gl.constexpr = l.type.layout
     packed = _packed(highest, m, scale, l, acc)
     if DP == 128:
         acc, packed = gl.inline_asm_elementwise(
-            SETTLE_64 if INTEGERS else SETTLE_64_FLOATS, SETTLE_64_OPERANDS, [acc, packed],
+            SETTLE_64 if FROM_BITS else SETTLE_64_FLOATS, SETTLE_64_OPERANDS, [acc, packed],
             dtype=(gl.float32, gl.float32), is_pure=False, pack=64,
         )  # fmt: skip
     else:
         acc, packed = gl.inline_asm_elementwise(
-            SETTLE_32 if INTEGERS else SETTLE_32_FLOATS, SETTLE_32_OPERANDS, [acc, packed],
+            SETTLE_32 if FROM_BITS else SETTLE_32_FLOATS, SETTLE_32_OPERANDS, [acc, packed],
             dtype=(gl.float32, gl.float32), is_pure=False, pack=32,
         )  # fmt: skip
     sub, m, mul, l = _unpacked(packed, L)

@@ -11,9 +11,7 @@ from sage_plugin.kernels.attention.gluon_names import (
 )
 from sage_plugin.kernels.attention.hopper_maxima import (
     FLOAT_BITS,
-    FLOAT_START,
     OFFSET,
-    STEEPEST,
     highest_of_thread,
     in_lanes,
     rescaled,
@@ -81,15 +79,19 @@ def _hidden_scores(
 
 
 @gluon.jit
-def scores(q, k_tiles, stage, BN: gl.constexpr, QK8: gl.constexpr):
-    """Start the product of a warpgroup's queries and a block of keys."""
+def scores(q, k_tiles, stage, BN: gl.constexpr, QK8: gl.constexpr, FROM_BITS: gl.constexpr):
+    """Start the product of a warpgroup's queries and a block of keys.
+
+    With `FROM_BITS` INT8 products count up from the bits of a float, which takes a move for each;
+    elsewhere they are converted, which is as slow as two, but nothing waits for it.
+    """
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    if QK8:
+    if FROM_BITS:
         start = gl.full([64, BN], FLOAT_BITS, gl.int32, layout=L_S)
     else:
-        start = gl.zeros([64, BN], gl.float32, layout=L_S)
+        start = gl.zeros([64, BN], gl.int32 if QK8 else gl.float32, layout=L_S)
     k_tile = k_tiles.index(stage).permute((1, 0))
-    return warpgroup_mma(q, k_tile, start, use_acc=QK8, is_async=True)
+    return warpgroup_mma(q, k_tile, start, use_acc=FROM_BITS, is_async=True)
 
 
 @gluon.jit
@@ -123,11 +125,11 @@ def _exponentials(
 
 @gluon.jit
 def _hidden_weights(
-    s, m, scale, term, rows, j, seq_q, seq_k, BN: gl.constexpr, QK8: gl.constexpr,
+    s, m, scale, term, rows, j, seq_q, seq_k, BN: gl.constexpr, FROM_BITS: gl.constexpr,
     PV8: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Weights of a block of which some keys are hidden or have terms, and the maxima with it."""
-    if QK8:
+    if FROM_BITS:
         s = s - FLOAT_BITS
     x = _hidden_scores(s, scale, term, rows, j, seq_q, seq_k, BN, EDGE, CAUSAL)
     top = gl.maximum(m, in_lanes(gl.max(x, 1), m))
@@ -135,13 +137,13 @@ def _hidden_weights(
 
 
 @gluon.jit
-def _highest(s, like, AS_INTEGERS: gl.constexpr):
-    """The highest score of each thread and row, by the bits of the scores or by their values."""
-    if AS_INTEGERS:
+def _highest(s, like, BY_BITS: gl.constexpr):
+    """The highest score of each thread and row, by the bits of floats or by their values."""
+    if BY_BITS:
         highest = highest_of_thread(s.to(gl.int32, bitcast=True), like)
         return highest.to(gl.float32, bitcast=True)
     else:
-        return highest_of_thread(s, like)
+        return highest_of_thread(s, like).to(gl.float32)
 
 
 @gluon.jit
@@ -156,25 +158,27 @@ def step(
     With `EARLY` its scores were started by the step before, and it starts those of the next block,
     which there is down to block `low`.
     """
+    FROM_BITS: gl.constexpr = QK8 and PV8
     k_tiles, v_tiles, ones, k_full, k_empty, v_full, v_empty = rings
     if EARLY == 0:
         mbarrier.wait(k_full.index(stage), phase)
-        s = scores(q, k_tiles, stage, BN, QK8)
+        s = scores(q, k_tiles, stage, BN, QK8, FROM_BITS)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     scale = row_scale * k_scale
     if TERM or EDGE:
         p, top = _hidden_weights(
-            s, m, scale, term, rows, j, seq_q, seq_k, BN, QK8, PV8, EDGE, CAUSAL
+            s, m, scale, term, rows, j, seq_q, seq_k, BN, FROM_BITS, PV8, EDGE, CAUSAL
         )  # fmt: skip
         decay = gl.exp2(m - top)
         acc = rescaled(acc, decay, DP)
         l = l * decay
         m = top
     else:
-        highest = _highest(s, m, QK8 or POSITIVE)
-        acc, l, m, mul, sub = settled(acc, l, highest, m, scale, DP, QK8)
-        p = _exponentials(s.to(gl.float32, bitcast=True), mul, sub, BN, LINEAR, PV8)
+        highest = _highest(s, m, FROM_BITS or POSITIVE)
+        acc, l, m, mul, sub = settled(acc, l, highest, m, scale, DP, FROM_BITS)
+        x = s.to(gl.float32, bitcast=FROM_BITS)
+        p = _exponentials(x, mul, sub, BN, LINEAR, PV8)
     mbarrier.wait(v_full.index(stage), phase)
     acc, a = values(p, v_tiles, stage, acc, keep, DP, BN, PV8)
     if PV8:
@@ -184,7 +188,7 @@ def step(
     following, its_phase = next_stage(stage, phase, STAGES)
     if EARLY:
         mbarrier.wait(k_full.index(following), its_phase, pred=j > low)
-        s = scores(q, k_tiles, following, BN, QK8)
+        s = scores(q, k_tiles, following, BN, QK8, FROM_BITS)
     if PV8:
         acc, sums = warpgroup_mma_wait(EARLY, deps=(acc, sums))
         l = with_sums(l, sums)
@@ -210,23 +214,19 @@ def late_step(
     acc = rescaled(acc, decay, DP)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     mbarrier.wait(k_full.index(stage), phase)
-    s = scores(q, k_tiles, stage, BN, QK8)
+    s = scores(q, k_tiles, stage, BN, QK8, False)
     acc, _a = values(p, v_tiles, v_stage, acc, keep, DP, BN, False)
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     scale = row_scale * k_scale
     if TERM or EDGE:
         x, top = _hidden_weights(
-            s, m, scale, term, rows, j, seq_q, seq_k, BN, QK8, False, EDGE, CAUSAL
+            s, m, scale, term, rows, j, seq_q, seq_k, BN, False, False, EDGE, CAUSAL
         )  # fmt: skip
     else:
-        highest = gl.max(s, 1).to(gl.float32, bitcast=True)
-        highest = in_lanes(highest, m)
-        reached = (highest - FLOAT_START) * scale
-        top = gl.maximum(m, reached)
-        scale = gl.minimum(scale, STEEPEST)
-        sub = highest * scale + ((top - reached) - OFFSET)
-        x = half_weights(s.to(gl.float32, bitcast=True), scale, sub)
+        highest = in_lanes(gl.max(s, 1).to(gl.float32), m)
+        top = gl.maximum(m, highest * scale)
+        x = half_weights(s.to(gl.float32), scale, top - OFFSET)
     fresh = gl.exp2(m - top)
     l = with_parts(l * fresh, x)
     following, its_phase = next_stage(stage, phase, STAGES)

@@ -20,7 +20,7 @@ from sage_plugin.kernels.space import Region, Space, Tile
 
 HOPPER_64 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=False, maxnreg=QUARTER_SM)
 HOPPER_128 = launch(64, 64, 4, 2, loads="descriptor", smooth_v=False, maxnreg=THIRD_SM)
-GLUON_64 = hopper(192, 128, 12, 4, pv_flush=8, smooth_v=False)
+GLUON_64 = hopper(192, 128, 12, 4, pv_flush=32, smooth_v=False)
 GLUON_128 = hopper(192, 128, 12, 2, pv_flush=32, smooth_v=False)
 GLUON_128_TILES = (Tile(192, 128, 12), Tile(192, 64, 12), Tile(128, 64, 8))
 GLUON_AXES = {
