@@ -90,7 +90,7 @@ def _walk(
     s = gl.zeros([64, BN], gl.int32 if QK8 else gl.float32, layout=L_S)
     if EARLY:
         mbarrier.wait(k_full.index(stage), phase, pred=blocks > low)
-        s = scores(q, k_tiles, stage, BN, QK8)
+        s = scores(q, k_tiles, stage, BN, QK8, QK8 and PV8)
     for i in range(blocks - whole):
         j = blocks - 1 - i
         s, m, l, acc, stage, phase = step(
