@@ -1,7 +1,8 @@
 """What quantisation costs on a GPU, beside the time that its bytes take at the speed of a copy.
 
 Both are replayed as CUDA graphs with a cold L2 cache. The floor counts 13 bytes for each value of
-Q: Q, K and V read in 16 bits, K and V twice (means and extremes come first), three written in 8.
+Q: Q, K and V read in 16 bits, K and V twice (means and extremes come first), three written in 8. As
+in a call that does not ask for the LSE.
 
     python benchmarks/prepass.py --output prepass.json [--presets cogvideox-2b,...]
 """
@@ -62,8 +63,9 @@ def rows(name: str, shape: CallShape, rate: float, args: argparse.Namespace) -> 
         for label in args.kernels:
             kernel, variant = dispatch.parse_kernel(label)
             calls[label, layout] = functools.partial(
-                sage_plugin.prepare, q, k, v, kernel=kernel, variant=variant, layout=layout
-            )
+                sage_plugin.prepare, q, k, v, kernel=kernel, variant=variant, layout=layout,
+                with_lse=False,
+            )  # fmt: skip
     named = {" ".join(key): call for key, call in calls.items()}
     samples = measure(
         named, device=args.device, method=args.method, budget_s=args.budget, min_samples=5

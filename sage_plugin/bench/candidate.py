@@ -89,7 +89,7 @@ def candidate(
     )
     fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
     built = implementation(decision.kernel, decision.variant, fp8)
-    problem = Problem(shape.scale, shape.causal, shape.layout, inputs.timed_mask)
+    problem = Problem(shape.scale, shape.causal, shape.layout, inputs.timed_mask, lse=False)
     tensors = (bhsd(tensor, shape.layout) for tensor in inputs.timed)  # its own inverse
     prepare = functools.partial(built.prepare, *tensors, problem=problem, launch=config)
     operands = prepare()

@@ -267,8 +267,69 @@ def test_each_block_of_queries_waits_for_its_head(launches, monkeypatch):
     prepared("fav3_sage", *draw(shape), Problem(0.1, False, "bhsd"))
     config = launch()
     made = plan.plan_of(4, 2, 300, 90, 64, (config.block_m, config.block_n, config.q_granule))
-    blocks = made.q_blocks * 2 + (2 * made.k_blocks if launches == 1 else 0)
+    # The last block is not whole, and the program of its values has nothing to do.
+    blocks = made.q_blocks * 2 + (2 * made.k_blocks - 1 if launches == 1 else 0)
     assert len(waited) == 4 * blocks
+
+
+@in_small_parts
+@pytest.mark.parametrize("launches", [1, 2])
+@pytest.mark.parametrize("kernel", QUANTISED)
+def test_queries_wait_for_nothing_where_nobody_needs_true_scores(launches, kernel, monkeypatch):
+    in_launches(monkeypatch, launches)
+    q, k, v = draw(Shape(2, 4, 2, 300, 90, 64))
+    every = prepared(kernel, q, k, v, Problem(0.1, False, "bhsd"))
+    waited = counted(monkeypatch, "await_head")
+    made = prepared(kernel, q, k, v, Problem(0.1, False, "bhsd", lse=False))
+    assert len(waited) == (0 if launches == 2 else 4 * 5)  # two whole blocks of 32 keys, a part
+    assert {*every} - {*made} == {"shift"}
+    for name in ("q8", "q_scale", "k8", "k_scale", "v8", "v_scale", "v_mean", "key_term"):
+        assert torch.equal(made[name], every[name]), name
+
+
+@pytest.mark.parametrize("cap", [{"softcap": 3.0}, {"sinks": torch.zeros(4)}], ids=str)
+def test_caps_and_sinks_need_true_scores_without_the_lse(cap):
+    q, k, v = draw(Shape(1, 4, 2, 30, 90, 64))
+    problem = Problem(0.1, False, "bhsd", lse=False, **cap)
+    assert "shift" in prepared("sage", q, k, v, problem)
+
+
+@pytest.mark.parametrize(
+    ("heads", "seq_k", "parts"),
+    [
+        (24, 16_452, 33),  # of 512 keys: twice as many would show no trend
+        (5, 75_600, 74),  # of 1,024, the largest
+        (3, 118_808, 117),
+        (4, 29_760, 117),  # of 256: half as many programs would leave a GPU idle
+        (80, 131_072, 128),
+        (4, 2048, 8),
+    ],
+)
+def test_parts_are_large_where_queries_do_not_wait(heads, seq_k, parts):
+    made = plan.plan_of(heads, 1, seq_k, seq_k, 128, (192, 128, 1), waits=False)
+    assert made.parts == parts
+    assert made.parts * made.part_keys >= seq_k > (made.parts - 1) * made.part_keys
+    assert plan.plan_of(heads, 1, seq_k, seq_k, 128, (192, 128, 1)).part_keys == 256
+
+
+@in_small_parts
+@pytest.mark.parametrize("keys", [16, 17, 31, 90])
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_last_part_of_a_head_counts_in_full(keys, bad, monkeypatch):
+    """Tiles as far as they go, the rest row by row; parts of 64 keys, tiles of 16."""
+    monkeypatch.setattr(plan, "PART_VALUES", 4096)
+    plan.plan_of.cache_clear()
+    q, k, v = draw(Shape(1, 2, 2, 8, keys, 64))
+    if bad:
+        v[0, 0, keys - 1, 3] = math.inf
+    made = prepared("fav3_sage", q, k, v, Problem(0.1, False, "bhsd"))
+    right = v[0]
+    mean = right.nan_to_num(0.0, 0.0, 0.0).sum(1) / keys
+    torch.testing.assert_close(made["v_mean"][1], mean[1], rtol=1e-5, atol=1e-6)
+    rest = [c for c in range(64) if c != 3]
+    torch.testing.assert_close(made["v_mean"][0, rest], mean[0, rest], rtol=1e-5, atol=1e-6)
+    amax = (right[1] - mean[1]).abs().amax(0)
+    torch.testing.assert_close(made["v_scale"][1] * 448.0, amax, rtol=1e-5, atol=1e-6)
 
 
 @in_small_parts

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import sage_plugin
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.attention.api import attention
+from sage_plugin.kernels.attention.emulation import QuantisedEmulation
 from sage_plugin.kernels.attention.two_step import Prepared, prepare
 from sage_plugin.kernels.attention.two_step import launch as finish
 from tests.kernels.calls import EMULATED, QUANTISED, Shape, draw, launch
@@ -121,13 +122,38 @@ def test_the_signatures_are_part_of_attentions():
     ours = inspect.signature(prepare).parameters
     theirs = inspect.signature(attention).parameters
     gone = {"dropout_p", "enable_gqa", "return_lse", "out_dtype", "min_seq"}
-    assert set(ours) == set(theirs) - gone
-    assert {n: p.default for n, p in ours.items()} == {n: theirs[n].default for n in ours}
+    assert set(ours) == set(theirs) - gone | {"with_lse"}
+    defaults = {n: p.default for n, p in ours.items()}
+    assert defaults.pop("with_lse") is True
+    assert defaults == {n: theirs[n].default for n in defaults}
     assert {n: p.default for n, p in inspect.signature(finish).parameters.items()} == {
         "prepared": inspect.Parameter.empty, "out_dtype": None, "return_lse": False,
     }  # fmt: skip
     assert sage_plugin.prepare is prepare
     assert sage_plugin.launch is finish
+
+
+@pytest.mark.parametrize("kernel", EVERY)
+def test_a_call_that_was_prepared_without_the_lse_cannot_give_it(kernel):
+    tensors = draw(GROUPED, torch.bfloat16)
+    prepared = prepare(*tensors, kernel=kernel, with_lse=False)
+    assert torch.equal(finish(prepared), attention(*tensors, kernel=kernel))
+    with pytest.raises(UnsupportedInputError, match=r"with_lse=False; prepare it with with_lse=T"):
+        finish(prepared, return_lse=True)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_one_call_prepares_for_the_lse_where_it_is_asked_for(return_lse, monkeypatch):
+    asked = []
+    stock = QuantisedEmulation.prepare
+
+    def noted(self, q, k, v, *, problem, launch):
+        asked.append(problem.lse)
+        return stock(self, q, k, v, problem=problem, launch=launch)
+
+    monkeypatch.setattr(QuantisedEmulation, "prepare", noted)
+    attention(*draw(GROUPED), kernel="fav3_sage", variant="emulation", return_lse=return_lse)
+    assert asked == [return_lse]
 
 
 @pytest.mark.parametrize(

@@ -293,8 +293,8 @@ def settled(acc, l, highest, m, scale, DP: gl.constexpr, FROM_BITS: gl.constexpr
         FROM_BITS: whether scores count up from the bits of `FLOAT_START`.
 
     Returns:
-        Accumulator, row sums, maxima, what multiplies scores (with `FROM_BITS` `STEEPEST` at most), and
-        what is subtracted from the product.
+        Accumulator, row sums, maxima, what multiplies scores (with `FROM_BITS` `STEEPEST` at most),
+        and what is subtracted from the product.
     """
     L: gl.constexpr = l.type.layout
     packed = _packed(highest, m, scale, l, acc)

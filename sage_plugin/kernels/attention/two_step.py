@@ -28,12 +28,14 @@ class Prepared:
         operands: what the kernel made of Q, K and V; its own affair.
         form: shape, strides, layout and device of the output.
         needs_grad: whether the host's attention has to let a gradient through.
+        with_lse: whether the LSE may be asked for.
     """
 
     decision: Decision
     operands: Operands
     form: OutputForm
     needs_grad: bool
+    with_lse: bool
 
     @property
     def held_bytes(self) -> int:
@@ -68,6 +70,7 @@ def prepare(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    with_lse: bool = True,
 ) -> Prepared:
     """The first step of `attention`: quantise, so that Q, K and V may be freed before `launch`.
 
@@ -90,6 +93,8 @@ def prepare(
         window: keys to the left and to the right that a query sees.
         softcap: bound of the scores.
         sinks: one more logit a query head.
+        with_lse: whether `launch` may be asked for the LSE; without it a quantised kernel has less
+            to prepare, as in a call of `attention` that does not ask for it.
 
     Returns:
         What `launch` takes.
@@ -114,10 +119,10 @@ def prepare(
         needs_grad=needs_grad, special=checks.is_special(window, softcap, sinks),
     )  # fmt: skip
     sides, cap, factor = checks.checked_rest(q, layout, window, softcap, scale, sinks)
-    problem = Problem(factor, is_causal, layout, mask, sides, cap, sinks)
+    problem = Problem(factor, is_causal, layout, mask, sides, cap, sinks, lse=with_lse)
     with runs.on_device(q.device), runs.without_autocast(q.device):
         operands = plan.kernel.prepare(q, k, v, problem=problem, launch=plan.launch)
-    return Prepared(plan.decision, operands, OutputForm.of(q, layout), needs_grad)
+    return Prepared(plan.decision, operands, OutputForm.of(q, layout), needs_grad, with_lse)
 
 
 def launch(
@@ -135,7 +140,7 @@ def launch(
 
     Raises:
         UnsupportedInputError: `out_dtype` is no floating type, or an LSE of a call that needs a
-            gradient.
+            gradient or was prepared without it.
 
     Example:
         >>> import torch, sage_plugin
@@ -148,6 +153,11 @@ def launch(
     if return_lse and prepared.needs_grad and torch.is_grad_enabled():
         raise UnsupportedInputError(
             "return_lse cannot be had together with a gradient; drop one of them"
+        )
+    if return_lse and not prepared.with_lse:
+        raise UnsupportedInputError(
+            "return_lse of a call that was prepared with with_lse=False; prepare it with "
+            "with_lse=True"
         )
     form, decision = prepared.form, prepared.decision
     kernel = runs.built(decision, dispatch.facts_of(form.device.type, form.device.index))
