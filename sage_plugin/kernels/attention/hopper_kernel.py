@@ -395,12 +395,12 @@ def hopper_attention_kernel(
     if GROUPS == 2:
         gl.warp_specialize([
             (_attend, (
-                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 0, 2, D, DP, BN,
-                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
+                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 0, 2, D,
+                DP, BN, STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
                 SPLIT)),
             (_attend, (
-                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 1, 2, D, DP, BN,
-                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
+                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 1, 2, D,
+                DP, BN, STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
                 SPLIT)),
             (load_queries, (q_desc, memory, of_tiles, shares, q_rows, 2, CAUSAL, SPLIT)),
             (load_keys, (
@@ -410,16 +410,16 @@ def hopper_attention_kernel(
     else:
         gl.warp_specialize([
             (_attend, (
-                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 0, 3, D, DP, BN,
-                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
+                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 0, 3, D,
+                DP, BN, STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
                 SPLIT)),
             (_attend, (
-                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 1, 3, D, DP, BN,
-                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
+                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 1, 3, D,
+                DP, BN, STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
                 SPLIT)),
             (_attend, (
-                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 2, 3, D, DP, BN,
-                STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
+                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 2, 3, D,
+                DP, BN, STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
                 SPLIT)),
             (load_queries, (q_desc, memory, of_tiles, shares, q_rows, 3, CAUSAL, SPLIT)),
             (load_keys, (

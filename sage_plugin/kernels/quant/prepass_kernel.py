@@ -97,19 +97,21 @@ def _all_finite(counters, ARRIVALS: tl.constexpr, WAITS: tl.constexpr):
 def _quantise_kv(
     k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual, counters,
     key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb,
-    stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk, head, block,
-    of_values, heads, seq_q, seq, left, k_rows, groups,
+    stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk, head, index, heads, seq_q,
+    seq, left, k_rows, groups,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
     TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, K_MEAN: tl.constexpr,
     TURNS: tl.constexpr, ARRIVALS: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
     PACKED: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys, or of values; what is past the end, unseen or not finite is zero.
+    """A block of keys, or with an odd `index` of values; unseen or not finite ones are zero.
 
     Where a block is not whole, or its head not finite, the program of the keys does both.
     """
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     head = head.to(tl.int64)
+    block = index // 2
+    of_values = index % 2 == 1
     first, seq = sequence(cu_seqlens_k, b, seq, PACKED)
     start = block * BN
     if start < seq:
@@ -252,7 +254,7 @@ def prepass_kernel(
             k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
             counters, key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks,
             stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
-            slot, index // 2, index % 2 == 1, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
+            slot, index, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
             QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, False,
         )  # fmt: skip
     elif (PHASE == 0) & (index >= ahead) & (index < ahead + 2 * k_blocks):
@@ -260,7 +262,7 @@ def prepass_kernel(
             k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
             counters, key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks,
             stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
-            slot, (index - ahead) // 2, (index - ahead) % 2 == 1, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
+            slot, index - ahead, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
             QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, True,
         )  # fmt: skip
     else:
