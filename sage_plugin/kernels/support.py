@@ -194,10 +194,12 @@ def hopper_reason(
 def gpu_variant(kernel: str, head_dim: int, reason: str | None, *, mask_kind: str = "none") -> str:
     """The faster variant of a kernel on a GPU, given why the Hopper one does not take a call.
 
-    The portable one is where a mask adds to scores, 532 to 412 TFLOPS at 64 channels and 814 to 590
-    at 128 on an H200.
+    The portable one is with fp16 values and 64 channels (causal calls of 2,048 to 32,768 tokens
+    take the other 1.09 to 1.36 times as long on an H200, others 0.99 to 1.13), and where a mask
+    adds to scores, 532 to 412 TFLOPS at 64 channels and 814 to 590 at 128.
     """
-    return "portable" if reason is not None or mask_kind != "none" else "hopper"
+    slower = (kernel == "sage" and head_dim <= 64) or mask_kind != "none"
+    return "portable" if reason is not None or slower else "hopper"
 
 
 def fewest_operations(arch: str, head_dim: int) -> float:
