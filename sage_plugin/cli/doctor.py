@@ -110,10 +110,11 @@ def _auto(facts: DeviceFacts) -> Iterator[str]:
         small = dataclasses.replace(large, seq_q=1, seq_k=1)
         if dispatch.decide(small, facts).reason == dispatch.SMALL:
             fewest = support.fewest_operations(facts.arch, dim)
+            causal = support.fewest_tokens(facts.arch, causal=True)
             tokens = round((fewest / (4 * HEADS * dim)) ** 0.5, -2)
             told += (
-                f"; calls under {fewest:.0e} operations, {tokens:.0f} tokens of {HEADS} heads, are "
-                "the host's"
+                f"; calls under {fewest:.2g} operations, {tokens:.0f} tokens of {HEADS} heads, and "
+                f"causal ones under {causal} tokens are the host's"
             )
         yield told
 

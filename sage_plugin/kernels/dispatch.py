@@ -23,6 +23,7 @@ from sage_plugin.kernels.launches import (
 from sage_plugin.kernels.support import (
     device_reason,
     fewest_operations,
+    fewest_tokens,
     gpu_variant,
     hopper_reason,
     kernels_of,
@@ -63,7 +64,8 @@ SLOW_TILES = "an additive mask of rows and keys is faster on the host's attentio
 mask of rows and keys is faster here, whatever it hides."""
 GRADIENT = "a gradient is needed"
 SMALL = "so small a call is faster on the host's attention"
-"""Why `auto` leaves calls of fewer operations than `support.fewest_operations`."""
+"""Why `auto` leaves calls of fewer operations than `support.fewest_operations`, or of fewer tokens
+than `support.fewest_tokens`."""
 
 
 def resolve_kernel(name: str) -> str:
@@ -222,6 +224,8 @@ def _left_by_auto(shape: CallShape, facts: DeviceFacts, additive: bool) -> str |
     """Why `auto` leaves a call that a kernel could take to the host's attention, or `None`."""
     if additive and shape.mask_kind == "dense":
         return SLOW_TILES
+    if min(shape.seq_q, shape.seq_k) < fewest_tokens(facts.arch, causal=shape.causal):
+        return SMALL
     if _operations(shape) < fewest_operations(facts.arch, shape.head_dim):
         return SMALL
     return None

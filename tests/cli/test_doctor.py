@@ -40,8 +40,9 @@ def test_a_hopper_runs_every_kernel_and_small_calls_are_the_host_s(monkeypatch):
     assert rows["fav2"][0] == "portable"
     assert "FP8 type of its matrix units: float8_e4m3fn" in lines
     (wide,) = [line for line in lines if line.startswith("128 channels: ")]
-    assert wide.startswith("128 channels: fav3_sage:hopper; calls under 3e+11 operations, ")
-    assert "4900 tokens of 24 heads" in wide
+    assert wide.startswith("128 channels: fav3_sage:hopper; calls under 1.5e+11 operations, ")
+    assert "3500 tokens of 24 heads" in wide
+    assert "causal ones under 7168 tokens are the host" in wide
 
 
 @pytest.mark.parametrize(
