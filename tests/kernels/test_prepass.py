@@ -216,10 +216,11 @@ def test_a_head_with_a_step_alone_drifts_where_records_are_groups():
 @in_small_parts
 @pytest.mark.parametrize("kernel", QUANTISED)
 @pytest.mark.parametrize("part_values", [1024, 4096], ids=["records apart", "records in V"])
-def test_two_launches_make_what_one_makes(kernel, part_values, monkeypatch):
+@pytest.mark.parametrize("seq_k", [90, 96], ids=["a last block with a rest", "whole blocks"])
+def test_two_launches_make_what_one_makes(kernel, part_values, seq_k, monkeypatch):
     monkeypatch.setattr(plan, "PART_VALUES", part_values)
     plan.plan_of.cache_clear()
-    q, k, v = draw(Shape(2, 4, 2, 70, 90, 64))
+    q, k, v = draw(Shape(2, 4, 2, 70, seq_k, 64))
     problem = Problem(0.1, False, "bhsd")
     one = prepared(kernel, q, k, v, problem)
     monkeypatch.setattr(plan, "ONE_LAUNCH_VALUES", 0)
