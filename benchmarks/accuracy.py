@@ -45,9 +45,9 @@ from sage_plugin.accuracy.metrics import compare
 from sage_plugin.accuracy.reference import Reference, clear, reference, sample_rows
 from sage_plugin.bench.report import finite
 from sage_plugin.errors import SageError, UnsupportedInputError
-from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention.implementations import implementation
-from sage_plugin.kernels.attention.ops import shape_of
+from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.recipes import implementation
+from sage_plugin.kernels.attention.torch_ops import shape_of
 from sage_plugin.kernels.contract import Implementation, Problem
 from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
 from sage_plugin.tune.run_folder import git_revision

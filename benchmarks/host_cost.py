@@ -3,9 +3,10 @@
 Microseconds of the calling thread, medians over all calls of all groups; the variants take turns,
 and the device is waited for after each group, so that no call waits for a place in its queue.
 "outside" is a call of ours less its launches, which hand a build over to the driver
-(`tape.relaunch`) or, where a call is not repeated from its tape, look for it too (`tape.launch`),
-and the zeroing of counters (`tape.memset`); "above SDPA" is what that exceeds a whole call of SDPA
-by. A replayed CUDA graph runs nothing of ours, as its `launches` show.
+(`launch_graph.relaunch`) or, where a call is not repeated from its tape, look for it too
+(`launch_graph.launch`), and the zeroing of counters (`launch_graph.memset`); "above SDPA" is what
+that exceeds a whole call of SDPA by. A replayed CUDA graph runs nothing of ours, as its `launches`
+show.
 
     python benchmarks/host_cost.py --output host_cost.json [--kernels fav2,...] [--head-dims 64,128]
 """
@@ -29,7 +30,8 @@ from gpu_options import gpu_parser, on_gpu
 
 import sage_plugin
 from sage_plugin import device as devices
-from sage_plugin.kernels import dispatch, tape
+from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.measure.inputs import self_attention, synthetic
 from sage_plugin.schema import CallShape
 
@@ -50,8 +52,8 @@ class Launches:
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """Time every launch of this thread's program."""
-        stock = tape.launch, tape.relaunch, tape.memset
-        tape.launch, tape.relaunch, tape.memset = (
+        stock = launch_graph.launch, launch_graph.relaunch, launch_graph.memset
+        launch_graph.launch, launch_graph.relaunch, launch_graph.memset = (
             self._timed(stock[0], lambda kernel: kernel.__name__),
             self._timed(stock[1], lambda one: one.name),
             self._timed(stock[2], lambda size: "memset"),
@@ -59,7 +61,7 @@ class Launches:
         try:
             yield
         finally:
-            tape.launch, tape.relaunch, tape.memset = stock
+            launch_graph.launch, launch_graph.relaunch, launch_graph.memset = stock
 
     def _timed(
         self, stock: Callable[..., Any], name_of: Callable[[Any], str]

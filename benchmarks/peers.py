@@ -40,7 +40,7 @@ from gpu_options import gpu_parser, on_gpu
 import sage_plugin
 from sage_plugin import device as devices
 from sage_plugin.accuracy.reference import clear, reference
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import Problem
 from sage_plugin.measure.clocks import ClockSnapshot, snapshot, stamp
 from sage_plugin.measure.inputs import presets, synthetic

@@ -27,7 +27,7 @@ from gpu_options import gpu_parser, on_gpu
 import sage_plugin
 from sage_plugin import device as devices
 from sage_plugin.capture.call import canonical
-from sage_plugin.kernels.dispatch import parse_kernel
+from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.measure.inputs import in_layout
 from sage_plugin.measure.timing import Limits, measure
 from sage_plugin.plugin.context import CallEvent

@@ -23,7 +23,7 @@ from gpu_options import gpu_parser, on_gpu
 from peers import preset_names
 
 import sage_plugin
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.measure.inputs import presets, synthetic
 from sage_plugin.measure.timing import measure
 from sage_plugin.schema import CallShape

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_plugin
 from sage_plugin import device as devices
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.measure.inputs import self_attention, synthetic
 from sage_plugin.measure.timing import measure
 from sage_plugin.schema import CallShape

@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 _HOME = {
     "attention": "sage_plugin.kernels.attention.api",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
-    "launch": "sage_plugin.kernels.attention.two_step",
+    "launch": "sage_plugin.kernels.attention.prepare",
     "patch": "sage_plugin.plugin.patch",
     "patched": "sage_plugin.plugin.patch",
-    "prepare": "sage_plugin.kernels.attention.two_step",
+    "prepare": "sage_plugin.kernels.attention.prepare",
     "record": "sage_plugin.capture.recorder",
     "refresh": "sage_plugin.plugin.patch",
     "register": "sage_plugin.plugin.names",
@@ -43,7 +43,7 @@ __all__ = [
 if TYPE_CHECKING:
     from sage_plugin.capture.recorder import record
     from sage_plugin.kernels.attention.api import attention
-    from sage_plugin.kernels.attention.two_step import launch, prepare
+    from sage_plugin.kernels.attention.prepare import launch, prepare
     from sage_plugin.kernels.attention.varlen import attention_varlen
     from sage_plugin.plugin.names import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch

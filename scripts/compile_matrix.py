@@ -29,13 +29,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from sage_plugin import __version__  # noqa: E402
-from sage_plugin.kernels.attention.implementations import TRITON_KERNELS  # noqa: E402
 from sage_plugin.kernels.support import (  # noqa: E402
     ARCHITECTURES,
     HOPPER_ARCH,
     HOPPER_HEAD_DIMS,
     LOWEST_TRITON,
     NEWEST_TRITON,
+    TRITON_KERNELS,
     Architecture,
     release,
 )

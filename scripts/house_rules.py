@@ -66,18 +66,18 @@ def _file_breaches(name: str, text: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, "nothing is pickled: use safetensors or JSON"
         if _swallows(node):
             yield node.lineno, "an exception is swallowed: name it, or say what was done about it"
-        if path.stem != "space" and "/kernels/" in name:
+        if "search_space" not in (path.stem, path.parent.name) and "/kernels/" in name:
             for line, knob in _tuning_numbers(node):
                 if UNTUNED_MARK not in lines[line - 1]:
                     yield (
                         line,
-                        f"{knob} is a tuning number: it belongs in space.py or configs/ "
+                        f"{knob} is a tuning number: it belongs in search_space/ or configs/ "
                         f"(or say why it is not: `{UNTUNED_MARK} ...`)",
                     )
 
 
 def _holds_kernels(path: Path) -> bool:
-    return path.stem in ("portable", "hopper", "primitives") or path.stem.startswith("triton")
+    return path.stem == "primitives" or path.stem.endswith(("_kernel", "_kernels"))
 
 
 def _calls(node: ast.AST, function: str) -> bool:

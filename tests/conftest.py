@@ -27,11 +27,11 @@ def interpreted() -> None:
 @pytest.fixture
 def unconfigured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Launch configs from the defaults and the shipped files alone, and nothing remembered."""
-    from sage_plugin.kernels import launches
+    from sage_plugin.kernels import launch_config
 
     for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
         monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    launches.forget()
+    launch_config.forget()
     yield
-    launches.forget()
+    launch_config.forget()

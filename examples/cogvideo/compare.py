@@ -34,7 +34,7 @@ from sage_plugin.bench.end_to_end.rounds import LIMITS
 from sage_plugin.bench.end_to_end.run import Subject, prove
 from sage_plugin.bench.end_to_end.way import ways as ways_of
 from sage_plugin.errors import SageError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.plugin import policy as policies
 from sage_plugin.plugin.patch import MIN_SEQ
 

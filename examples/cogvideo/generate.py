@@ -30,7 +30,7 @@ from text_table import text_table
 import sage_plugin
 from sage_plugin import device as devices
 from sage_plugin.errors import OutputError, SageError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.plugin import policy as policies
 from sage_plugin.plugin.report import PluginReport
 

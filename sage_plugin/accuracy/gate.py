@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sage_plugin.errors import UsageError
-from sage_plugin.kernels.dispatch import resolve_kernel
+from sage_plugin.kernels.attention.dispatch import resolve_kernel
 from sage_plugin.schema import ErrorMetrics, JsonRecord
 
 

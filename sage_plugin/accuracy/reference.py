@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.accuracy.fingerprint import fingerprint
+from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.attention.visibility import hidden_by_mask, hidden_by_position
 from sage_plugin.kernels.contract import NO_WINDOW, Problem
-from sage_plugin.kernels.oracle import oracle
 
 MAX_ROWS = 256
 EDGE_ROWS = 4

@@ -13,8 +13,8 @@ from sage_plugin.accuracy.output import CheckedOutput, checked_output
 from sage_plugin.accuracy.reference import Reference
 from sage_plugin.bench.cost import is_quantised, moved_bytes
 from sage_plugin.bench.suite import Inputs
-from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import (
     HOST,
     Decision,

@@ -22,7 +22,7 @@ from sage_plugin.bench.difference import difference
 from sage_plugin.bench.rows import EMULATION_NOTE, Row, Table
 from sage_plugin.bench.suite import Case, Inputs, load
 from sage_plugin.errors import SageError, UnsupportedInputError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.measure.clocks import snapshot, stamp
 from sage_plugin.measure.timing import Limits, Samples, measure
 from sage_plugin.schema import CallShape, DeviceFacts

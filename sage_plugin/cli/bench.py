@@ -153,7 +153,7 @@ def command(
     With --policy and --end-to-end, prove a policy on whole clips of the embedded model instead.
     """
     from sage_plugin.bench.compare import Plan
-    from sage_plugin.kernels.dispatch import parse_kernel
+    from sage_plugin.kernels.attention.dispatch import parse_kernel
 
     if bench_policy.asked(ctx):
         where, facts = _device(device, None)
@@ -230,7 +230,7 @@ def _device(name: str | None, method: str | None) -> tuple[torch.device, DeviceF
 
 def _kernels(names: Sequence[str], facts: DeviceFacts) -> tuple[tuple[str, str], ...]:
     """The named kernels; by default all that the device runs, but the oracle itself."""
-    from sage_plugin.kernels import dispatch
+    from sage_plugin.kernels.attention import dispatch
 
     named = [dispatch.parse_kernel(text) for text in names]
     if any(kernel == "auto" for kernel, _ in named):

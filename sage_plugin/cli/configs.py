@@ -81,7 +81,7 @@ def explain(
 ) -> None:
     """Say why a call gets its launch config, place by place."""
     from sage_plugin import device as devices
-    from sage_plugin.kernels import dispatch
+    from sage_plugin.kernels.attention import dispatch
 
     shape = call_shape(
         batch=batch, heads_q=heads_q, heads_k=heads_k, seq_q=seq_q, seq_k=seq_k,
@@ -118,7 +118,7 @@ def check(path: Place = None, device: Device = None, config_dir: ConfigDir = Non
 def _problems_of(file: Path, facts: DeviceFacts) -> list[str]:
     """What is wrong with a file of launch configs, or with a policy."""
     from sage_plugin.errors import ConfigError
-    from sage_plugin.kernels.dispatch import illegal_reason
+    from sage_plugin.kernels.attention.dispatch import illegal_reason
     from sage_plugin.plugin import policy
     from sage_plugin.registry.validate import problems
 
@@ -151,7 +151,7 @@ def _explain_key(
     key: CallKey, facts: DeviceFacts, config_dir: Path | None, shape: CallShape
 ) -> None:
     from sage_plugin.cli.tune_view import config_text, shape_text
-    from sage_plugin.kernels import dispatch
+    from sage_plugin.kernels.attention import dispatch
     from sage_plugin.registry import lookup
 
     dispatch.forget()

@@ -88,7 +88,7 @@ def _ask(
     from sage_plugin import device as devices
     from sage_plugin.cli.demo_run import Ask
     from sage_plugin.demo.sizes import SIZES
-    from sage_plugin.kernels import dispatch
+    from sage_plugin.kernels.attention import dispatch
     from sage_plugin.tune.plan import refuse_gpu_variant
 
     checked_seed(seed)

@@ -204,7 +204,7 @@ def measure(ask: Ask, on_case: Callable[[], object]) -> list[Table]:
     from sage_plugin.bench.compare import Plan, run_case
     from sage_plugin.bench.report import csv_text, json_text, write
     from sage_plugin.bench.suite import captured
-    from sage_plugin.kernels import dispatch
+    from sage_plugin.kernels.attention import dispatch
 
     facts = devices.facts(ask.device)
     kernels = tuple((k, "auto") for k in dispatch.kernels_of(facts) if k != "torch")

@@ -97,7 +97,8 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
 
 def _auto(facts: DeviceFacts) -> Iterator[str]:
     from sage_plugin.cli.call_shape import call_shape
-    from sage_plugin.kernels import dispatch, support
+    from sage_plugin.kernels import support
+    from sage_plugin.kernels.attention import dispatch
 
     for dim in HEAD_DIMS:
         large = call_shape(

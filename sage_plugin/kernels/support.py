@@ -7,12 +7,10 @@ units. Hardware without a row runs the host's attention.
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import dataclass
 
 from sage_plugin import device
-from sage_plugin.kernels.attention.implementations import TRITON_KERNELS
 from sage_plugin.schema import KERNELS, DeviceFacts, LaunchConfig
 
 LOWEST_TRITON = "3.6"
@@ -24,6 +22,17 @@ FP8_KERNELS = ("fav3_sage", "fav3_fp8")
 UNQUANTISED = ("fav2", "sage")
 """The kernels that need no FP8 matrix units."""
 ALL = (*UNQUANTISED, *FP8_KERNELS)
+
+TRITON_KERNELS = {
+    "fav2": ("emulation", "portable"),
+    "sage": ("emulation", "portable", "hopper"),
+    "fav3_sage": ("emulation", "portable", "hopper"),
+    "fav3_fp8": ("emulation", "portable", "hopper"),
+}
+"""Variants that are built, by kernel."""
+
+ON_GPUS = ("portable", "hopper")
+"""Variants that are written in Triton."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +156,9 @@ def default_config(
     kernel: str, arch: str, head_dim: int, dtype: str = "bfloat16", variant: str = "portable"
 ) -> LaunchConfig | None:
     """The default launch config of a call without a mask; `None` where the kernel has none."""
-    space = importlib.import_module(f"sage_plugin.kernels.attention.{kernel}.space").SPACE
+    from sage_plugin.kernels.attention.search_space import SPACES
+
+    space = SPACES[kernel]
     element_bytes = 4 if dtype == "float32" else 2
     region = space.region(arch, head_dim, element_bytes, variant=variant)
     return None if region is None else region.default

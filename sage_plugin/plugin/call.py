@@ -8,7 +8,7 @@ import torch
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.mask import MASK_DTYPES, mask_kind, normalised
-from sage_plugin.kernels.attention.run import shape_of
+from sage_plugin.kernels.attention.runtime import shape_of
 from sage_plugin.schema import CallShape
 
 SUBCLASS = "a tensor subclass brings its own attention"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sage_plugin.kernels.dispatch import parse_kernel
+from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.plugin.call import Call
 from sage_plugin.plugin.context import LayerContext
 from sage_plugin.plugin.policy import HOST, Policy, Rule

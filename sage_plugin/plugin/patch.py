@@ -16,7 +16,7 @@ from typing import Self
 from torch import nn
 
 from sage_plugin.errors import ConfigError, PatchError, UsageError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.plugin import retarget, routed
 from sage_plugin.plugin.component import Component, component_of, parts_of
 from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, PatchState

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_plugin.errors import ConfigError, UnknownKernelError
-from sage_plugin.kernels.dispatch import parse_kernel
+from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.plugin.band import Band
 from sage_plugin.registry import strict_json
 from sage_plugin.schema import JsonRecord, LaunchConfig

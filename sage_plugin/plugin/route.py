@@ -16,11 +16,11 @@ import torch
 from torch.utils._device import DeviceContext
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.api import run_decided
-from sage_plugin.kernels.attention.checks import wants_gradient
 from sage_plugin.kernels.attention.mask import is_added, of_heads
-from sage_plugin.kernels.build_failure import build_failure
+from sage_plugin.kernels.attention.validate import wants_gradient
+from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.plugin import parallel
 from sage_plugin.plugin.call import SUBCLASS, Call, plain

@@ -13,7 +13,7 @@ import functools
 import torch
 
 from sage_plugin import settings
-from sage_plugin.kernels.attention.run import as_promised, empty_as
+from sage_plugin.kernels.attention.runtime import as_promised, empty_as
 from sage_plugin.kernels.contract import bhsd
 from sage_plugin.plugin import route
 from sage_plugin.plugin.call import Call

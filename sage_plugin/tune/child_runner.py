@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sage_plugin.kernels.build_failure import by_compiler
+from sage_plugin.kernels.build_error import by_compiler
 from sage_plugin.schema import LaunchConfig, Trial
 from sage_plugin.tune.runner import Contest
 from sage_plugin.tune.study import Study

@@ -11,7 +11,7 @@ from pathlib import Path
 from sage_plugin.capture.reader import CaptureFolder, open_captures
 from sage_plugin.capture.reduce import pick
 from sage_plugin.errors import CaptureError
-from sage_plugin.kernels.dispatch import Decision, call_key
+from sage_plugin.kernels.attention.dispatch import Decision, call_key
 from sage_plugin.schema import CallKey, CallShape, CaptureRecord
 from sage_plugin.tune.study import Source
 

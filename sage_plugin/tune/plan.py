@@ -11,7 +11,7 @@ import torch
 from sage_plugin import device as devices
 from sage_plugin.accuracy.gate import gate_for
 from sage_plugin.errors import CaptureError, ConfigError, OutputError, UsageError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import HOST
 from sage_plugin.registry import load
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from sage_plugin.errors import TuningError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import lookup
 from sage_plugin.registry.merge import merge
 from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial

@@ -17,7 +17,7 @@ import torch
 from sage_plugin.accuracy.gate import failures, worst
 from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.capture.reader import open_captures
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Decision, Problem
 from sage_plugin.measure import clocks
 from sage_plugin.measure.statistics import gain_interval

@@ -12,7 +12,7 @@ from sage_plugin.bench.compare import Plan, run_case
 from sage_plugin.bench.cost import flops
 from sage_plugin.bench.suite import captured, explicit, load
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import Problem
 from sage_plugin.measure.inputs import self_attention
 from sage_plugin.measure.timing import Samples

@@ -10,8 +10,8 @@ import torch
 
 from sage_plugin.bench import cost
 from sage_plugin.bench.cost import flops, is_quantised, moved_bytes, visible_pairs, weighed_pairs
-from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import PlainOperands, Problem
 from sage_plugin.measure.inputs import presets, self_attention, synthetic
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from sage_plugin.kernels.oracle import oracle
+from sage_plugin.kernels.attention.oracle import oracle
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PACKAGES = ("fa3_fwd_interface", "sageattention.core", "comfy_kitchen", "flash_attn.cute")

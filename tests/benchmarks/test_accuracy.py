@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from sage_plugin.accuracy.reference import reference
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Problem
 from sage_plugin.measure.inputs import self_attention
 from sage_plugin.schema import LaunchConfig

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from sage_plugin.kernels import tape
+from sage_plugin.kernels import launch_graph
 from sage_plugin.measure.inputs import self_attention
 
 SHAPE = self_attention(1, 2, 32, 32)
@@ -42,12 +42,12 @@ def launching(monkeypatch: pytest.MonkeyPatch):
     def run(function: Function, *args: object, **options: object) -> None:
         time.sleep(function.ms / 1e3)
 
-    monkeypatch.setattr(tape, "launch", run)
-    monkeypatch.setattr(tape, "relaunch", run)
+    monkeypatch.setattr(launch_graph, "launch", run)
+    monkeypatch.setattr(launch_graph, "relaunch", run)
 
     def call() -> None:
-        tape.launch(Function("first", 2), 1)
-        tape.relaunch(Function("second", 4), 0, [])
+        launch_graph.launch(Function("first", 2), 1)
+        launch_graph.relaunch(Function("second", 4), 0, [])
         time.sleep(3e-3)
 
     return run, call
@@ -59,7 +59,7 @@ def test_a_call_is_split_into_its_launches_and_the_rest(host_cost: ModuleType, l
     both = {"sdpa": lambda: time.sleep(1e-3), "ours": call}
     total = host_cost.host_us(both, 6, 3, lambda: None)
     launches = host_cost.launches_us(call, 6, 3, lambda: waits.append(1))
-    assert (tape.launch, tape.relaunch) == (run, run)
+    assert (launch_graph.launch, launch_graph.relaunch) == (run, run)
     assert [one["kernel"] for one in launches] == ["first", "second"]
     first, second = (one["us"] for one in launches)
     assert 2000 < first < 3500 < second < 6000

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from sage_plugin.kernels.oracle import oracle
+from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.measure.inputs import self_attention, synthetic
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sage_plugin
-from sage_plugin.kernels.attention.two_step import Prepared
+from sage_plugin.kernels.attention.prepare import Prepared
 from sage_plugin.measure.inputs import self_attention
 from sage_plugin.measure.timing import Samples
 

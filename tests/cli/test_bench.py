@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from sage_plugin.bench import candidate, compare
 from sage_plugin.cli import app, console
-from sage_plugin.kernels.dispatch import kernels_of
+from sage_plugin.kernels.attention.dispatch import kernels_of
 from sage_plugin.measure.timing import Limits
 from sage_plugin.schema import KERNELS
 from tests.bench.folders import SHAPE, write

@@ -17,7 +17,7 @@ pytest.importorskip("skimage")
 
 from sage_plugin.cli import app, bench_policy, proof_table
 from sage_plugin.demo.sizes import SIZES
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from tests.bench.end_to_end.proofs import timed
 
 FRAMES, STEPS, LAYERS = 8, 3, 4

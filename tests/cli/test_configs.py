@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sage_plugin import device
 from sage_plugin.cli import app
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load, store
 from tests.registry import samples
 

@@ -14,7 +14,7 @@ from sage_plugin import device
 from sage_plugin.capture.reader import open_captures
 from sage_plugin.cli import app, demo_run
 from sage_plugin.demo.sizes import SIZES
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load
 
 FRAMES, STEPS, LAYERS = 8, 2, 4

@@ -19,7 +19,7 @@ from sage_plugin import device
 from sage_plugin.cli import app
 from sage_plugin.cli import tune as tune_command
 from sage_plugin.errors import UsageError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load
 from sage_plugin.tune import child_runner, run_folder
 from sage_plugin.tune.ledger import Ledger

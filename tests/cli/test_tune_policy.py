@@ -9,7 +9,7 @@ import rich.progress
 from typer.testing import CliRunner
 
 from sage_plugin.cli import app
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.plugin.policy import read
 from tests.tune.policy import recordings
 

@@ -16,7 +16,7 @@ pytest.importorskip("diffusers")
 import sage_plugin
 from sage_plugin.bench import forecast
 from sage_plugin.cli import app
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from tests.docs import markdown
 
 ROOT = Path(__file__).resolve().parents[2]

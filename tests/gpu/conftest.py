@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.recipes import implementation
 from tests.kernels.calls import HOPPER
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sage_plugin
-from sage_plugin.kernels.oracle import oracle
+from sage_plugin.kernels.attention.oracle import oracle
 from tests.gpu.variants import PAIRS, config_of, each, poison, relative, skip_what_is_left
 
 pytestmark = [

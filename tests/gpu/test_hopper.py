@@ -10,9 +10,9 @@ import torch
 
 import sage_plugin
 from sage_plugin import device
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.oracle import oracle
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Problem
-from sage_plugin.kernels.oracle import oracle
 from tests.gpu.variants import config_of, poison, relative
 from tests.kernels.calls import FP8_WEIGHTS, HOPPER
 

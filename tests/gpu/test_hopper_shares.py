@@ -9,8 +9,8 @@ import torch
 
 import sage_plugin
 from sage_plugin import device
-from sage_plugin.kernels.attention import hopper_shares as shares
-from sage_plugin.kernels.oracle import oracle
+from sage_plugin.kernels.attention.backends.hopper import scheduler as shares
+from sage_plugin.kernels.attention.oracle import oracle
 from tests.gpu.test_hopper import both, check, inputs, pytestmark  # noqa: F401
 from tests.gpu.variants import config_of, relative
 from tests.kernels.calls import FP8_WEIGHTS, HOPPER

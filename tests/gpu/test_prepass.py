@@ -11,11 +11,11 @@ import dataclasses
 import pytest
 import torch
 
-from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Problem
-from sage_plugin.kernels.quant import reference
-from sage_plugin.kernels.quant.operands import QuantisedOperands
+from sage_plugin.kernels.quantize import emulation
+from sage_plugin.kernels.quantize.operands import QuantisedOperands
 from sage_plugin.kernels.support import kernels_of
 from tests.gpu.variants import poison
 from tests.kernels.calls import QUANTISED, launch
@@ -84,7 +84,7 @@ def same_numbers(found, expected, what):
 def check_queries(one: Case) -> None:
     made, (_, heads, seq, dim) = one.made, one.q.shape
     config = made.launch_config
-    twin = reference.quantise_q(
+    twin = emulation.quantise_q(
         one.q, scale=dim**-0.5, hadamard=config.hadamard, granule=config.q_granule, **one.options
     )
     same_numbers(made.q8[:, :seq, :dim], twin.values.reshape(heads, seq, dim), "Q")
@@ -96,7 +96,7 @@ def check_queries(one: Case) -> None:
 def check_keys(one: Case) -> None:
     made, (_, heads, seq, dim) = one.made, one.k.shape
     config = made.launch_config
-    twin = reference.quantise_k(
+    twin = emulation.quantise_k(
         one.k, block_n=config.block_n, smooth=config.smooth_k, hadamard=config.hadamard,
         **one.options,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def check_keys(one: Case) -> None:
 def check_values(one: Case) -> None:
     made, (_, heads, seq, dim) = one.made, one.v.shape
     config = made.launch_config
-    twin = reference.quantise_v(
+    twin = emulation.quantise_v(
         one.v, block_n=config.block_n, smooth=config.smooth_v, **one.options
     )
     values = made.v8

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import sage_plugin
-from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.mask import normalised
+from sage_plugin.kernels.attention.oracle import oracle
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Decision, Packed, Problem
-from sage_plugin.kernels.oracle import oracle
 from tests.gpu.variants import PAIRS, config_of, each, relative, skip_what_is_left
 
 pytestmark = [
@@ -170,7 +170,7 @@ def test_report_28_packed_sequences_are_calls_of_their_own(kernel, dim):
 
 
 def _config_of_packed(kernel, q, k):
-    shape = sage_plugin.kernels.attention.ops.shape_of(
+    shape = sage_plugin.kernels.attention.torch_ops.shape_of(
         q[None], k[None], k[None], causal=True, scale=0.1, layout="bshd"
     )
     facts = dispatch.facts_of("cuda", 0)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import sage_plugin
-from sage_plugin.kernels import tape
-from sage_plugin.kernels.attention import replay
-from sage_plugin.kernels.launches import forget
+from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.attention import executor
+from sage_plugin.kernels.launch_config import forget
 from tests.gpu.variants import each, skip_what_is_left
 
 pytestmark = [
@@ -23,13 +23,13 @@ MASKS = ("none", "padding", "bias", "rows")
 def relaunched(monkeypatch):
     """Names of what is launched from a tape."""
     names: list[str] = []
-    stock = tape.relaunch
+    stock = launch_graph.relaunch
 
     def relaunch(one, stream, arguments):
         names.append(one.name)
         stock(one, stream, arguments)
 
-    monkeypatch.setattr(tape, "relaunch", relaunch)
+    monkeypatch.setattr(launch_graph, "relaunch", relaunch)
     forget()
     return names
 
@@ -166,4 +166,4 @@ def test_memory_of_a_repeated_call_is_that_of_the_call(relaunched):
     assert relaunched == []
     assert peak() <= 1.02 * first
     assert relaunched
-    assert replay._entries
+    assert executor._entries

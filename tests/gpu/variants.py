@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.mask import mask_kind, normalised
-from sage_plugin.kernels.attention.run import shape_of
+from sage_plugin.kernels.attention.runtime import shape_of
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.support import hopper_reason
 from sage_plugin.schema import LaunchConfig

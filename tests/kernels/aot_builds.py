@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from sage_plugin import device
-from sage_plugin.kernels import dispatch, launches
+from sage_plugin.kernels import launch_config
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.mask import mask_kind
-from sage_plugin.kernels.attention.run import shape_of
+from sage_plugin.kernels.attention.runtime import shape_of
 from sage_plugin.kernels.contract import Decision, Packed, Problem
 from sage_plugin.kernels.support import ARCHITECTURES
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
@@ -165,12 +166,12 @@ class Recorder:
 
 def launches_of(call: Call) -> list[Launch]:
     """What a variant launches for a call: quantisation, then attention."""
-    from sage_plugin.kernels.attention.implementations import implementation
+    from sage_plugin.kernels.attention.recipes import implementation
 
     fp8 = getattr(torch, call.facts().fp8_dtype or "float8_e4m3fn")
     built: Any = implementation(call.kernel, call.variant, fp8)
     if call.variant == "hopper":  # without the portable variant behind it
-        home = importlib.import_module("sage_plugin.kernels.attention.hopper")
+        home = importlib.import_module("sage_plugin.kernels.attention.backends.hopper.launch")
         built = home.QuantisedHopper(built.recipe)
     kept: list[Launch] = []
     stock = [
@@ -374,7 +375,7 @@ def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         config = call.config()
         own = {
             "limit_bytes": call.facts().smem_bytes,
-            "bound_bytes": launches.smem_lower_bound(config, call.key()),
+            "bound_bytes": launch_config.smem_lower_bound(config, call.key()),
             "config": config.to_json(),
         }
         for made in builds(call, **options):

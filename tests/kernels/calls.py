@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_plugin.kernels.attention.implementations import TRITON_KERNELS
+from sage_plugin.kernels.support import TRITON_KERNELS
 from sage_plugin.schema import LaunchConfig
 
 QUANTISED = ("sage", "fav3_sage", "fav3_fp8")

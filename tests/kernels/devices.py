@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sage_plugin import device
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.schema import DeviceFacts
 from tests.kernels.calls import EMULATED
 

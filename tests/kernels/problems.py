@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from hypothesis import strategies as st
 
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import NO_WINDOW, Problem
 from tests.kernels.calls import Shape, launch
 
@@ -66,10 +65,8 @@ def problems(make: st.DrawFn, longest: int = 90) -> tuple[Shape, Problem]:
 def run(kernel, q, k, v, problem, *, out_dtype=torch.float32, **fields):
     """Output and LSE of a kernel's twin, before the last rounding."""
     if kernel in ("torch", "sdpa"):
-        from sage_plugin.kernels.attention.implementations import implementation
-
         built = implementation(kernel, "host")
     else:
-        built = importlib.import_module(f"sage_plugin.kernels.attention.{kernel}.reference").build()
+        built = implementation(kernel, "emulation")
     operands = built.prepare(q, k, v, problem=problem, launch=launch(**fields))
     return built.launch(operands, out_dtype=out_dtype, return_lse=True)

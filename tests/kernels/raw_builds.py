@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from sage_plugin.kernels.attention import mask_blocks, portable
-from sage_plugin.kernels.quant import key_mask
-from sage_plugin.kernels.quant import portable as quantisers
+from sage_plugin.kernels.attention.backends.triton import launch, mask_blocks
+from sage_plugin.kernels.quantize.triton import key_mask
+from sage_plugin.kernels.quantize.triton import launch as quantisers
 
 LAUNCHED = (
-    (portable, "quantised_attention_kernel"),
-    (portable, "plain_attention_kernel"),
+    (launch, "quantised_attention_kernel"),
+    (launch, "plain_attention_kernel"),
     (quantisers, "prepass_kernel"),
     (mask_blocks, "classify_mask_kernel"),
     (key_mask, "seen_keys_kernel"),

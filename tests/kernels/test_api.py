@@ -14,11 +14,10 @@ import torch.nn.functional as F
 import sage_plugin
 from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
-from sage_plugin.kernels import dispatch
-from sage_plugin.kernels.attention import ops
+from sage_plugin.kernels.attention import dispatch, torch_ops
 from sage_plugin.kernels.attention.api import attention, run_decided
+from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.contract import Decision
-from sage_plugin.kernels.oracle import oracle
 from sage_plugin.registry.merge import merge
 from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, launch, relative_l1
 from tests.registry.samples import TOOLCHAIN, entry
@@ -395,7 +394,7 @@ def test_a_launch_config_is_used():
 
 def test_a_tuned_config_of_a_folder_is_used(tmp_path):
     q, k, v = draw(PLAIN)
-    shape = ops.shape_of(q, k, v, causal=False, scale=0.125, layout="bhsd")
+    shape = torch_ops.shape_of(q, k, v, causal=False, scale=0.125, layout="bhsd")
     key = dispatch.call_key(shape, Decision("sage", "emulation"))
     rough = launch(128, 128, smooth_k=False, smooth_v=False)
     facts = device.facts("cpu")

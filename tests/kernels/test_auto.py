@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from tests.kernels.test_dispatch import _alone, decide  # noqa: F401
 
 

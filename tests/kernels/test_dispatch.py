@@ -9,7 +9,7 @@ import torch
 
 from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.schema import KERNELS, CallShape, DeviceFacts
 from tests.kernels.calls import HOPPER
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention import api, ops
-from sage_plugin.kernels.attention.eager import runs_directly
+from sage_plugin.kernels.attention import api, torch_ops
+from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.contract import Decision
 from tests.kernels.calls import Shape, draw
 
@@ -54,24 +54,26 @@ class Own(torch.Tensor):
 
 def test_plain_tensors_run_directly():
     x = torch.ones(2, 3)
-    assert runs_directly(x, None, torch.nn.Parameter(x), x.T, x.expand(4, 2, 3), x.bfloat16())
+    assert can_bypass_dispatcher(
+        x, None, torch.nn.Parameter(x), x.T, x.expand(4, 2, 3), x.bfloat16()
+    )
     with torch.no_grad():
-        assert runs_directly(x)
+        assert can_bypass_dispatcher(x)
     with torch.inference_mode():
-        assert runs_directly(x, torch.ones(2))
-    assert runs_directly(x, torch.inference_mode()(torch.ones)(2))
+        assert can_bypass_dispatcher(x, torch.ones(2))
+    assert can_bypass_dispatcher(x, torch.inference_mode()(torch.ones)(2))
     with torch.autocast("cpu"):
-        assert runs_directly(x)
+        assert can_bypass_dispatcher(x)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_plain_tensors_of_a_gpu_run_directly():
     x = torch.ones(2, 3, device="cuda", dtype=torch.bfloat16)
-    assert runs_directly(x, x.T, torch.nn.Parameter(x))
+    assert can_bypass_dispatcher(x, x.T, torch.nn.Parameter(x))
     with torch.inference_mode(), torch.autocast("cuda"):
-        assert runs_directly(x, x + 1)
-    assert not runs_directly(torch._neg_view(x))
+        assert can_bypass_dispatcher(x, x + 1)
+    assert not can_bypass_dispatcher(torch._neg_view(x))
 
 
 @pytest.mark.parametrize(
@@ -89,15 +91,15 @@ def test_plain_tensors_of_a_gpu_run_directly():
     ids=["meta", "subclass", "negative", "conjugate", "sparse", "zero", "nested", "fake"],
 )
 def test_a_tensor_with_a_life_of_its_own_does_not(other):
-    assert not runs_directly(other)
-    assert not runs_directly(torch.ones(2), other)
+    assert not can_bypass_dispatcher(other)
+    assert not can_bypass_dispatcher(torch.ones(2), other)
 
 
 def test_nothing_runs_directly_under_a_transform_or_a_tracer():
     found = []
 
     def look(x):
-        found.append(runs_directly(x))
+        found.append(can_bypass_dispatcher(x))
         return x + 1
 
     x = torch.ones(2, 3)
@@ -108,7 +110,9 @@ def test_nothing_runs_directly_under_a_transform_or_a_tracer():
     torch.fx.experimental.proxy_tensor.make_fx(look)(x)
     assert len(found) == 5
     assert not any(found)
-    compiled = torch.compile(lambda x: x + runs_directly(x), backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: x + can_bypass_dispatcher(x), backend="eager", fullgraph=True
+    )
     assert torch.equal(compiled(x), x)
 
 
@@ -129,7 +133,7 @@ def test_a_decision_runs_directly_where_it_may(monkeypatch, return_lse):
     expected = api.run_decided(SAGE, q, k, v, **given)
     name = "attention_with_lse_now" if return_lse else "attention_now"
     direct = []
-    monkeypatch.setattr(ops, name, lambda *given: direct.append(given) or expected)
+    monkeypatch.setattr(torch_ops, name, lambda *given: direct.append(given) or expected)
     assert api.run_decided(SAGE, q, k, v, **given) is expected
     with Seen():
         assert torch.equal(api.run_decided(SAGE, q, k, v, **given)[0], expected[0])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sage_plugin
-from sage_plugin.kernels.oracle import oracle
+from sage_plugin.kernels.attention.oracle import oracle
 from tests.kernels.calls import EMULATED, LIMITS, QUANTISED, Shape, draw, launch, relative_l1
 
 

@@ -12,10 +12,10 @@ import torch
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels import dispatch, launches
-from sage_plugin.kernels.attention import run
-from sage_plugin.kernels.attention.fallback import HopperOrPortable
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels import launch_config
+from sage_plugin.kernels.attention import dispatch, runtime
+from sage_plugin.kernels.attention.backends.hopper.with_fallback import HopperOrPortable
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Decision, Packed, Problem
 from sage_plugin.kernels.support import FP8_KERNELS, default_config
 from sage_plugin.schema import LaunchConfig
@@ -158,7 +158,7 @@ def test_gluon_that_cannot_be_imported_is_a_build_failure_too(monkeypatch, warni
     assert tried == []
     outs = [built.launch(operands)[0] for _ in range(2)]
     assert torch.equal(*outs)
-    assert tried == ["sage_plugin.kernels.attention.hopper"]
+    assert tried == ["sage_plugin.kernels.attention.backends.hopper.launch"]
     assert len(warnings()) == 1
     assert "No module named 'triton.experimental'" in built.reason
 
@@ -333,9 +333,9 @@ def test_packed_sequences_go_to_the_portable_variant(on_an_h100):
 def test_the_config_of_a_call_is_that_of_its_variant(kernel, on_an_h100):
     q, k, v = draw(SHAPE, torch.float16)
     prepared = sage_plugin.prepare(q, k, v, kernel=kernel)
-    assert prepared.operands.launch_config.block_m in launches.HOPPER_ROWS
+    assert prepared.operands.launch_config.block_m in launch_config.HOPPER_ROWS
     special = sage_plugin.prepare(q, k, v, kernel=kernel, softcap=3.0)
     assert special.operands.launch_config.block_m == 64
     with pytest.raises(UnsupportedInputError, match="cannot run here: block_m 64 is not 128"):
         sage_plugin.attention(q, k, v, kernel=kernel, launch=special.operands.launch_config)
-    assert isinstance(run.built(prepared.decision, FACTS), HopperOrPortable)
+    assert isinstance(runtime.built(prepared.decision, FACTS), HopperOrPortable)

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from sage_plugin.kernels import tape
-from sage_plugin.kernels.attention import hopper
+from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.attention.backends.hopper import launch as hopper
 from sage_plugin.kernels.contract import Problem
-from sage_plugin.kernels.quant.recipe import Recipe
+from sage_plugin.kernels.quantize.recipe import Recipe
 from tests.kernels.calls import Shape, draw, hopper_launch
 
 
@@ -25,7 +25,7 @@ def started(monkeypatch):
         name = getattr(kernel, "__name__", "prepass_kernel")
         launches[name] = SimpleNamespace(programs=programs, arguments=arguments, **options)
 
-    monkeypatch.setattr(tape, "launch", launch)
+    monkeypatch.setattr(launch_graph, "launch", launch)
     monkeypatch.setattr(hopper.devices, "facts", lambda _: SimpleNamespace(sm_count=5))
     return launches
 

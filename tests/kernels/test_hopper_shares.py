@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from sage_plugin.kernels.attention import hopper_shares, hopper_tiles
-from sage_plugin.kernels.attention.hopper_merge import merge_kernel, pieces_of
-from sage_plugin.kernels.attention.hopper_shares import shared, single
+from sage_plugin.kernels.attention.backends.hopper import scheduler, tiles
+from sage_plugin.kernels.attention.backends.hopper.combine_kernel import merge_kernel, pieces_of
+from sage_plugin.kernels.attention.backends.hopper.scheduler import shared, single
 
 NUMBERS = SimpleNamespace(
     minimum=min, maximum=max, where=lambda condition, yes, no: yes if condition else no
@@ -30,7 +30,7 @@ def written(function):
     return scope[function.fn.__name__]
 
 
-turns_of, piece_of = written(hopper_tiles.turns_of), written(hopper_tiles.piece_of)
+turns_of, piece_of = written(tiles.turns_of), written(tiles.piece_of)
 
 
 def walked(shares):
@@ -127,7 +127,7 @@ def merged(shares, outs, sums, *, heads, seq, dim, shift=None, dtype=torch.float
 @pytest.fixture
 def pieces():
     """Three heads of two tiles of 64 rows; programs share the last two tiles in pieces."""
-    shares = hopper_shares.Shares(4, 6, 4, 10, 5)
+    shares = scheduler.Shares(4, 6, 4, 10, 5)
     generator = torch.Generator().manual_seed(0)
     outs = torch.randn(shares.pieces, 64, 32, generator=generator)
     sums = 4 * torch.randn(shares.pieces, 64, generator=generator)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention.host import HostKernel, host_attention
+from sage_plugin.kernels.attention.backends.sdpa import HostKernel, host_attention
+from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.contract import Problem, bhsd
-from sage_plugin.kernels.oracle import oracle
 from tests.kernels.calls import Shape, draw
 from tests.kernels.written_out import written_out
 

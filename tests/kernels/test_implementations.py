@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import sys
 
 import pytest
 import torch
 
 from sage_plugin.errors import DeviceError, UnknownKernelError
-from sage_plugin.kernels.attention import implementations
-from sage_plugin.kernels.attention.host import HostKernel
-from sage_plugin.kernels.attention.implementations import TRITON_KERNELS, implementation
+from sage_plugin.kernels.attention.backends.emulation.quantized import QuantisedEmulation
+from sage_plugin.kernels.attention.backends.sdpa import HostKernel
+from sage_plugin.kernels.attention.oracle import OracleKernel
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Problem
-from sage_plugin.kernels.oracle import OracleKernel
+from sage_plugin.kernels.support import TRITON_KERNELS
 from sage_plugin.schema import KERNELS, VARIANTS
 from tests.kernels.calls import QUANTISED, Shape, draw, launch
 
@@ -82,26 +83,19 @@ def test_a_pair_that_does_not_exist_is_answered_with_those_that_do(kernel, varia
 
 
 def test_a_missing_triton_is_said_with_its_remedy(monkeypatch):
-    def missing(name: str) -> object:
-        raise ImportError("No module named 'triton'")
-
-    monkeypatch.setattr(implementations.importlib, "import_module", missing)
+    implementation.cache_clear()
+    home = "sage_plugin.kernels.attention.backends.triton.launch"
+    monkeypatch.setitem(sys.modules, home, None)  # as an import that fails
     with pytest.raises(DeviceError, match=r"sage:portable needs Triton.*pip install") as error:
         implementation("sage", "portable")
     assert error.value.exit_code == 3
 
 
 def test_an_emulation_needs_no_triton(monkeypatch):
-    imported = []
-    real = importlib.import_module
-
-    def noted(name: str) -> object:
-        imported.append(name)
-        return real(name)
-
-    monkeypatch.setattr(implementations.importlib, "import_module", noted)
-    implementation("sage", "emulation")
-    assert imported == ["sage_plugin.kernels.attention.sage.reference"]
+    implementation.cache_clear()
+    for home in ("triton.launch", "hopper.with_fallback"):
+        monkeypatch.setitem(sys.modules, f"sage_plugin.kernels.attention.backends.{home}", None)
+    assert type(implementation("sage", "emulation")) is QuantisedEmulation
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,19 @@ import pytest
 import torch
 
 import sage_plugin
-from sage_plugin.kernels.attention import linear_exponential
-from sage_plugin.kernels.attention.linear_exponential import (
+from sage_plugin.kernels.attention.backends.emulation import linear_exponential
+from sage_plugin.kernels.attention.backends.emulation.linear_exponential import (
     linear_exp2,
     linear_keys,
     linear_weights,
 )
-from sage_plugin.kernels.attention.online_softmax import blockwise, rounded_weights
+from sage_plugin.kernels.attention.backends.emulation.online_softmax import (
+    blockwise,
+    rounded_weights,
+)
+from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.contract import Problem
-from sage_plugin.kernels.oracle import oracle
-from sage_plugin.kernels.quant.recipe import LINEAR_SHIFT
+from sage_plugin.kernels.quantize.recipe import LINEAR_SHIFT
 from tests.kernels.calls import FP8_WEIGHTS, Shape, draw, hopper_launch, relative_l1
 
 E4M3 = torch.float8_e4m3fn
@@ -259,7 +262,7 @@ def test_equal_values_come_out_as_they_are():
 
 def test_the_gluon_code_has_the_constants_of_the_emulation():
     pytest.importorskip("triton")
-    weights = pytest.importorskip("sage_plugin.kernels.attention.hopper_weights")
+    weights = pytest.importorskip("sage_plugin.kernels.attention.backends.hopper.softmax")
     start = float(getattr(weights.LINEAR_START, "value", weights.LINEAR_START))
     bits_of_one = linear_exponential._BITS_OF_ONE
     assert start == pytest.approx(1 - (bits_of_one - LINEAR_SHIFT - 0.5) / 256, abs=1e-9)

@@ -8,12 +8,17 @@ import math
 import pytest
 import torch
 
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.backends.triton.mask_blocks import (
+    KEY_TERMS,
+    NO_MASK,
+    ONE_ROW,
+    TILES,
+)
+from sage_plugin.kernels.attention.backends.triton.mask_blocks import MaskArguments as Arguments
 from sage_plugin.kernels.attention.mask import normalised
-from sage_plugin.kernels.attention.mask_blocks import KEY_TERMS, NO_MASK, ONE_ROW, TILES
-from sage_plugin.kernels.attention.mask_blocks import MaskArguments as Arguments
-from sage_plugin.kernels.attention.primitives import key_bit
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.primitives import key_bit
 from tests.kernels.calls import EMULATED, QUANTISED, Shape, draw, launch, relative_l1
 from tests.kernels.written_out import seen_by
 from tests.kernels.written_out import written_out as naive

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from sage_plugin.kernels import oracle as home
+from sage_plugin.kernels.attention import oracle as home
+from sage_plugin.kernels.attention.oracle import OracleKernel, oracle
 from sage_plugin.kernels.contract import Problem, bhsd
-from sage_plugin.kernels.oracle import OracleKernel, oracle
 from tests.kernels.calls import Shape, draw
 from tests.kernels.problems import mask_of
 from tests.kernels.written_out import written_out

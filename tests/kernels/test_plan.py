@@ -12,8 +12,8 @@ from torch.overrides import BaseTorchFunctionMode
 import sage_plugin
 from sage_plugin import device
 from sage_plugin.errors import ConfigError, UnknownKernelError, UnsupportedInputError
-from sage_plugin.kernels import dispatch, launches
-from sage_plugin.kernels.attention import checks, ops, plan
+from sage_plugin.kernels import launch_config
+from sage_plugin.kernels.attention import dispatch, executor, torch_ops, validate
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.registry.merge import merge
 from tests.kernels.calls import Shape, draw, launch
@@ -30,13 +30,13 @@ def _alone(unconfigured):
 @pytest.fixture
 def made(monkeypatch):
     """The plans that are made."""
-    stock, plans = plan.plan_of, []
+    stock, plans = executor.plan_of, []
 
     def plan_of(*arguments):
         plans.append(stock(*arguments))
         return plans[-1]
 
-    for module in (plan, ops):
+    for module in (executor, torch_ops):
         monkeypatch.setattr(module, "plan_of", plan_of)
     return plans
 
@@ -47,7 +47,7 @@ def attention(*tensors, **options):
 
 def rough_configs(folder):
     """A folder with a config for `PLAIN` that leaves out the smoothing."""
-    shape = ops.shape_of(*draw(PLAIN), causal=False, scale=1.0, layout="bhsd")
+    shape = torch_ops.shape_of(*draw(PLAIN), causal=False, scale=1.0, layout="bhsd")
     key = dispatch.call_key(shape, Decision("sage", "emulation"))
     facts = device.facts("cpu")
     rough = entry(key, launch(32, 32, smooth_k=False, smooth_v=False))
@@ -59,7 +59,7 @@ def rough_configs(folder):
 def test_a_second_call_of_a_key_makes_no_plan_and_checks_no_shape(made, monkeypatch):
     first = attention()
     assert [one.decision for one in made] == [Decision("sage", "emulation")]
-    monkeypatch.setattr(checks, "check_tensors", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr(validate, "check_tensors", lambda *_: pytest.fail("checked again"))
     monkeypatch.setattr(dispatch, "decide", lambda *_, **__: pytest.fail("decided again"))
     monkeypatch.setattr(dispatch, "find_launch", lambda *_, **__: pytest.fail("looked up again"))
     assert torch.equal(attention(), first)
@@ -164,7 +164,7 @@ def test_whatever_decides_is_part_of_the_key(made, name):
     torch.manual_seed(0)
     fresh = OTHERS[name]()
     (expected,) = made
-    launches.forget()
+    launch_config.forget()
     attention()
     torch.manual_seed(0)
     assert torch.equal(OTHERS[name](), fresh)
@@ -189,7 +189,7 @@ def test_a_row_of_keys_is_no_dense_mask_whatever_its_shape(made):
     q, k, v = draw(PLAIN)
     row = torch.linspace(-3, 3, 20)[None]
     expected = attention(q, k, v, row)
-    launches.forget()
+    launch_config.forget()
     for mask in (row.repeat(20, 1), row.expand(20, 20)):
         torch.testing.assert_close(attention(q, k, v, mask), expected, rtol=0, atol=1e-3)
     assert len(made) == 3
@@ -305,14 +305,14 @@ def test_the_interpreter_is_asked_for_at_every_call(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     asked = (*plain, None, False, "bhsd", "sage", "portable", launch(), None)
     pytest.importorskip("triton")
-    assert plan.settled(*asked)[0].decision == Decision("sage", "portable")
+    assert executor.settled(*asked)[0].decision == Decision("sage", "portable")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(UnsupportedInputError, match="set TRITON_INTERPRET=1"):
-        plan.settled(*asked)
+        executor.settled(*asked)
 
 
 def test_plans_do_not_grow_for_ever(monkeypatch):
-    monkeypatch.setattr(launches, "MEMO_LIMIT", 3)
+    monkeypatch.setattr(launch_config, "MEMO_LIMIT", 3)
     for seq in range(1, 9):
         attention(*draw(Shape(1, 1, 1, seq, seq, 16)))
-        assert 1 <= len(plan._plans) <= 3
+        assert 1 <= len(executor._plans) <= 3

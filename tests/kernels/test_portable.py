@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sage_plugin
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Problem
 from tests.kernels.calls import EMULATED, QUANTISED, Shape, draw, launch, relative_l1
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Packed, Problem
 from tests.kernels.calls import EMULATED, Shape, draw, launch, relative_l1
 from tests.kernels.problems import mask_of

@@ -8,15 +8,15 @@ import math
 import pytest
 import torch
 
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Problem
 from tests.kernels.calls import QUANTISED, Shape, draw, launch
 from tests.kernels.test_portable import nan_scratch  # noqa: F401
 from tests.kernels.test_twins import packed_of
 
-plan = pytest.importorskip("sage_plugin.kernels.quant.plan")
-portable = pytest.importorskip("sage_plugin.kernels.quant.portable")
-prepass_kernel = pytest.importorskip("sage_plugin.kernels.quant.prepass_kernel")
+plan = pytest.importorskip("sage_plugin.kernels.quantize.schedule")
+portable = pytest.importorskip("sage_plugin.kernels.quantize.triton.launch")
+prepass_kernel = pytest.importorskip("sage_plugin.kernels.quantize.triton.prepass_kernel")
 tl = pytest.importorskip("triton.language")
 
 in_small_parts = pytest.mark.usefixtures("interpreted", "small_parts", "no_waits", "nan_scratch")

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from sage_plugin.kernels.contract import Problem
-from sage_plugin.kernels.quant.hadamard import hadamard_matrix, rotated
-from sage_plugin.kernels.quant.recipe import LOG2E, Recipe
-from sage_plugin.kernels.quant.reference import (
+from sage_plugin.kernels.quantize.emulation import (
     poisoned_keys,
     quantise_k,
     quantise_q,
     quantise_v,
     round_to,
 )
+from sage_plugin.kernels.quantize.hadamard import hadamard_matrix, rotated
+from sage_plugin.kernels.quantize.recipe import LOG2E, Recipe
 from tests.kernels.calls import Shape, draw, relative_l1
 from tests.kernels.problems import run
 from tests.kernels.written_out import written_out

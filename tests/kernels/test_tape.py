@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_plugin.kernels import launches, tape
-from sage_plugin.kernels.attention import plan as plans
-from sage_plugin.kernels.attention import replay
+from sage_plugin.kernels import launch_config, launch_graph
+from sage_plugin.kernels.attention import executor
+from sage_plugin.kernels.attention import executor as plans
 from sage_plugin.kernels.contract import Packed, Problem
 from tests.kernels.calls import EMULATED, Shape, draw, launch
 from tests.kernels.raw_builds import LAUNCHED, RawKernel
@@ -28,10 +28,10 @@ def runs(monkeypatch):
     found: list[str] = []
     for module, name in LAUNCHED:
         monkeypatch.setattr(module, name, RawKernel(getattr(module, name), found))
-    monkeypatch.setattr(tape, "_stream", lambda device: "stream")
-    launches.forget()
+    monkeypatch.setattr(launch_graph, "_stream", lambda device: "stream")
+    launch_config.forget()
     yield found
-    launches.forget()
+    launch_config.forget()
 
 
 def planned(q, k, v, kernel, **options):
@@ -40,13 +40,13 @@ def planned(q, k, v, kernel, **options):
 
 
 def called(plan, q, k, v, problem, **options):
-    return replay.run(
+    return executor.run_cached(
         plan, q, k, v, problem, **{"out_dtype": torch.float32, "return_lse": True, **options}
     )
 
 
 def fresh(plan, q, k, v, problem, **options):
-    return replay.run_once(
+    return executor.run_uncached(
         plan, q, k, v, problem, **{"out_dtype": torch.float32, "return_lse": True, **options}
     )
 
@@ -88,7 +88,7 @@ def test_the_third_call_is_replayed_with_its_own_tensors(kernel, loads, mask, ru
 
 
 def test_a_long_call_quantises_in_two_launches_from_zeroed_counters(runs, monkeypatch):
-    from sage_plugin.kernels.quant import plan as prepass
+    from sage_plugin.kernels.quantize import schedule as prepass
 
     monkeypatch.setattr(prepass, "ONE_LAUNCH_VALUES", 0)
     prepass.plan_of.cache_clear()
@@ -167,7 +167,7 @@ def test_unaligned_inputs_run_anew(runs):
     runs.clear()
     odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
     assert odd.stride() == q.stride()
-    assert odd.data_ptr() % tape.POINTER_ALIGNMENT
+    assert odd.data_ptr() % launch_graph.POINTER_ALIGNMENT
     out, _ = called(plan, odd, k, v, problem)
     assert runs == []
     assert torch.equal(out, fresh(plan, q, k, v, problem)[0])
@@ -188,9 +188,9 @@ def test_one_tensor_in_two_places_is_not_recorded_as_one(runs):
 
 
 def test_a_call_with_a_tensor_of_unknown_origin_is_never_replayed(runs, monkeypatch):
-    from sage_plugin.kernels.quant import portable as quantisers
+    from sage_plugin.kernels.quantize.triton import launch as quantisers
 
-    stock = tape.empty
+    stock = launch_graph.empty
     monkeypatch.setattr(
         quantisers.tape, "empty", lambda device, dtype, *shape: torch.empty(shape, dtype=dtype)
     )
@@ -200,18 +200,18 @@ def test_a_call_with_a_tensor_of_unknown_origin_is_never_replayed(runs, monkeypa
     for _ in range(4):
         called(plan, *tensors, problem)
     assert runs == []
-    assert stock is not tape.empty
+    assert stock is not launch_graph.empty
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_function_in_place_of_triton_s_hooks_is_one(name, monkeypatch):
     from triton import knobs
 
-    assert not tape.hooked()
+    assert not launch_graph.hooked()
     monkeypatch.setattr(knobs.runtime, name, lambda metadata: None)
-    assert tape.hooked()
+    assert launch_graph.hooked()
     monkeypatch.setattr(knobs.runtime, name, None)
-    assert not tape.hooked()
+    assert not launch_graph.hooked()
 
 
 def test_a_launch_hook_sees_every_launch(runs, monkeypatch):
@@ -243,7 +243,7 @@ def test_a_tape_keeps_no_tensor_alive(runs):
     del tensors, out, lse
     gc.collect()
     assert [ref() for ref in storages] == [None] * 5
-    (entry,) = [entry for entry in replay._entries.values() if entry.tape]
+    (entry,) = [entry for entry in executor._entries.values() if entry.tape]
     assert _inside(entry.tape) == []
 
 
@@ -257,13 +257,15 @@ def _inside(record):
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
             found.append(one)
-        elif isinstance(one, tape.Tape | tuple | list | dict) or hasattr(one, "block_shape"):
+        elif isinstance(one, launch_graph.Tape | tuple | list | dict) or hasattr(
+            one, "block_shape"
+        ):
             todo += gc.get_referents(one)
     return found
 
 
 def test_every_launch_is_one_that_a_tape_knows():
-    folder = Path(tape.__file__).parent
+    folder = Path(launch_graph.__file__).parent
     found = [
         f"{path.name}: {line.strip()}"
         for path in folder.rglob("*.py")
@@ -271,28 +273,28 @@ def test_every_launch_is_one_that_a_tape_knows():
         if re.search(r"_kernels?\[", line)
     ]
     assert found == []
-    assert "kernel[(programs,)](" in Path(tape.__file__).read_text(encoding="utf-8")
+    assert "kernel[(programs,)](" in Path(launch_graph.__file__).read_text(encoding="utf-8")
 
 
 def test_forget_drops_tapes(runs):
     tensors, problem = draw(SHAPE, torch.float16), Problem(0.125, False, "bhsd")
     plan = planned(*tensors, "sage")
     repeated(plan, [tensors] * 3, [problem] * 3)
-    assert replay._entries
-    launches.forget()
-    assert not replay._entries
+    assert executor._entries
+    launch_config.forget()
+    assert not executor._entries
     runs.clear()
     called(plan, *tensors, problem)
     assert runs == []
 
 
 def test_tapes_do_not_grow_for_ever(runs, monkeypatch):
-    monkeypatch.setattr(replay._entries, "_limit", 4)
+    monkeypatch.setattr(executor._entries, "_limit", 4)
     problem = Problem(0.125, False, "bhsd")
     for seq in range(1, 12):
         tensors = draw(Shape(1, 1, 1, seq, seq, 16), torch.float16)
         called(planned(*tensors, "fav2"), *tensors, problem)
-        assert 1 <= len(replay._entries) <= 4
+        assert 1 <= len(executor._entries) <= 4
 
 
 def test_recordings_of_two_threads_stay_apart(runs):
@@ -301,9 +303,9 @@ def test_recordings_of_two_threads_stay_apart(runs):
     seen = {}
 
     def record(name, value):
-        with tape.recording() as recorder:
+        with launch_graph.recording() as recorder:
             barrier.wait()
-            tape.empty(torch.device("cpu"), torch.float32, value)
+            launch_graph.empty(torch.device("cpu"), torch.float32, value)
             barrier.wait()
         seen[name] = [scratch.numel() for scratch, _ in recorder.scratch]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
 import weakref
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Packed, Problem
 from tests.kernels.calls import EMULATED, LIMITS, QUANTISED, Shape, draw, launch, relative_l1
 from tests.kernels.problems import MASKS, mask_of, problems, run
@@ -274,7 +274,7 @@ def test_report_67_two_halves_of_k_merge_to_the_whole_under_a_mask(kernel):
 def test_operands_do_not_keep_the_inputs_alive(kernel, packed):
     q, k, v = draw(Shape(1, 2, 2, 20, 20, 64), torch.float16, layout="bshd")
     bounds = packed_of([0, 7, 20], [0, 7, 20]) if packed else None
-    built = importlib.import_module(f"sage_plugin.kernels.attention.{kernel}.reference").build()
+    built = implementation(kernel, "emulation")
     problem = Problem(0.125, True, "bshd", packed=bounds)
     operands = built.prepare(q, k, v, problem=problem, launch=launch())
     out, lse = built.launch(operands, return_lse=True)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 import sage_plugin
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.attention.api import attention
-from sage_plugin.kernels.attention.emulation import QuantisedEmulation
-from sage_plugin.kernels.attention.two_step import Prepared, prepare
-from sage_plugin.kernels.attention.two_step import launch as finish
+from sage_plugin.kernels.attention.backends.emulation.quantized import QuantisedEmulation
+from sage_plugin.kernels.attention.prepare import Prepared, prepare
+from sage_plugin.kernels.attention.prepare import launch as finish
 from tests.kernels.calls import EMULATED, QUANTISED, Shape, draw, launch
 
 EVERY = (*EMULATED, "torch", "sdpa", "auto")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.support import fewest_operations, kernels_of
 from sage_plugin.plugin.patch import patch
 from tests.plugin.toys import Direct, Dispatching, ToyAttention, qkv

@@ -11,8 +11,9 @@ from torch import nn
 import sage_plugin
 from sage_plugin import device
 from sage_plugin.errors import PatchError
-from sage_plugin.kernels import dispatch, launches
-from sage_plugin.kernels.attention.run import shape_of
+from sage_plugin.kernels import launch_config
+from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.runtime import shape_of
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.plugin.patch import patch, patched, unpatch
 from sage_plugin.registry import store
@@ -57,9 +58,9 @@ def test_report_124_the_text_says_what_ran_where():
 
 
 @pytest.mark.usefixtures("unconfigured")
-@pytest.mark.parametrize("no_speeds", [(), launches.NO_SPEEDS])
+@pytest.mark.parametrize("no_speeds", [(), launch_config.NO_SPEEDS])
 def test_what_calls_saved_is_what_their_configs_were_tuned_with(no_speeds, tmp_path, monkeypatch):
-    monkeypatch.setattr(launches, "NO_SPEEDS", no_speeds)
+    monkeypatch.setattr(launch_config, "NO_SPEEDS", no_speeds)
     q, k, v = qkv()
     shape = shape_of(q, k, v, causal=False, scale=1.0, layout="bhsd")
     of = dispatch.call_key(shape, Decision("sage", "emulation"))

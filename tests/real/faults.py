@@ -14,18 +14,21 @@ from unittest import mock
 
 import torch
 
-from sage_plugin.kernels.attention import emulation
-from sage_plugin.kernels.attention.emulation import EmulatedSequence, QuantisedEmulation
-from sage_plugin.kernels.attention.implementations import implementation
-from sage_plugin.kernels.attention.online_softmax import (
+from sage_plugin.kernels.attention.backends.emulation import quantized
+from sage_plugin.kernels.attention.backends.emulation.online_softmax import (
     FIRST_TOP,
     Block,
     RowSums,
     Weights,
     blockwise,
 )
+from sage_plugin.kernels.attention.backends.emulation.quantized import (
+    EmulatedSequence,
+    QuantisedEmulation,
+)
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Problem
-from sage_plugin.kernels.quant.recipe import Recipe
+from sage_plugin.kernels.quantize.recipe import Recipe
 from sage_plugin.schema import LaunchConfig
 from tests.real.captured import Captured
 from tests.real.judged import problem_of
@@ -78,7 +81,7 @@ def output(
     problem = fault.problem(problem_of(call), call.k.shape[2])
     operands = wrong.prepare(call.q, call.k, call.v, problem=problem, launch=fault.launch(launch))
     parts = tuple(fault.operands(part) for part in operands.sequences)
-    with mock.patch.object(emulation, "blockwise", fault.sums):
+    with mock.patch.object(quantized, "blockwise", fault.sums):
         out, lse = wrong.launch(
             dataclasses.replace(operands, sequences=parts),
             out_dtype=torch.float32,

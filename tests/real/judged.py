@@ -12,9 +12,9 @@ import sage_plugin
 from sage_plugin import device as devices
 from sage_plugin.accuracy.metrics import compare
 from sage_plugin.accuracy.reference import sample_rows, visible_mean
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.contract import Problem
-from sage_plugin.kernels.oracle import oracle
 from sage_plugin.schema import CallKey, ErrorMetrics, LaunchConfig
 from tests.real.captured import Captured
 from tests.real.hook import Call

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sage_plugin.kernels.attention.implementations import implementation
+from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import Problem
 from tests.kernels.calls import launch
 

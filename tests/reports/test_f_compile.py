@@ -13,7 +13,6 @@ import torch
 import torch._dynamo.testing
 
 import sage_plugin
-from sage_plugin.kernels.attention import ops  # noqa: F401
 from tests.kernels.calls import EMULATED, Shape, launch
 from tests.reports.machine import assert_close, exact
 
@@ -258,7 +257,7 @@ def test_report_80_a_second_copy_of_the_package_is_named(tmp_path):
             said = str(error)
             assert "namespace sage_plugin" in said, said
             for package in ("sage_plugin", "vendored"):
-                assert f"{package}/kernels/attention/ops.py" in said, said
+                assert f"{package}/kernels/attention/torch_ops.py" in said, said
         assert torch.equal(sage_plugin.attention(x, x, x, kernel="sage"), before)
     """
     ran = subprocess.run(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import sage_plugin
-from sage_plugin.kernels.attention import run
+from sage_plugin.kernels.attention import runtime
 from tests.kernels.calls import EMULATED, QUANTISED, Shape
 from tests.reports.machine import ON_GPU, assert_close, exact
 
@@ -99,7 +99,7 @@ def test_report_81_and_82_and_88_every_launch_is_inside_a_guard(monkeypatch, ent
         yield
         inside.pop()
 
-    stock = run.built
+    stock = runtime.built
 
     def built(decision, facts):
         made = stock(decision, facts)
@@ -115,8 +115,8 @@ def test_report_81_and_82_and_88_every_launch_is_inside_a_guard(monkeypatch, ent
 
         return Watched()
 
-    monkeypatch.setattr(run, "on_device", guard)
-    monkeypatch.setattr(run, "built", built)
+    monkeypatch.setattr(runtime, "on_device", guard)
+    monkeypatch.setattr(runtime, "built", built)
     entrances("sage", "cpu")[entrance]()
     device = torch.device("cpu")
     assert guarded == [("prepare", [device]), ("launch", [device])]
@@ -140,7 +140,7 @@ def test_report_82_the_guard_is_of_torch_and_gives_back(monkeypatch, current):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("set_device leaks"))
     device = torch.device("cuda", 1)
-    with run.on_device(device):
+    with runtime.on_device(device):
         pass
     assert entered == ([] if current == 1 else [device, "back"])
 

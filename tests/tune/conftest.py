@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 
 
 @pytest.fixture(autouse=True)

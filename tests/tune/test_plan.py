@@ -10,7 +10,7 @@ import pytest
 
 from sage_plugin import device
 from sage_plugin.errors import CaptureError, DeviceError, UnknownKernelError, UsageError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.tune import plan as plans
 from sage_plugin.tune import space_file
 from sage_plugin.tune.inputs import from_captures, from_shapes

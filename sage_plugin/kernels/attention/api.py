@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention import checks, ops
-from sage_plugin.kernels.attention.eager import runs_directly
-from sage_plugin.kernels.attention.host import host_attention
-from sage_plugin.kernels.attention.implementations import ON_GPUS
+from sage_plugin.kernels.attention import torch_ops, validate
+from sage_plugin.kernels.attention.backends.sdpa import host_attention
+from sage_plugin.kernels.attention.executor import Plan, decided, settled
 from sage_plugin.kernels.attention.mask import mask_kind
-from sage_plugin.kernels.attention.ops import text_of
-from sage_plugin.kernels.attention.plan import Plan, decided, settled
-from sage_plugin.kernels.attention.run import shape_of
+from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher, shape_of
+from sage_plugin.kernels.attention.torch_ops import text_of
 from sage_plugin.kernels.contract import NO_WINDOW, Decision, Problem, plain_problem
+from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["attention", "host_attention", "run_decided"]
@@ -103,11 +102,11 @@ def attention(
         >>> sage_plugin.attention(q, k, v, padding, kernel="sage").shape
         torch.Size([1, 2, 64, 32])
     """
-    checks.check_out_dtype(out_dtype)
-    needs_grad = checks.wants_gradient(q, k, v, attn_mask, sinks)
-    special = checks.is_special(window, softcap, sinks)
+    validate.check_out_dtype(out_dtype)
+    needs_grad = validate.wants_gradient(q, k, v, attn_mask, sinks)
+    special = validate.is_special(window, softcap, sinks)
     plan: Plan | None = None
-    if runs_directly(q, k, v, attn_mask, sinks):
+    if can_bypass_dispatcher(q, k, v, attn_mask, sinks):
         plan, mask = settled(
             q, k, v, attn_mask, is_causal, layout, kernel, variant, launch, config_dir, min_seq,
             dropout_p, needs_grad, special,
@@ -119,7 +118,7 @@ def attention(
             min_seq=min_seq, dropout=dropout_p, needs_grad=needs_grad,
             special=special,
         )  # fmt: skip
-    sides, cap, factor = checks.checked_rest(q, layout, window, softcap, scale, sinks)
+    sides, cap, factor = validate.checked_rest(q, layout, window, softcap, scale, sinks)
     flows = needs_grad or dropout_p > 0.0
     if decision.kernel == "sdpa" and flows and return_lse:
         raise UnsupportedInputError(
@@ -185,13 +184,15 @@ def run_decided(
         softcap: bound of the scores, 0 for none.
         sinks: one logit a query head.
     """
-    call: Callable[..., Any] = ops.attention_with_lse_now if return_lse else ops.attention_now
-    if not runs_directly(q, k, v, mask, sinks):
+    call: Callable[..., Any] = (
+        torch_ops.attention_with_lse_now if return_lse else torch_ops.attention_now
+    )
+    if not can_bypass_dispatcher(q, k, v, mask, sinks):
         if launch is not None or (decision.variant in ON_GPUS and q.device.type == "cpu"):
             shape = shape_of(
                 q, k, v, causal=is_causal, scale=scale, layout=layout, mask_kind=mask_kind(mask)
             )
-            checks.check_runnable(decision, q.device, shape, launch)
+            validate.check_runnable(decision, q.device, shape, launch)
         ours = torch.ops.sage_plugin
         call = ours.attention_with_lse if return_lse else ours.attention
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = call(

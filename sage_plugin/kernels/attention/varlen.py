@@ -7,10 +7,10 @@ from itertools import pairwise
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention import checks
-from sage_plugin.kernels.attention.host import host_attention
-from sage_plugin.kernels.attention.ops import text_of
-from sage_plugin.kernels.attention.plan import decided
+from sage_plugin.kernels.attention import validate
+from sage_plugin.kernels.attention.backends.sdpa import host_attention
+from sage_plugin.kernels.attention.executor import decided
+from sage_plugin.kernels.attention.torch_ops import text_of
 from sage_plugin.kernels.contract import Packed
 from sage_plugin.schema import LaunchConfig
 
@@ -84,13 +84,13 @@ def attention_varlen(
     """
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _check_packed(q, k, v, packed)
-    checks.check_out_dtype(out_dtype)
-    needs_grad = checks.wants_gradient(q, k, v, None, sinks)
+    validate.check_out_dtype(out_dtype)
+    needs_grad = validate.wants_gradient(q, k, v, None, sinks)
     decision, shape, _ = decided(
         q, k, v, None, packed, causal=is_causal, layout="bshd", kernel=kernel, variant=variant,
         needs_grad=needs_grad,
     )  # fmt: skip
-    sides, cap, factor = checks.checked_rest(q, "bshd", window, softcap, scale, sinks)
+    sides, cap, factor = validate.checked_rest(q, "bshd", window, softcap, scale, sinks)
     if needs_grad and return_lse:
         raise UnsupportedInputError(
             "return_lse cannot be had together with a gradient; drop one of them"
@@ -98,7 +98,7 @@ def attention_varlen(
     if needs_grad:
         out = _one_by_one(q, k, v, packed, is_causal, factor, sides, cap, sinks)
         return out if out_dtype is None else out.to(out_dtype)
-    checks.check_runnable(decision, q.device, shape, launch)
+    validate.check_runnable(decision, q.device, shape, launch)
     ops = torch.ops.sage_plugin
     op = ops.attention_varlen_with_lse if return_lse else ops.attention_varlen
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = op(
@@ -121,8 +121,8 @@ def _check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Pac
             f"q {tuple(of_q)}, k {tuple(of_k)} and v {tuple(of_v)} do not fit together: "
             "key rows, key heads and head dim must agree"
         )
-    checks.check_heads(of_q[1], of_k[1])
-    checks.check_devices(q, k, v)
+    validate.check_heads(of_q[1], of_k[1])
+    validate.check_devices(q, k, v)
     for name, ends in (("q", packed.cu_seqlens_q), ("k", packed.cu_seqlens_k)):
         if ends.dtype != torch.int32 or len(ends.shape) != 1 or ends.device != q.device:
             raise UnsupportedInputError(

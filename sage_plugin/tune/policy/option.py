@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from sage_plugin.errors import ConfigError, UsageError
-from sage_plugin.kernels import dispatch
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.plugin.policy import HOST, TUNABLE
 from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig

@@ -1,0 +1,1 @@
+"""One implementation of each attention kernel per class of hardware."""

@@ -1,0 +1,98 @@
+"""A Hopper variant with the portable one behind it, for what Gluon cannot build or do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+from typing import Any
+
+import torch
+
+from sage_plugin.kernels.attention.backends.triton.launch import QuantisedPortable
+from sage_plugin.kernels.build_error import build_failure
+from sage_plugin.kernels.contract import NO_WINDOW, Problem
+from sage_plugin.kernels.quantize.operands import QuantisedOperands
+from sage_plugin.kernels.quantize.recipe import Recipe
+from sage_plugin.kernels.quantize.triton.key_mask import by_key
+from sage_plugin.kernels.support import HOPPER_ARCH, default_config
+from sage_plugin.schema import LaunchConfig
+
+logger = logging.getLogger(__name__)
+
+
+class HopperOrPortable(QuantisedPortable):
+    """The Hopper variant of a kernel; once it could not be built, the portable one.
+
+    Gluon is experimental and its names move, so that a release of Triton may not build it. Both
+    variants take the same operands.
+    """
+
+    def __init__(self, kernel: str, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.kernel = kernel
+        self.reason: str | None = None
+        """Why the Hopper variant could not be built; `None` while it can be."""
+
+    def prepare(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        problem: Problem,
+        launch: LaunchConfig,
+    ) -> QuantisedOperands:
+        """As the portable variant does; with its blocks where the decision table was not asked.
+
+        A caller that knows the shape of a call alone, such as a tuner, may ask for the Hopper
+        variant of one that has a window, a cap, sinks, packed sequences or a mask of rows.
+        """
+        if not _takes(problem):
+            launch = _portable_config(self.kernel, launch, q.shape[-1])
+        return super().prepare(q, k, v, problem=problem, launch=launch)
+
+    def launch(
+        self,
+        operands: QuantisedOperands,
+        *,
+        out_dtype: torch.dtype | None = None,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One launch of attention on the quantised operands."""
+        if self.reason is None and _takes(operands.problem):
+            try:
+                return self._hopper.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
+            except Exception as error:
+                self.reason = build_failure(error)
+                if self.reason is None:
+                    raise
+                logger.warning(
+                    "%s runs on its portable variant, since %s", self.kernel, self.reason
+                )
+        config = _portable_config(self.kernel, operands.launch_config, operands.head_dim)
+        portable = dataclasses.replace(operands, launch_config=config)
+        return super().launch(portable, out_dtype=out_dtype, return_lse=return_lse)
+
+    @functools.cached_property
+    def _hopper(self) -> Any:
+        home = importlib.import_module("sage_plugin.kernels.attention.backends.hopper.launch")
+        return home.QuantisedHopper(self.recipe)
+
+
+@functools.lru_cache(maxsize=256)
+def _portable_config(kernel: str, given: LaunchConfig, head_dim: int) -> LaunchConfig:
+    """A config of the portable variant with the blocks of keys of one of the Hopper variant."""
+    default = default_config(kernel, HOPPER_ARCH, head_dim)
+    assert default is not None
+    return default.replaced(
+        block_n=given.block_n, smooth_k=given.smooth_k, smooth_v=given.smooth_v,
+        hadamard=given.hadamard, q_granule=given.q_granule,
+    )  # fmt: skip
+
+
+def _takes(problem: Problem) -> bool:
+    """Whether the Hopper variant takes a call."""
+    plain = problem.window == NO_WINDOW and problem.packed is None and problem.sinks is None
+    return plain and not problem.softcap and (problem.mask is None or by_key(problem.mask))

@@ -1,0 +1,174 @@
+"""Launch code of the portable Triton variants: from a launch config to grids and arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.attention.backends.triton.flash_kernel import plain_attention_kernel
+from sage_plugin.kernels.attention.backends.triton.mask_blocks import MaskArguments
+from sage_plugin.kernels.attention.backends.triton.quantized_kernel import (
+    quantised_attention_kernel,
+)
+from sage_plugin.kernels.contract import (
+    OutputForm,
+    PlainOperands,
+    Problem,
+    ReadsInPlace,
+    bhsd,
+)
+from sage_plugin.kernels.quantize.operands import QuantisedOperands, Sizes
+from sage_plugin.kernels.quantize.recipe import LOG2E, Recipe
+from sage_plugin.kernels.quantize.triton.launch import quantise
+from sage_plugin.schema import LaunchConfig
+
+P_TYPES = {
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e4m3fnuz: tl.float8e4b8,
+}
+
+
+class QuantisedPortable:
+    """The portable variant of a kernel that quantises by a `Recipe`."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def prepare(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        problem: Problem,
+        launch: LaunchConfig,
+    ) -> QuantisedOperands:
+        """Quantise on the current stream, in one Triton launch or two and one for counters."""
+        return quantise(q, k, v, problem=problem, launch=launch, recipe=self.recipe)
+
+    def launch(
+        self,
+        operands: QuantisedOperands,
+        *,
+        out_dtype: torch.dtype | None = None,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One launch of attention on the quantised operands, two with a mask of rows and keys."""
+        ops, config, recipe, problem = (
+            operands,
+            operands.launch_config,
+            operands.recipe,
+            operands.problem,
+        )
+        out = ops.form.empty(out_dtype or ops.v_dtype)
+        view = bhsd(out, problem.layout)
+        lse = ops.form.empty_lse() if return_lse else None
+        row_blocks = -(-ops.seq_q // config.block_m)
+        tma = config.loads == "descriptor"
+        q8, k8, v8 = _descriptors(ops) if tma else (ops.q8, ops.k8, ops.v8)
+        mask = MaskArguments.of(problem, seq_q=ops.seq_q, launch=config, terms_by_key=True)
+        cu_q, cu_k = _cu_seqlens(problem)
+        launch_graph.launch(
+            quantised_attention_kernel, row_blocks * ops.sequences * ops.heads_q,
+            q8, k8, v8, view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term,
+            ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.shift,
+            mask.values, mask.bits, mask.lists, problem.sinks, cu_q, cu_k,
+            *view.stride(), *mask.strides, *mask.planes, ops.heads_q, ops.heads_q // ops.heads_k,
+            ops.seq_q, ops.seq_k, ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2],
+            problem.left, problem.right, problem.softcap * LOG2E,
+            D=ops.head_dim, DP=ops.k8.shape[-1], BM=config.block_m, BN=config.block_n,
+            QK8=recipe.qk == "int8", PV8=recipe.pv == "fp8", P_TYPE=P_TYPES[recipe.pv_dtype],
+            OFFSET=recipe.p_offset, FLUSH=config.pv_flush, TMA=tma, MASK=mask.mode,
+            UNIT=mask.unit, GROUP=mask.group, LSE=return_lse, SHIFT=config.smooth_k,
+            STAGES=config.num_stages,
+            **_switches(problem), **compiler_options(config),
+        )  # fmt: skip
+        return out, lse
+
+
+class PlainPortable(ReadsInPlace):
+    """The portable variant of `fav2`: FlashAttention-2 without quantisation."""
+
+    def launch(
+        self,
+        operands: PlainOperands,
+        *,
+        out_dtype: torch.dtype | None = None,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One launch, two with a mask of rows and keys; fp32 is multiplied in IEEE fp32."""
+        ops, config, problem = operands, operands.config, operands.problem
+        form = OutputForm.of(ops.q, problem.layout)
+        out = form.empty(out_dtype or ops.v.dtype)
+        q, k, v, o = (bhsd(t, problem.layout) for t in (ops.q, ops.k, ops.v, out))
+        lse = form.empty_lse() if return_lse else None
+        sizes = Sizes.of(q, k, problem, config)
+        heads_q, head_dim = q.shape[1], q.shape[3]
+        row_blocks = -(-sizes.seq_q // config.block_m)
+        mask = MaskArguments.of(problem, seq_q=sizes.seq_q, launch=config, terms_by_key=False)
+        cu_q, cu_k = _cu_seqlens(problem)
+        launch_graph.launch(
+            plain_attention_kernel, row_blocks * sizes.sequences * heads_q,
+            q, k, v, o, lse, mask.values, mask.bits, mask.lists, problem.sinks, cu_q, cu_k,
+            *q.stride(), *k.stride(), *v.stride(), *o.stride(), *mask.strides, *mask.planes,
+            heads_q, heads_q // k.shape[1], sizes.seq_q, sizes.seq_k, row_blocks, q.shape[2],
+            problem.left, problem.right, problem.scale * LOG2E, problem.softcap * LOG2E,
+            D=head_dim, DP=max(16, 1 << (head_dim - 1).bit_length()),
+            BM=config.block_m, BN=config.block_n, FLUSH=config.pv_flush, MASK=mask.mode,
+            UNIT=mask.unit, GROUP=mask.group, LSE=return_lse, STAGES=config.num_stages,
+            **_switches(problem), **compiler_options(config),
+        )  # fmt: skip
+        return out, lse
+
+
+def _switches(problem: Problem) -> dict[str, bool]:
+    """What a kernel is compiled for besides its mask."""
+    return {
+        "LEFT": problem.left >= 0,
+        "RIGHT": problem.right >= 0,
+        "SOFTCAP": problem.softcap > 0.0,
+        "SINKS": problem.sinks is not None,
+        "PACKED": problem.packed is not None,
+    }
+
+
+def _cu_seqlens(problem: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    packed = problem.packed
+    return (packed.cu_seqlens_q, packed.cu_seqlens_k) if packed else (None, None)
+
+
+def _descriptors(ops: QuantisedOperands) -> tuple[Any, Any, Any]:
+    """TMA descriptors of the quantised operands."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    config, width = ops.launch_config, ops.q8.shape[-1]
+    q8, k8 = ops.q8.view(-1, width), ops.k8.view(-1, width)
+    if ops.recipe.pv == "fp8":
+        v8, v_block = ops.v8.view(-1, ops.v8.shape[-1]), [width, config.block_n]
+    else:
+        v8, v_block = ops.v8.view(-1, width), [config.block_n, width]
+    return (
+        TensorDescriptor.from_tensor(q8, [config.block_m, width]),
+        TensorDescriptor.from_tensor(k8, [config.block_n, width]),
+        TensorDescriptor.from_tensor(v8, v_block),
+    )
+
+
+def compiler_options(config: LaunchConfig) -> dict[str, int]:
+    """The fields of a launch config that are options of the compiler, set ones only.
+
+    Fusing products with sums is Triton's default up to 3.9 and what all figures were taken with.
+    """
+    options: dict[str, int] = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
+    for name in ("maxnreg", "waves_per_eu", "matrix_instr_nonkdim"):
+        if value := getattr(config, name):
+            options[name] = value
+    return options

@@ -1,0 +1,1 @@
+"""The quantization pre-pass in Triton: Q, K and V are read once."""
