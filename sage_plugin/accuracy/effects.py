@@ -1,7 +1,7 @@
 """What a clip feels of each layer and step, measured on whole clips; the file that holds it.
 
-An error of attention is not yet an error of the clip: `sage bench --effects` draws a clip with one
-layer at a time on a kernel, in one band of steps, and writes how far it lies from the host's.
+An error of attention is not yet an error of the clip: `sage policy sensitivity` draws a clip with
+one layer at a time on a kernel, in one band of steps, and writes how far it lies from the host's.
 """
 
 from __future__ import annotations

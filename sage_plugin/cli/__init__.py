@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from sage_plugin import __version__
-from sage_plugin.cli import bench, capture, configs, demo, doctor, tune
+from sage_plugin.cli import bench, capture, configs, demo, doctor, policy, tune
 from sage_plugin.cli.console import fail, stderr, stdout
 from sage_plugin.errors import SageError
 
@@ -45,6 +45,7 @@ app.command("tune")(tune.command)
 app.command("bench")(bench.command)
 app.command("doctor")(doctor.command)
 app.add_typer(configs.app, name="configs")
+app.add_typer(policy.app, name="policy")
 
 
 def _version(asked: bool) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli import bench_effects, bench_policy
 from sage_plugin.cli.bench_inputs import DEFAULT_FOLDER, Asked, suite_of
 from sage_plugin.cli.console import stderr, stdout
 from sage_plugin.errors import CaptureError, GateError, UnsupportedInputError, UsageError
@@ -74,43 +73,8 @@ ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs to searc
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
 Force = Annotated[bool, typer.Option("--force", help="Run on a CPU however long it takes.")]
 
-PolicyOf = Annotated[
-    str | None,
-    typer.Option("--policy", metavar="NAME", help="Preset or file of rules, for --end-to-end."),
-]
-EndToEnd = Annotated[
-    bool,
-    typer.Option(
-        "--end-to-end", help="Draw whole clips by the host, by each kernel, and by the policy."
-    ),
-]
-ClipSize = Annotated[
-    str | None,
-    typer.Option("--size", help="Of the clips: small or large (default: large on a GPU)."),
-]
-Digits = Annotated[
-    list[int] | None,
-    typer.Option("--digit", min=0, max=9, help="Digit to draw, repeatable (default 7)."),
-]
-EffectsFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--effects", help="Measure what a clip feels of each layer and band of steps; the file."
-    ),
-]
-Bands = Annotated[int, typer.Option(help="Bands of denoising steps, for --effects.")]
-Steps = Annotated[
-    int | None,
-    typer.Option(min=1, help="Denoising steps (default: those of the policy's search, or 15)."),
-]
-Budget = Annotated[
-    float | None, typer.Option(min=0, help="Seconds for timing whole clips (default 60).")
-]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the proof of a policy.")]
-
 
 def command(
-    ctx: typer.Context,
     folder: Folder = None,
     preset: Preset = None,
     batch: Size = None,
@@ -138,35 +102,11 @@ def command(
     config_dir: ConfigDir = None,
     device: Device = None,
     force: Force = False,
-    policy: PolicyOf = None,
-    end_to_end: EndToEnd = False,
-    size: ClipSize = None,
-    digit: Digits = None,
-    effects: EffectsFile = None,
-    bands: Bands = 5,
-    num_inference_steps: Steps = None,
-    budget: Budget = None,
-    out: Out = bench_policy.FOLDER,
 ) -> None:
-    """Replay captures, or synthetic inputs, through the kernels: time, throughput and error.
-
-    With --policy and --end-to-end, prove a policy on whole clips of the embedded model instead.
-    """
+    """Replay captures, or synthetic inputs, through the kernels: time, throughput and error."""
     from sage_plugin.bench.compare import Plan
     from sage_plugin.kernels.attention.dispatch import parse_kernel
 
-    if bench_policy.asked(ctx):
-        where, facts = _device(device, None)
-        single = tuple(_text(*pair) for pair in _kernels(kernel or (), facts))
-        ask = bench_policy.Ask(
-            policy or "", single, where, size, tuple(digit or (7,)), num_inference_steps, seed,
-            budget, out, config_dir,
-        )  # fmt: skip
-        if effects is None:
-            bench_policy.run(ask)
-        else:
-            bench_effects.run(ask, tuple(kernel or ()), bands, effects)
-        return
     _check_outputs(csv, json)
     metrics = _metrics(metric)
     asked = Asked(
@@ -174,9 +114,9 @@ def command(
         causal, layout, max_inputs, inputs_distribution, seed, mask,
     )  # fmt: skip
     suite = suite_of(asked)
-    where, facts = _device(device, method)
+    where, facts = device_of(device, method)
     plan = Plan(
-        kernels=_kernels(kernel or (), facts),
+        kernels=named_kernels(kernel or (), facts),
         reference=None if compare_to_ref is None else parse_kernel(compare_to_ref),
         method=method,
         config_dir=None if config_dir is None else str(config_dir),
@@ -210,7 +150,7 @@ def _metrics(metric: str) -> tuple[str, ...]:
     return METRICS if metric == "all" else (metric,)
 
 
-def _device(name: str | None, method: str | None) -> tuple[torch.device, DeviceFacts]:
+def device_of(name: str | None, method: str | None = None) -> tuple[torch.device, DeviceFacts]:
     """The device, checked together with the timing method."""
     import torch
 
@@ -228,7 +168,7 @@ def _device(name: str | None, method: str | None) -> tuple[torch.device, DeviceF
     return where, facts
 
 
-def _kernels(names: Sequence[str], facts: DeviceFacts) -> tuple[tuple[str, str], ...]:
+def named_kernels(names: Sequence[str], facts: DeviceFacts) -> tuple[tuple[str, str], ...]:
     """The named kernels; by default all that the device runs, but the oracle itself."""
     from sage_plugin.kernels.attention import dispatch
 
@@ -237,10 +177,6 @@ def _kernels(names: Sequence[str], facts: DeviceFacts) -> tuple[tuple[str, str],
         raise UsageError("--kernel auto: name the kernels to compare, or leave --kernel out")
     every = [(kernel, "auto") for kernel in dispatch.kernels_of(facts) if kernel != "torch"]
     return tuple(named or every)
-
-
-def _text(kernel: str, variant: str) -> str:
-    return kernel if variant == "auto" else f"{kernel}:{variant}"
 
 
 def _refuse_long(suite: Suite, plan: Plan) -> None:

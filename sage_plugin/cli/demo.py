@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.bench_policy import checked_policy
 from sage_plugin.cli.call_shape import checked_seed
 from sage_plugin.cli.console import stderr, stdout
+from sage_plugin.cli.policy_prove import checked_policy
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:

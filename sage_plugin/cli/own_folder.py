@@ -14,7 +14,7 @@ def prepare(folder: Path, *, mark: str, command: str) -> None:
     Args:
         folder: where the files go.
         mark: name of the file that says that a folder is the command's own.
-        command: the command, e.g. `sage demo`; its last word names its runs.
+        command: the command, e.g. `sage demo`.
 
     Raises:
         UsageError: the folder holds something else.
@@ -32,7 +32,7 @@ def prepare(folder: Path, *, mark: str, command: str) -> None:
             shutil.rmtree(folder)
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(
-                f"{folder} exists and is not the folder of an earlier {command.split()[1]}: name "
+                f"{folder} exists and is not the folder of an earlier `{command}`: name "
                 "another with --out"
             )
         folder.mkdir(parents=True, exist_ok=True)

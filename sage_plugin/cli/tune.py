@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli import tune_policy
 from sage_plugin.cli.console import stderr, stdout
 from sage_plugin.cli.tune_inputs import DEFAULT_FOLDER, Asked, inputs_of
 from sage_plugin.errors import UsageError
@@ -104,15 +103,6 @@ def command(
     device: Device = None,
     fresh: Fresh = False,
     dry_run: DryRun = False,
-    policy: tune_policy.Policy = False,
-    max_error: tune_policy.MaxError = None,
-    max_ms: tune_policy.MaxMs = None,
-    max_layer_error: tune_policy.MaxLayerError = None,
-    bands: tune_policy.Bands = None,
-    min_seq: tune_policy.MinSeq = None,
-    times: tune_policy.Times = None,
-    effects: tune_policy.Effects = None,
-    output: tune_policy.Output = None,
 ) -> None:
     """Search launch configs under an accuracy gate, and write the winners for the next patch()."""
     from sage_plugin.tune import space_file
@@ -124,26 +114,6 @@ def command(
         num_heads, heads_k, head_dim, dim_v, causal, layout, dtype, inputs_distribution, seed,
         max_captures_per_key, mask,
     )  # fmt: skip
-    sought = tune_policy.Sought(
-        max_error, max_ms, max_layer_error, bands, min_seq, times, effects, output
-    )
-    if policy:
-        launch_options = {
-            "--space": space, "--max-trials": max_trials, "--patience": patience,
-            "--budget": budget, "--min-gain": None if min_gain == 0.01 else min_gain,
-            "--timeout": None if timeout == 300.0 else timeout, "--seed": seed or None,
-        }  # fmt: skip
-        tune_policy.refuse(launch_options)
-        tune_policy.run(
-            sought.request(
-                asked, kernels=tuple(kernel or ()), device=device, config_dir=config_dir,
-                run_name=run_name, fresh=fresh,
-            ),
-            output,
-            dry_run=dry_run,
-        )  # fmt: skip
-        return
-    sought.refuse_alone()
     request = Request(
         inputs=inputs_of(asked),
         kernels=tuple(kernel or ()),

@@ -40,16 +40,6 @@ class Asked:
     max_per_key: int = 3
     mask: str | None = None
 
-    def shape_options(self) -> list[str]:
-        """Options that spell inputs out, of those that were given."""
-        given = {
-            "--preset": bool(self.presets),
-            "--dtype": self.dtype is not None,
-            "--mask": self.mask is not None,
-            "--seq-len and other sizes": any(size is not None for size in self.sizes),
-        }
-        return [option for option, was_given in given.items() if was_given]
-
     @property
     def sizes(self) -> tuple[object, ...]:
         """The options that spell a shape out, but for the dtype."""

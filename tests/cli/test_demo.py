@@ -227,7 +227,7 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path):
     for out in (theirs, theirs / "thesis.txt", tmp_path):
         result = demo("--out", out)
         assert result.exit_code == 2
-        assert "is not the folder of an earlier demo: name another with --out" in result.stderr
+        assert "not the folder of an earlier `sage demo`: name another with --out" in result.stderr
     assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
     assert (theirs / "thesis.txt").read_text() == "years of work"
 

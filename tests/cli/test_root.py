@@ -15,7 +15,7 @@ import sage_plugin
 from sage_plugin import errors
 from sage_plugin.cli import app, demo_run
 
-COMMANDS = ("demo", "capture", "tune", "bench", "configs")
+COMMANDS = ("demo", "capture", "tune", "bench", "configs", "policy")
 CODES = {
     errors.SageError: 1,
     errors.TuningError: 1,
@@ -144,7 +144,9 @@ except SystemExit as end:
 """
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["tune", "--help"], ["nope"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["tune", "--help"], ["policy", "prove", "-h"], ["nope"]]
+)
 def test_what_needs_no_kernel_loads_no_torch(words):
     """`sage --help` answers at once; torch alone takes a second to load."""
     done = python("-c", PROBE, *words)

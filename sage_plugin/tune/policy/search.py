@@ -283,7 +283,7 @@ def _policy(
         SCHEMA_VERSION,
         rules_of(grid, assignment.chosen, options),
         model=classes.pop() if len(classes) == 1 else "",
-        note=f"searched by `sage tune --policy` for {prediction.device}",
+        note=f"searched by `sage policy search` for {prediction.device}",
         prediction=prediction,
     )
     return checked(policy, "the searched policy")

@@ -1,19 +1,22 @@
-"""`sage tune --policy` from the outside: what it prints, writes and exits with."""
+"""`sage policy search` from the outside: what it prints, writes and exits with."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
 import rich.progress
 from typer.testing import CliRunner
 
-from sage_plugin.cli import app
+from sage_plugin.cli import app, policy_search
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.plugin.policy import read
+from sage_plugin.tune.policy.request import Request
 from tests.tune.policy import recordings
 
-SEARCH = ("--policy", "--from-captures", "--times", "times.json", "--min-seq", "16", "--bands", "2")
+SEARCH = ("--times", "times.json", "--min-seq", "16", "--bands", "2")
 BUDGET = ("--max-error", "0.03")
 
 
@@ -33,7 +36,7 @@ def _alone(monkeypatch, tmp_path):
 
 
 def sage(*words):
-    result = CliRunner().invoke(app, ["tune", *words])
+    result = CliRunner().invoke(app, ["policy", "search", *words])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 
@@ -41,7 +44,7 @@ def sage(*words):
 def test_the_whole_way_to_a_sound_policy():
     result = sage(*SEARCH, *BUDGET, "-o", "mine.json")
     assert result.exit_code == 0, result.stderr
-    assert "Wrote mine.json. Next: sage bench --policy mine.json --end-to-end" in result.stdout
+    assert "Wrote mine.json. Next: sage policy prove mine.json" in result.stdout
     assert "24.00 with the host's" in result.stdout
     policy = read(Path("mine.json"))
     assert 0 < policy.prediction.of("policy").error <= 0.03
@@ -58,6 +61,16 @@ def test_a_dry_run_shows_the_front_and_writes_no_policy():
     assert "mean error" in result.stdout
     assert "Next: the same command without --dry-run" in result.stdout
     assert not Path("policy.json").exists()
+
+
+def test_the_defaults_are_those_of_the_library():
+    said = {
+        name: p.default for name, p in inspect.signature(policy_search.command).parameters.items()
+    }
+    said["captures_per_cell"] = said["max_captures_per_key"]
+    fields = {field.name: field.default for field in dataclasses.fields(Request)}
+    for name in ("max_layer_error", "bands", "min_seq", "captures_per_cell"):
+        assert said[name] == fields[name], name
 
 
 def test_each_kind_of_progress_is_one_line(monkeypatch):
@@ -84,18 +97,14 @@ def test_each_kind_of_progress_is_one_line(monkeypatch):
         ((*SEARCH, *BUDGET, "--kernel", "flash9"), 2, "flash9"),
         ((*SEARCH, *BUDGET, "--kernel", "sage+hadamart=4"), 2, "hadamart"),
         ((*SEARCH, *BUDGET, "--effects", "absent.json"), 2, "absent.json"),
-        ((*SEARCH, *BUDGET, "--space", "s.json"), 2, "--space is of the search"),
-        ((*SEARCH, *BUDGET, "--seq-len", "64"), 2, "not with --policy"),
+        ((*SEARCH, *BUDGET, "--space", "s.json"), 2, "No such option"),
         ((*SEARCH, *BUDGET, "-o", "times.json"), 2, "exists and is no policy"),
         ((*SEARCH, *BUDGET, "-o", "no/p.json"), 2, "does not exist"),
         ((*SEARCH, *BUDGET, "-o", "."), 2, "is no policy"),
         ((*SEARCH, *BUDGET, "--bands", "0"), 2, "--bands 0"),
         ((*SEARCH, *BUDGET, "--device", "cuda"), 3, "no GPU"),
-        (("--policy", *BUDGET), 2, "say --from-captures"),
-        (("--policy", *BUDGET, "--from-captures"), 2, "on a CPU kernels are emulated"),
-        (("--policy", *BUDGET, "--from-captures", "absent"), 2, ""),
-        (("--max-error", "1", "--from-captures"), 2, "--max-error goes with --policy"),
-        (("--bands", "3", "--from-captures"), 2, "--bands goes with --policy"),
+        (BUDGET, 2, "on a CPU kernels are emulated"),
+        (("absent", *BUDGET), 2, ""),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(words, code, says):

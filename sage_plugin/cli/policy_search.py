@@ -1,17 +1,17 @@
-"""`sage tune --policy`: search which kernel each layer runs on at which denoising steps."""
+"""`sage policy search`: find which kernel each layer runs on at which denoising steps."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sage_plugin.cli.bench import ConfigDir
 from sage_plugin.cli.console import stderr, stdout
-from sage_plugin.cli.tune_inputs import DEFAULT_FOLDER, Asked
+from sage_plugin.cli.tune import Device, Fresh, RunName
+from sage_plugin.cli.tune_inputs import DEFAULT_FOLDER
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,144 +20,72 @@ if TYPE_CHECKING:
     from sage_plugin.tune.policy.request import Request
     from sage_plugin.tune.policy.search import Found
 
-PANEL = "With --policy"
-DEFAULT_OUTPUT = Path("policy.json")
 PLOT = "front.png"
 
-Policy = Annotated[
-    bool,
-    typer.Option(
-        "--policy",
-        help="Search a policy instead: which kernel for each layer and denoising step.",
-        rich_help_panel=PANEL,
-    ),
-]
+Folder = Annotated[Path, typer.Argument(help="Captures.")]
 MaxError = Annotated[
     float | None,
-    typer.Option(
-        help="Greatest mean error over all attention calls of the run, such as 0.03.",
-        rich_help_panel=PANEL,
-    ),
+    typer.Option(help="Greatest mean error over all attention calls of the run, such as 0.03."),
 ]
 MaxMs = Annotated[
     float | None,
-    typer.Option(
-        help="In its place: longest attention of a run; the least error within it is found.",
-        rich_help_panel=PANEL,
-    ),
+    typer.Option(help="In its place: longest attention of a run; the least error within it."),
 ]
-MaxLayerError = Annotated[
-    float | None,
-    typer.Option(help="Greatest error of one call (default 0.15).", rich_help_panel=PANEL),
-]
-Bands = Annotated[
-    int | None,
-    typer.Option(help="Bands of denoising steps (default 5).", rich_help_panel=PANEL),
-]
+MaxLayerError = Annotated[float, typer.Option(help="Greatest error of one call.")]
+Bands = Annotated[int, typer.Option(help="Bands of denoising steps.")]
 MinSeq = Annotated[
-    int | None,
-    typer.Option(
-        help="Calls with fewer queries or keys stay with the host (default 1024).",
-        rich_help_panel=PANEL,
-    ),
+    int, typer.Option(help="Calls with fewer queries or keys stay with the host's attention.")
+]
+MaxPerCell = Annotated[
+    int,
+    typer.Option("--max-captures-per-key", min=1, help="Captures judged for each layer and band."),
 ]
 Times = Annotated[
-    Path | None,
-    typer.Option(help="Times of a GPU elsewhere, from sage bench --json.", rich_help_panel=PANEL),
+    Path | None, typer.Option(help="Times of a GPU elsewhere, from sage bench --json.")
 ]
 Effects = Annotated[
     Path | None,
+    typer.Option(help="What clips feel, from sage policy sensitivity: weights of errors."),
+]
+Kernels = Annotated[
+    list[str] | None,
     typer.Option(
-        help="What the clip feels of each layer, from sage bench --effects: weights of errors.",
-        rich_help_panel=PANEL,
+        "--kernel",
+        help="Kernel to try, or such as fav3_fp8+hadamard=64; repeatable (default: every one).",
     ),
 ]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", help=f"Policy file (default {DEFAULT_OUTPUT}).", rich_help_panel=PANEL
-    ),
-]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the front, and write no policy.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Policy file.")]
 
 
-@dataclass(frozen=True, slots=True)
-class Sought:
-    """The options that go with `--policy`, as they were given; `None` where they were not."""
-
-    max_error: float | None = None
-    max_ms: float | None = None
-    max_layer_error: float | None = None
-    bands: int | None = None
-    min_seq: int | None = None
-    times: Path | None = None
-    effects: Path | None = None
-    output: Path | None = None
-
-    def refuse_alone(self) -> None:
-        """Refuse any of them without `--policy`.
-
-        Raises:
-            UsageError: one was given.
-        """
-        for name in fields(self):
-            if getattr(self, name.name) is not None:
-                option = f"--{name.name.replace('_', '-')}"
-                raise UsageError(f"{option} goes with --policy, the search of a policy")
-
-    def request(
-        self,
-        asked: Asked,
-        *,
-        kernels: tuple[str, ...],
-        device: str | None,
-        config_dir: Path | None,
-        run_name: str | None,
-        fresh: bool,
-    ) -> Request:
-        """The search that is asked for.
-
-        Raises:
-            UsageError: inputs that are no captures.
-        """
-        from sage_plugin.tune.policy.request import Request
-
-        if not asked.from_captures:
-            raise UsageError(
-                "--policy is searched on captures: say --from-captures [FOLDER] (record them with "
-                "`sage capture`)"
-            )
-        refuse(dict.fromkeys(asked.shape_options(), True))
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "output"}
-        return Request(
-            folder=asked.folder or DEFAULT_FOLDER,
-            kernels=kernels,
-            device=device,
-            config_dir=config_dir,
-            run_name=run_name,
-            fresh=fresh,
-            captures_per_cell=asked.max_per_key,
-            **{name: value for name, value in given.items() if value is not None},
-        )
-
-
-def refuse(options: Mapping[str, object]) -> None:
-    """Refuse options of the search for launch configs.
-
-    Raises:
-        UsageError: one was given.
-    """
-    for option, value in options.items():
-        if value is not None:
-            raise UsageError(f"{option} is of the search for launch configs: not with --policy")
-
-
-def run(request: Request, output: Path | None, *, dry_run: bool) -> None:
-    """Search, show, and write the policy unless it is a dry run."""
+def command(
+    folder: Folder = DEFAULT_FOLDER,
+    max_error: MaxError = None,
+    max_ms: MaxMs = None,
+    max_layer_error: MaxLayerError = 0.15,
+    bands: Bands = 5,
+    min_seq: MinSeq = 1024,
+    max_captures_per_key: MaxPerCell = 3,
+    times: Times = None,
+    effects: Effects = None,
+    kernel: Kernels = None,
+    device: Device = None,
+    config_dir: ConfigDir = None,
+    run_name: RunName = None,
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
+    output: Output = Path("policy.json"),
+) -> None:
+    """Search a policy on captures: which kernel for each layer and denoising step."""
     from sage_plugin.tune.policy import front_plot
+    from sage_plugin.tune.policy.request import Request
 
-    path = output or DEFAULT_OUTPUT
     if not dry_run:
-        _check_output(path)
+        _check_output(output)
+    request = Request(
+        folder, max_error, max_ms, max_layer_error, tuple(kernel or ()), device, config_dir, bands,
+        min_seq, max_captures_per_key, times, effects, run_name=run_name, fresh=fresh,
+    )  # fmt: skip
     found = _searched(request)
     plot = found.run_folder / PLOT
     missing = front_plot.save(found, plot)
@@ -173,8 +101,8 @@ def run(request: Request, output: Path | None, *, dry_run: bool) -> None:
         return
     from sage_plugin.registry import store
 
-    store.write_atomically(path, found.policy.text())
-    _say(f"Wrote {path}. Next: sage bench --policy {shlex.quote(str(path))} --end-to-end")
+    store.write_atomically(output, found.policy.text())
+    _say(f"Wrote {output}. Next: sage policy prove {shlex.quote(str(output))}")
 
 
 def _check_output(path: Path) -> None:

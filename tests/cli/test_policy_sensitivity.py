@@ -1,4 +1,4 @@
-"""`sage bench --effects` on the embedded model, on a CPU."""
+"""`sage policy sensitivity` on the embedded model, on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from sage_plugin.accuracy import effects as effects_file
 from sage_plugin.bench.end_to_end.effects import measure_effects
 from sage_plugin.bench.end_to_end.run import Subject
-from sage_plugin.cli import app, bench_effects
+from sage_plugin.cli import app, policy_sensitivity
 from sage_plugin.errors import DeviceError
 
 pytest.importorskip("diffusers")
@@ -28,8 +28,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def bench(*words):
-    return CliRunner().invoke(app, ["bench", *map(str, words)])
+def sensitivity(*words):
+    return CliRunner().invoke(app, ["policy", "sensitivity", *map(str, words)])
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def brief(monkeypatch):
 
 def test_effects_are_measured_a_layer_and_a_band_and_written(brief):
     words = ("--kernel", "sage", "--bands", 2, "--num-inference-steps", 2)
-    result = bench("--effects", "e.json", *words)
+    result = sensitivity("--output", "e.json", *words)
     assert result.exit_code == 0, result.output
     found = effects_file.read(Path("e.json"))
     assert found.kernel == "sage"
@@ -53,24 +53,24 @@ def test_effects_are_measured_a_layer_and_a_band_and_written(brief):
     assert all(0 < one.rmse < 1 / 255 for one in found.effects)
     level = -20 * math.log10(found.effects[0].rmse)
     assert f"{level:.1f}" in result.stdout
-    assert bench("--effects", "e.json", *words).exit_code == 0  # its own file is replaced
+    assert sensitivity("-o", "e.json", *words).exit_code == 0  # its own file is replaced
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--effects", "e.json"), "one kernel"),
-        (("--effects", "e.json", "--kernel", "sage", "--kernel", "fav2"), "one kernel"),
-        (("--effects", "e.json", "--policy", "fast"), "--policy has no place beside --effects"),
-        (("--effects", "e.json", "--end-to-end"), "--end-to-end has no place beside --effects"),
-        (("--bands", 3), "--bands is of --effects"),
-        (("--effects", "e.json", "--kernel", "sage", "--bands", 0), "1 to 100 bands"),
-        (("--effects", "mine.json", "--kernel", "sage"), "is no file of effects"),
+        ((), "got none"),
+        (
+            ("--kernel", "sage", "--kernel", "fav2"),
+            "got sage, fav2, and effects are measured with one",
+        ),
+        (("--kernel", "sage", "--bands", 0), "1 to 100 bands"),
+        (("--output", "mine.json", "--kernel", "sage"), "is no file of effects"),
     ],
 )
 def test_usage_mistakes_are_one_sentence(words, sentence, tmp_path, brief):
     (tmp_path / "mine.json").write_text("[1]")
-    result = bench(*words)
+    result = sensitivity(*words)
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
@@ -126,7 +126,7 @@ def test_clips_that_tell_nothing_are_refused(monkeypatch, levels, sentence):
 def test_the_table_has_a_row_a_layer(capsys):
     one = effects_file.Effect("x.0", "", 0.1)
     equal = effects_file.Effect("x.1", "", 0.0)
-    bench_effects._show(effects_file.Effects(1, "sage", (one, equal)))
+    policy_sensitivity._show(effects_file.Effects(1, "sage", (one, equal)))
     shown = capsys.readouterr().out
     assert "20.0" in shown
     assert "inf" in shown

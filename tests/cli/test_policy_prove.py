@@ -1,4 +1,4 @@
-"""`sage bench --policy ... --end-to-end` on a short clip, and how each mistake is answered."""
+"""`sage policy prove` on a short clip, and how each mistake is answered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 pytest.importorskip("diffusers")
 pytest.importorskip("skimage")
 
-from sage_plugin.cli import app, bench_policy, proof_table
+from sage_plugin.cli import app, policy_prove, proof_table
 from sage_plugin.demo.sizes import SIZES
 from sage_plugin.kernels.attention import dispatch
 from tests.bench.end_to_end.proofs import timed
@@ -62,15 +62,15 @@ def _alone(monkeypatch, tmp_path):
     root.handlers[:], root.level = handlers, level
 
 
-def bench(*words: object):
-    result = CliRunner().invoke(app, ["bench", *map(str, words)], env={"COLUMNS": "160"})
+def prove(*words: object):
+    result = CliRunner().invoke(app, ["policy", "prove", *map(str, words)], env={"COLUMNS": "160"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
 
 
 def proof(*words: object):
-    return bench("--policy", "policy.json", "--end-to-end", "--kernel", "sage", *words)
+    return prove("policy.json", "--kernel", "sage", *words)
 
 
 def write_policy(path="policy.json", **more):
@@ -128,13 +128,13 @@ def test_the_whole_path(tmp_path):
 
 def test_all_kernels_of_the_device_by_default_and_steps_as_asked(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(bench_policy, "run", asked.append)
+    monkeypatch.setattr(policy_prove, "run", lambda *words: asked.append(words))
     words = ["--digit", 3, "--num-inference-steps", 2, "--budget", 5, "--out", "elsewhere"]
-    assert bench("--policy", "safe", "--end-to-end", *words).exit_code == 0
-    (ask,) = asked
-    assert ask.kernels == ("sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
-    assert (ask.policy, ask.digits, ask.steps, ask.budget_s) == ("safe", (3,), 2, 5.0)
-    assert (ask.device.type, ask.size, ask.out.name) == ("cpu", None, "elsewhere")
+    assert prove("safe", *words).exit_code == 0
+    ((policy, kernels, clips, budget_s, out),) = asked
+    assert kernels == ("sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
+    assert (policy, clips.digits, clips.steps, budget_s) == ("safe", (3,), 2, 5.0)
+    assert (clips.device.type, clips.size, out.name) == ("cpu", None, "elsewhere")
 
 
 def test_without_matplotlib_the_plot_is_left_out_and_said(monkeypatch, tmp_path):
@@ -150,7 +150,7 @@ def test_without_matplotlib_the_plot_is_left_out_and_said(monkeypatch, tmp_path)
 def test_side_by_side_are_host_policy_and_their_difference(tmp_path):
     host = np.full((2, 8, 8, 1), 0.25, dtype=np.float32)
     clips = {"sdpa": host, "sage": host + 0.5, "policy": host - 0.2}
-    bench_policy._save_clips(clips, tmp_path)
+    policy_prove._save_clips(clips, tmp_path)
     with Image.open(tmp_path / "side_by_side.png") as sheet:
         column = [sheet.getpixel((4, y)) for y in (4, 20, 36)]
     assert column == [64, 13, 51]  # 0.25, 0.05 and 0.2 of 255
@@ -186,11 +186,10 @@ def test_in_a_narrow_terminal_the_quality_stands_below_the_times():
 
 @pytest.mark.parametrize(
     ("psnr_db", "next_step"),
-    [(36.0, "Next: sage_plugin.patch(pipe, policy='p')"), (34.0, "Next: sage tune --policy")],
+    [(36.0, "Next: sage_plugin.patch(pipe, policy='p')"), (34.0, "Next: sage policy search")],
 )
 def test_what_to_do_next(psnr_db, next_step):
-    ask = bench_policy.Ask("p", (), None, None, 7, None, 0, None, bench_policy.FOLDER, None)
-    assert bench_policy._advice(ask, timed(psnr_db)).startswith(next_step)
+    assert policy_prove._advice("p", policy_prove.FOLDER, timed(psnr_db)).startswith(next_step)
 
 
 # -- mistakes ---------------------------------------------------------------------------------
@@ -199,44 +198,36 @@ def test_what_to_do_next(psnr_db, next_step):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ((), "Missing argument 'POLICY'"),
+        (("fast", "--preset", "all"), "No such option"),
+        (("no.json",), "neither a file nor one of fast, balanced, safe"),
         (
-            ("--end-to-end",),
-            "--end-to-end is of the proof of a policy on whole clips: add --policy",
-        ),
-        (("--policy", "fast"), "--policy is of the proof of a policy on whole clips: add --end-to"),
-        (("--budget", "3"), "add --policy with a file or a preset and --end-to-end"),
-        (("--policy", "fast", "--end-to-end", "captures"), "FOLDER has no place beside --end-to"),
-        (("--policy", "fast", "--end-to-end", "--preset", "all"), "--preset has no place beside"),
-        (("--policy", "fast", "--end-to-end", "-b", "1"), "-b has no place beside --end-to-end"),
-        (("--policy", "fast", "--end-to-end", "--gate"), "--gate has no place beside"),
-        (("--policy", "no.json", "--end-to-end"), "neither a file nor one of fast, balanced, safe"),
-        (
-            ("--policy", "wan.json", "--end-to-end"),
+            ("wan.json",),
             "examples/cogvideo/compare.py --model ID --poli",
         ),
-        (("--policy", "far.json", "--end-to-end"), "rule 1 of the policy names no layer"),
+        (("far.json",), "rule 1 of the policy names no layer"),
         (
-            ("--policy", "fast", "--end-to-end", "--size", "huge"),
+            ("fast", "--size", "huge"),
             "--size 'huge': allowed are small",
         ),
-        (("--policy", "fast", "--end-to-end", "--seed", "-1"), "--seed -1: must be from 0"),
-        (("--policy", "fast", "--end-to-end", "--kernel", "flash"), "kernel 'flash' is not known"),
-        (("--policy", "fast", "--end-to-end", "--kernel", "auto"), "--kernel auto: name the kern"),
+        (("fast", "--seed", "-1"), "--seed -1: must be from 0"),
+        (("fast", "--kernel", "flash"), "kernel 'flash' is not known"),
+        (("fast", "--kernel", "auto"), "--kernel auto: name the kern"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_anything_is_made(tmp_path, words, said):
     write_policy("wan.json", model="WanTransformer3DModel")
     far = {"schema_version": 1, "rules": [{"kernel": "sage", "layers": ["*blocks.29.*"]}]}
     (tmp_path / "far.json").write_text(json.dumps(far))
-    result = bench(*words)
+    result = prove(*words)
     assert result.exit_code == 2
-    assert said in error_of(result)
+    assert said in result.stderr
     assert result.stdout == ""
     assert not (tmp_path / "policy_bench").exists()
 
 
 def test_a_gpu_that_is_not_there_is_exit_code_3():
-    result = bench("--policy", "fast", "--end-to-end", "--device", "cuda")
+    result = prove("fast", "--device", "cuda")
     assert result.exit_code == 3
     assert "no GPU that torch can use" in error_of(result)
 
@@ -245,7 +236,10 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "thesis.txt").write_text("years of work")
-    result = bench("--policy", "safe", "--end-to-end", "--out", theirs)
+    result = prove("safe", "--out", theirs)
     assert result.exit_code == 2
-    assert "is not the folder of an earlier bench: name another with --out" in error_of(result)
+    assert (
+        "is not the folder of an earlier `sage policy prove`: name another with --out"
+        in error_of(result)
+    )
     assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
