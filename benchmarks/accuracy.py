@@ -154,7 +154,7 @@ def launch_of(
     name, variant = dispatch.parse_kernel(kernel)
     decision = dispatch.decide(shape, facts, kernel=name, variant=variant)
     if decision.reason is not None:
-        raise UnsupportedInputError(decision.reason)
+        raise UnsupportedInputError(str(decision.reason))
     return decision, dispatch.find_launch(dispatch.call_key(shape, decision), facts).config
 
 

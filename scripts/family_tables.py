@@ -57,7 +57,7 @@ def row(name: str, make: Callable[[str], Any]) -> str:
         ours = model.run()
         report = handle.report()
         graphs = compiled(model, ours, lambda: make(name))
-    reasons: Counter[str] = Counter()
+    reasons: Counter[object] = Counter()
     for layer in report.rows:
         reasons.update(layer.fallbacks)
     why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())

@@ -109,7 +109,7 @@ def _auto(facts: DeviceFacts) -> Iterator[str]:
         told = f"{dim} channels: {decision.label}"
         told += "" if decision.reason is None else f", since {decision.reason}"
         small = dataclasses.replace(large, seq_q=1, seq_k=1)
-        if dispatch.decide(small, facts).reason == dispatch.SMALL:
+        if dispatch.decide(small, facts).reason == dispatch.TOO_SMALL:
             fewest = support.fewest_operations(facts.arch, dim)
             causal = support.fewest_tokens(facts.arch, causal=True)
             tokens = round((fewest / (4 * HEADS * dim)) ** 0.5, -2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
+
 COMPILER_MODULES = ("triton.",)
 COMPILER_SIGNS = ("PassManager::run failed", "ptxas", "out of resource", "C compiler")
 
@@ -20,15 +22,15 @@ def by_compiler(kind: str, message: str) -> bool:
     return kind.startswith(COMPILER_MODULES) or any(sign in message for sign in COMPILER_SIGNS)
 
 
-def build_failure(error: BaseException) -> str | None:
-    """Why a kernel could not be built, in one sentence; `None` for any other error.
+def build_failure(error: BaseException) -> FallbackReason | None:
+    """Why a kernel could not be built; `None` for any other error.
 
     A device that has run into an error cannot be trusted with another call, so what fails while it
     runs is not among these.
 
     Example:
-        >>> build_failure(RuntimeError("Failed to find C compiler"))
-        'the kernel cannot be built here (RuntimeError: Failed to find C compiler)'
+        >>> print(build_failure(RuntimeError("Failed to find C compiler")))
+        the kernel cannot be built here (RuntimeError: Failed to find C compiler)
         >>> build_failure(RuntimeError("CUDA error: an illegal memory access")) is None
         True
     """
@@ -36,4 +38,4 @@ def build_failure(error: BaseException) -> str | None:
     if not (by_compiler(kind, str(error)) or isinstance(error, ImportError)):
         return None
     text = " ".join(str(error).split())[:200]
-    return f"the kernel cannot be built here ({type(error).__name__}: {text})"
+    return FallbackReason(Fallback.BUILD_FAILED, (type(error).__name__, text))

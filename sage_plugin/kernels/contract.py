@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
+from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.schema import LaunchConfig
 
 HOST = "host"
@@ -27,7 +28,7 @@ class Decision:
 
     kernel: str
     variant: str
-    reason: str | None = None
+    reason: FallbackReason | None = None
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""Which hardware runs which kernel: a table, and one sentence for whatever does not run.
+"""Which hardware runs which kernel: a table, and one reason for whatever does not run.
 
 A row claims no more than what compiles ahead of time with every Triton that the package allows
 (`make compile-matrix`): each default config, inside the shared memory of the chip and on its matrix
@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from sage_plugin import device
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.schema import KERNELS, DeviceFacts, LaunchConfig
 
 LOWEST_TRITON = "3.6"
@@ -140,7 +141,7 @@ def support(
     if kernel in ("torch", "sdpa"):
         return Support(kernel, "host")
     if reason := device_reason(kernel, facts):
-        return Support(kernel, None, reason=reason)
+        return Support(kernel, None, reason=str(reason))
     arch, variant = "emulation", "emulation"
     if facts.kind != "cpu":
         arch = facts.arch
@@ -167,6 +168,8 @@ def default_config(
 HOPPER_ARCH = "sm_90"
 HOPPER_HEAD_DIMS = (33, 128)
 """Smallest and largest head dim of the Hopper variants, whose tiles have 64 or 128 channels."""
+HOPPER_MASK = FallbackReason(Fallback.HOPPER_MASK)
+HOPPER_SPECIAL = FallbackReason(Fallback.HOPPER_SPECIAL)
 
 
 def hopper_reason(
@@ -176,8 +179,8 @@ def hopper_reason(
     *,
     mask_kind: str = "none",
     special: bool = False,
-) -> str | None:
-    """Why the Hopper variant of a kernel does not take a call, in one sentence, or `None`.
+) -> FallbackReason | None:
+    """Why the Hopper variant of a kernel does not take a call, or `None`.
 
     Args:
         kernel: a kernel.
@@ -187,22 +190,22 @@ def hopper_reason(
         special: the call has a window, a cap, sinks, packed sequences or a bias of each head.
     """
     if "hopper" not in TRITON_KERNELS.get(kernel, ()):
-        return f"{kernel} has no Hopper variant"
+        return FallbackReason(Fallback.NO_HOPPER_VARIANT, kernel)
     if facts.arch != HOPPER_ARCH:
-        return f"the Hopper variant runs on {HOPPER_ARCH} alone, and this is {facts.arch}"
+        return FallbackReason(Fallback.HOPPER_ARCHITECTURE, (HOPPER_ARCH, facts.arch))
     if mask_kind not in ("none", "key_bias"):
-        return "the Hopper variant takes no mask of rows and keys"
+        return HOPPER_MASK
     if special:
-        return (
-            "the Hopper variant takes no window, cap, sinks, packed sequences or bias of each head"
-        )
+        return HOPPER_SPECIAL
     low, high = HOPPER_HEAD_DIMS
     if not low <= head_dim <= high:
-        return f"the Hopper variant takes head dims {low} to {high}, and this is {head_dim}"
+        return FallbackReason(Fallback.HOPPER_HEAD_DIM, (low, high, head_dim))
     return None
 
 
-def gpu_variant(kernel: str, head_dim: int, reason: str | None, *, mask_kind: str = "none") -> str:
+def gpu_variant(
+    kernel: str, head_dim: int, reason: FallbackReason | None, *, mask_kind: str = "none"
+) -> str:
     """The faster variant of a kernel on a GPU, given why the Hopper one does not take a call.
 
     The portable one is with fp16 values and 64 channels (causal calls of 2,048 to 32,768 tokens
@@ -237,29 +240,29 @@ def fewest_tokens(arch: str, *, causal: bool) -> int:
     return SHORTEST_CAUSAL if causal and arch == HOPPER_ARCH else 0
 
 
-def device_reason(kernel: str, facts: DeviceFacts) -> str | None:
-    """Why a device cannot run a kernel, in one sentence, or `None`."""
+def device_reason(kernel: str, facts: DeviceFacts) -> FallbackReason | None:
+    """Why a device cannot run a kernel, or `None`."""
     return _reason(kernel, facts.kind, facts.arch, facts.fp8_dtype)
 
 
-def _reason(kernel: str, kind: str, arch: str, fp8_dtype: str | None) -> str | None:
+def _reason(kernel: str, kind: str, arch: str, fp8_dtype: str | None) -> FallbackReason | None:
     if kernel in ("torch", "sdpa") or kind == "cpu":
         return None
     if kind == "other":
-        return f"no kernel runs on device type {arch}"
+        return FallbackReason(Fallback.DEVICE, arch)
     row = architecture(arch)
     if row is None or row.kind != kind:
         maker = "AMD" if kind == "hip" else "NVIDIA"
-        return f"{arch} is not a known {maker} architecture"
+        return FallbackReason(Fallback.UNKNOWN_ARCHITECTURE, (arch, maker))
     version = device.triton_version()
     if not version:
-        return "Triton is not installed"
+        return FallbackReason(Fallback.NO_TRITON)
     if row.kernels and release(version) < release(row.triton):
-        return f"{arch} needs Triton {row.triton} or newer, and {version} is installed"
+        return FallbackReason(Fallback.OLD_TRITON, (arch, row.triton, version))
     if kernel not in row.kernels:
-        return f"{arch} {row.reason}"
+        return FallbackReason(Fallback.ARCHITECTURE_LACKS, (arch, row.reason))
     if kernel in FP8_KERNELS and fp8_dtype is None:
-        return f"{arch} {NO_FP8}"
+        return FallbackReason(Fallback.ARCHITECTURE_LACKS, (arch, NO_FP8))
     return None
 
 

@@ -9,11 +9,12 @@ import torch
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.mask import MASK_DTYPES, mask_kind, normalised
 from sage_plugin.kernels.attention.runtime import shape_of
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.schema import CallShape
 
-SUBCLASS = "a tensor subclass brings its own attention"
-MASK_SHAPE = "a mask that does not broadcast to (B, H, Sq, Sk)"
-MASK_DEVICE = "a mask on another device"
+SUBCLASS = FallbackReason(Fallback.TENSOR_SUBCLASS)
+MASK_SHAPE = FallbackReason(Fallback.MASK_SHAPE)
+MASK_DEVICE = FallbackReason(Fallback.MASK_DEVICE)
 
 
 def plain(tensor: torch.Tensor) -> bool:
@@ -55,20 +56,20 @@ class Call:
             mask_kind=mask_kind(mask),
         )  # fmt: skip
 
-    def mask(self) -> torch.Tensor | str | None:
+    def mask(self) -> torch.Tensor | FallbackReason | None:
         """The mask as kernels take it, or why none does; the shapes of Q, K and V fit."""
         given: object = self.attn_mask
         if given is None:
             return None
         if not isinstance(given, torch.Tensor):
-            return f"a mask that is a {type(given).__name__}"
+            return FallbackReason(Fallback.MASK_TYPE, type(given).__name__)
         mask, seq, heads = given, *((2, 1) if self.layout == "bhsd" else (1, 2))
         if not plain(mask):
             return SUBCLASS
         if mask.device != self.q.device:
             return MASK_DEVICE
         if mask.dtype not in MASK_DTYPES:
-            return f"a mask of {mask.dtype}"
+            return FallbackReason(Fallback.MASK_DTYPE, str(mask.dtype))
         batch, keys = self.q.shape[0], self.k.shape[seq]
         if self.layout == "bshd" and mask.dim() == 2 and tuple(mask.shape) == (batch, keys):
             mask = mask[:, None, None]  # diffusers' dispatcher reads (B, Sk) as key padding

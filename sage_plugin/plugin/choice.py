@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sage_plugin.kernels.attention.dispatch import parse_kernel
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin.call import Call
 from sage_plugin.plugin.context import LayerContext
 from sage_plugin.plugin.policy import HOST, Policy, Rule
 
-NO_RULE = "no rule of the policy takes it"
-BY_RULE = "the policy's rule {} leaves it to the host"
-NO_TOTAL = "the policy goes by the number of steps, which no scheduler has set"
+NO_RULE = FallbackReason(Fallback.POLICY_WITHOUT_RULE)
+NO_TOTAL = FallbackReason(Fallback.POLICY_WITHOUT_STEPS)
 
 
 class Choice(NamedTuple):
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     launch: Mapping[str, Any]
     rule: int = 0
     step: int | None = None
-    reason: str | None = None
+    reason: FallbackReason | None = None
 
 
 def choice_of(layer: LayerContext, call: Call) -> Choice:
@@ -62,11 +62,6 @@ def _by_policy(layer: LayerContext, policy: Policy, call: Call) -> Choice:
 
 def _of_rule(number: int, rule: Rule, step: int | None) -> Choice:
     if rule.kernel == HOST:
-        return Choice(HOST, "auto", {}, number, step, BY_RULE.format(number))
+        return Choice(HOST, "auto", {}, number, step, FallbackReason(Fallback.POLICY, number))
     kernel, variant = ("auto", "auto") if rule.kernel == "auto" else parse_kernel(rule.kernel)
     return Choice(kernel, variant, rule.launch, number, step)
-
-
-def is_by_policy(reason: str) -> bool:
-    """Whether a call is the host's because the user's policy says so."""
-    return reason == NO_RULE or reason.startswith(BY_RULE.partition("{")[0])

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from sage_plugin.kernels.contract import Decision
+from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin.policy import Policy
 from sage_plugin.plugin.steps import StepClock
 
@@ -95,7 +96,7 @@ class PatchState:
         options: the options of the last `patch`.
         listeners: the handle's list, called in eager mode.
         disabled: `SAGE_PLUGIN_DISABLE` was set when it was last read.
-        warned: reasons that were logged since the last `patch`.
+        warned: reasons and notices that were logged since the last `patch`.
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
         forwards: eager forwards of the component since it was patched first.
         clock: tells the denoising step, where a policy has bands of them.
@@ -105,8 +106,8 @@ class PatchState:
     options: PatchOptions
     listeners: list[Listener]
     disabled: bool = False
-    warned: set[str] = field(default_factory=set)
-    unbuilt: dict[tuple[object, ...], str] = field(default_factory=dict)
+    warned: set[FallbackReason | str] = field(default_factory=set)
+    unbuilt: dict[tuple[object, ...], FallbackReason] = field(default_factory=dict)
     forwards: int = 0
     clock: StepClock | None = None
 
@@ -138,11 +139,11 @@ class LayerContext:
     original: object
     processor: object = None
     calls: Counter[str] = field(default_factory=Counter)
-    fallbacks: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
     config_sources: Counter[str] = field(default_factory=Counter)
     saved_ms: float = 0.0
     timed_calls: int = 0
-    broken: str | None = None
+    broken: FallbackReason | None = None
     rules: Counter[int] = field(default_factory=Counter)
     rule_steps: dict[int, set[int]] = field(default_factory=dict)
     handle: torch.Tensor = field(init=False)

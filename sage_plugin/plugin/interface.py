@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin import route
 from sage_plugin.plugin.call import Call
 
@@ -22,8 +23,8 @@ TABLE = "ALL_ATTENTION_FUNCTIONS"
 NAME = "sage_plugin"
 """What `names.register` enters in the table; models make the masks of `sdpa` for it."""
 
-WEIGHTS = "attention weights are asked for"
-OWN_EAGER = "the model's eager attention does more than softmax"
+WEIGHTS = FallbackReason(Fallback.ATTENTION_WEIGHTS)
+OWN_EAGER = FallbackReason(Fallback.EAGER_IS_NOT_SOFTMAX)
 
 UNDERSTOOD = frozenset((
     # what kernels know
@@ -141,22 +142,21 @@ def _call(
     )  # fmt: skip
 
 
-def _obstacle(original: Function, implementation: str, others: dict[str, Any]) -> str | None:
+def _obstacle(
+    original: Function, implementation: str, others: dict[str, Any]
+) -> FallbackReason | None:
     """Why a call is the original's, as far as its arguments tell."""
     if implementation not in ("sdpa", "eager"):
-        return f"masks and arguments of {implementation!r} attention are its own"
+        return FallbackReason(Fallback.IMPLEMENTATION, implementation)
     if others.get("output_attentions"):
         return WEIGHTS
     for name, given in others.items():
         if given is not None and name not in UNDERSTOOD:
-            return f"only the model's own attention knows {name}"
+            return FallbackReason(Fallback.MODEL_ARGUMENT, name)
     if implementation == "sdpa":
         for name, meaning in UNKNOWN_TO_SDPA.items():
             if others.get(name) is not None:
-                return (
-                    f"transformers' sdpa attention knows no {meaning}, which this model has: load "
-                    "it with attn_implementation='eager'"
-                )
+                return FallbackReason(Fallback.UNKNOWN_TO_SDPA, meaning)
     sinks = others.get("s_aux")
     if implementation == "eager" and not _is_softmax(original, sinks is not None):
         return OWN_EAGER

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sage_plugin.errors import PatchError
+from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin.component import Component, parts_of
 from sage_plugin.plugin.context import LayerContext
 
@@ -32,7 +33,7 @@ class LayerReport:
 
     layer: str
     calls: dict[str, int]
-    fallbacks: dict[str, int]
+    fallbacks: dict[FallbackReason, int]
     config_sources: dict[str, int]
     saved_ms: float = 0.0
     timed_calls: int = 0

@@ -22,9 +22,10 @@ from sage_plugin.kernels.attention.mask import is_added, of_heads
 from sage_plugin.kernels.attention.validate import wants_gradient
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin import parallel
 from sage_plugin.plugin.call import SUBCLASS, Call, plain
-from sage_plugin.plugin.choice import Choice, choice_of, is_by_policy
+from sage_plugin.plugin.choice import Choice, choice_of
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.schema import DeviceFacts, LaunchConfig
 
@@ -33,15 +34,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-DISABLED = "SAGE_PLUGIN_DISABLE is set"
-SHORT = "shorter than min_seq"
-FUNCTION_MODE = "another TorchFunctionMode watches the attention calls"
-SHAPE = "not one batch of (B, H, S, D) tensors"
-CAUSAL = "a causal call with Sq != Sk is aligned to the first key by the host"
-NOT_FINITE = "an output of this layer was not finite"
-BAD_INPUT = "inputs are not finite"
-PARALLEL = "context parallel attention of this kind is the host's"
-ARGUMENTS = "arguments that only the host's attention knows"
+DISABLED = FallbackReason(Fallback.DISABLED)
+FUNCTION_MODE = FallbackReason(Fallback.FUNCTION_MODE)
+SHAPE = FallbackReason(Fallback.SHAPE)
+CAUSAL = FallbackReason(Fallback.CAUSAL_ALIGNMENT)
+NOT_FINITE = FallbackReason(Fallback.NOT_FINITE)
+BAD_INPUT = FallbackReason(Fallback.INPUT_NOT_FINITE)
+PARALLEL = FallbackReason(Fallback.PARALLEL)
+ARGUMENTS = FallbackReason(Fallback.ARGUMENTS)
 BY_POLICY = "policy"
 """Where a launch config with fields of a rule came from."""
 DEVICES = ("cpu", "cuda")
@@ -103,7 +103,7 @@ def dispatch_instead_of(original: Callable[..., torch.Tensor]) -> Callable[..., 
     return dispatch_attention_fn
 
 
-def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tensor | T:
+def attend(host: Callable[[], T], call: Call, blocked: FallbackReason | None) -> torch.Tensor | T:
     """One attention call of a patched layer: what a kernel gives, or what the host gives.
 
     Args:
@@ -127,8 +127,9 @@ def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tens
     if eager:
         _note(frame, layer, call, decision)
         _note_rule(layer, choice)
-    if decision.reason is not None and layer.state.options.strict and not _wanted(decision.reason):
-        raise UnsupportedInputError(_complaint(layer, decision.reason))
+    reason = decision.reason
+    if reason is not None and layer.state.options.strict and not reason.cause.asked_for:
+        raise UnsupportedInputError(_complaint(layer, reason))
     if decision.kernel == "sdpa":
         return host()
     result, kind = None, call.q.device.type
@@ -148,7 +149,7 @@ def attend(host: Callable[[], T], call: Call, blocked: str | None) -> torch.Tens
 def attend_in_parallel(
     host: Callable[[], torch.Tensor],
     call: Call,
-    blocked: str | None,
+    blocked: FallbackReason | None,
     original: Callable[..., torch.Tensor],
     config: Any,  # noqa: ANN401
 ) -> torch.Tensor:
@@ -212,14 +213,14 @@ def _is_sound(layer: LayerContext, call: Call, decision: Decision, result: torch
 
 
 def _later(
-    host: Callable[[], T], layer: LayerContext, call: Call, blocked: str | None
+    host: Callable[[], T], layer: LayerContext, call: Call, blocked: FallbackReason | None
 ) -> torch.Tensor | T:
     """A call in a graph whose kernel a policy chooses anew each time that the graph runs."""
     mask = call.mask() if _fits(call) else SHAPE
     plain_call = blocked is None and plain(call.q) and plain(call.k) and plain(call.v)
     beyond = call.softcap > 0.0 or call.sinks is not None or call.return_lse
     needs_grad = wants_gradient(call.q, call.k, call.v, call.attn_mask)
-    if not plain_call or beyond or needs_grad or isinstance(mask, str):
+    if not plain_call or beyond or needs_grad or isinstance(mask, FallbackReason):
         return host()
     kind, q, k, v = call.q.device.type, call.q, call.k, call.v
     if torch.is_autocast_enabled(kind):
@@ -250,7 +251,8 @@ def _run(
         found = dispatch.find_launch(key, _facts(call.q), config_dir=config_dir)
         config = found.config.replaced(**choice.launch) if choice.launch else None
         if config is not None:
-            reason = dispatch.illegal_reason(config, key, _facts(call.q))
+            illegal = dispatch.illegal_reason(config, key, _facts(call.q))
+            reason = None if illegal is None else FallbackReason(Fallback.ILLEGAL_CONFIG, illegal)
         if reason is not None and layer.state.options.strict:
             raise UnsupportedInputError(_complaint(layer, reason))
     if reason is None:
@@ -288,7 +290,7 @@ def _launch(
 
 
 def _decide(
-    state: PatchState, call: Call, blocked: str | None, choice: Choice
+    state: PatchState, call: Call, blocked: FallbackReason | None, choice: Choice
 ) -> tuple[Decision, torch.Tensor | None]:
     """Where a call runs, and its mask as kernels take it."""
     if choice.kernel == "sdpa" and choice.reason is None:
@@ -297,7 +299,7 @@ def _decide(
     if reason is not None:
         return Decision("sdpa", HOST, reason), None
     mask = call.mask()
-    if isinstance(mask, str):
+    if isinstance(mask, FallbackReason):
         return Decision("sdpa", HOST, mask), None
     decision = dispatch.decide(
         call.shape(mask),
@@ -312,7 +314,7 @@ def _decide(
     return decision, mask
 
 
-def _obstacle(state: PatchState, call: Call) -> str | None:
+def _obstacle(state: PatchState, call: Call) -> FallbackReason | None:
     """Why a call cannot or shall not leave the host, as far as no kernel needs to be known."""
     q, k, v, options = call.q, call.k, call.v, state.options
     if state.disabled:
@@ -322,19 +324,13 @@ def _obstacle(state: PatchState, call: Call) -> str | None:
     if not (plain(q) and plain(k) and plain(v)):
         return SUBCLASS
     if q.device.type not in DEVICES:
-        return f"no kernel runs on device type {q.device.type}"
+        return FallbackReason(Fallback.DEVICE, q.device.type)
     if not _fits(call):
         return SHAPE
     seq = 2 if call.layout == "bhsd" else 1
     if not (_surely(q.shape[seq] >= options.min_seq) and _surely(k.shape[seq] >= options.min_seq)):
-        return f"{SHORT}={options.min_seq}"
+        return FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, options.min_seq)
     return CAUSAL if call.is_causal and not _surely(q.shape[seq] == k.shape[seq]) else None
-
-
-def _wanted(reason: str) -> bool:
-    """Whether the user asked for this reason, so that it is no failure."""
-    asked = (DISABLED, NOT_FINITE, dispatch.SLOW_TILES, dispatch.SMALL)
-    return reason in asked or reason.startswith(SHORT) or is_by_policy(reason)
 
 
 def _watched() -> bool:
@@ -393,15 +389,15 @@ def _note_rule(layer: LayerContext, choice: Choice) -> None:
             layer.rule_steps.setdefault(choice.rule, set()).add(choice.step)
 
 
-def _give_way(layer: LayerContext, reason: str) -> None:
+def _give_way(layer: LayerContext, reason: FallbackReason) -> None:
     """Count a call that goes to the host's attention, and say why once."""
     layer.fallbacks[reason] += 1
-    if reason not in layer.state.warned and not is_by_policy(reason):
+    if reason not in layer.state.warned and not reason.cause.by_policy:
         layer.state.warned.add(reason)
         logger.warning("%s (said once)", _complaint(layer, reason))
 
 
-def _complaint(layer: LayerContext, reason: str) -> str:
+def _complaint(layer: LayerContext, reason: FallbackReason) -> str:
     options = layer.state.options
     kernel = options.kernel if options.policy is None else "of the policy"
     return f"{layer.name}: kernel {kernel!r} gives way to the host's attention: {reason}"

@@ -136,7 +136,7 @@ def _study(
     kernel, variant = dispatch.parse_kernel(text)
     shape = group.shape
     decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
-    if decision.reason in (dispatch.SMALL, dispatch.SLOW_TILES):  # asked for, so tuned all the same
+    if decision.reason is not None and decision.reason.cause.left_by_auto:  # tuned all the same
         kernel = dispatch.automatic_kernel(facts)
         decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
     refuse_gpu_variant(decision.kernel, decision.variant, facts)

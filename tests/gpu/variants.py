@@ -30,7 +30,7 @@ def skip_what_is_left(kernel: str, variant: str, dim: int, **call: Any) -> None:
     if variant == "hopper":
         reason = hopper_reason(kernel, dispatch.facts_of("cuda", 0), dim, **call)
         if reason is not None:
-            pytest.skip(reason)
+            pytest.skip(str(reason))
 
 
 def config_of(

@@ -18,7 +18,7 @@ def test_auto_leaves_dense_additive_masks_to_the_host_and_a_named_kernel_takes_t
 ):
     chosen = decide(arch, mask_kind=mask_kind, additive=additive)
     left = additive and mask_kind == "dense"
-    assert (chosen.reason == dispatch.SLOW_TILES) == left
+    assert (chosen.reason == dispatch.DENSE_ADDITIVE_MASK) == left
     assert (chosen.kernel == "sdpa") == left
     named = decide(arch, "fav2", mask_kind=mask_kind, additive=additive)
     assert named == dispatch.Decision("fav2", "portable")
@@ -39,7 +39,7 @@ def test_auto_leaves_calls_of_few_operations_to_the_host_where_that_was_measured
 
     seq = math.isqrt(int(fewest / (4 * heads * dim) * (2 if causal else 1)))
     small, large = asked(seq - 1), asked(seq + 2)
-    assert (small.kernel, small.reason) == ("sdpa", dispatch.SMALL)
+    assert (small.kernel, small.reason) == ("sdpa", dispatch.TOO_SMALL)
     assert (large.kernel, large.reason) == ("fav3_sage", None)
     assert asked(seq - 1, batch=2).reason is None
     assert asked(seq - 1, kernel="fav3_sage").reason is None
@@ -54,7 +54,7 @@ def test_auto_leaves_causal_calls_of_few_tokens_to_the_host_whatever_the_heads(d
         given = at | {"head_dim": dim, "dv": dim, "causal": True, shorter: seq} | more
         return decide(**given)
 
-    assert asked(7167).reason == dispatch.SMALL
+    assert asked(7167).reason == dispatch.TOO_SMALL
     assert asked(7168).reason is None
     for more in ({"causal": False}, {"arch": "sm_89"}, {"kernel": "fav3_sage"}):
         assert asked(7167, **more).reason is None

@@ -10,6 +10,7 @@ import torch
 from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError
 from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.schema import KERNELS, CallShape, DeviceFacts
 from tests.kernels.calls import HOPPER
 
@@ -98,8 +99,8 @@ def test_report_106_auto_on_every_architecture(arch):
         assert found == dispatch.Decision(expected, variant_of(expected, arch), None)
     else:
         assert (found.kernel, found.variant) == ("sdpa", "host")
-        assert expected in found.reason
-        assert arch in found.reason
+        assert expected in str(found.reason)
+        assert arch in str(found.reason)
 
 
 @pytest.mark.parametrize("arch", TABLE)
@@ -115,7 +116,7 @@ def test_report_106_each_kernel_on_every_architecture(arch, kernel):
         assert named_too == dispatch.Decision(kernel, "portable", None)
     else:
         assert (found.kernel, found.variant) == ("sdpa", "host")
-        assert arch in found.reason
+        assert arch in str(found.reason)
 
 
 @pytest.mark.parametrize("arch", TABLE)
@@ -130,7 +131,7 @@ def test_a_cpu_runs_every_kernel_as_its_emulation_and_auto_on_the_host():
         assert decide("x86_64", kernel, variant="portable").label == f"{kernel}:portable"
     found = decide("x86_64")
     assert (found.kernel, found.variant) == ("sdpa", "host")
-    assert "CPU" in found.reason
+    assert found.reason.cause is Fallback.CPU
     assert decide("x86_64", variant="portable").label == "fav3_sage:portable"
 
 
@@ -143,12 +144,12 @@ def test_the_kernels_of_torch_run_everywhere(arch, kernel):
 @pytest.mark.parametrize("arch", ["sm_61", "sm_999", "gfx803"])
 def test_report_107_an_unknown_architecture_falls_back_and_never_raises(arch):
     assert decide(arch).kernel == "sdpa"
-    assert decide(arch).reason
+    assert decide(arch).reason.cause is Fallback.UNKNOWN_ARCHITECTURE
 
 
 @pytest.mark.parametrize("kernel", QUANTISED)
 def test_report_108_no_quantised_kernel_without_int8_tensor_cores(kernel):
-    assert NO_INT8 in decide("sm_70", kernel).reason
+    assert NO_INT8 in str(decide("sm_70", kernel).reason)
 
 
 def test_report_109_hip_is_told_by_its_kind_not_by_a_capability():
@@ -156,14 +157,14 @@ def test_report_109_hip_is_told_by_its_kind_not_by_a_capability():
     assert decide("gfx1151").label == "sage:portable"
     assert decide("sm_115").kernel == "sdpa"
     posing = dataclasses.replace(facts("gfx1151"), arch="sm_90")
-    assert "not a known AMD architecture" in dispatch.decide(SHAPE, posing).reason
+    assert "not a known AMD architecture" in str(dispatch.decide(SHAPE, posing).reason)
 
 
 def test_report_110_a_missing_triton_is_named(monkeypatch):
     monkeypatch.setattr(device, "triton_version", lambda: "")
     for arch in ("sm_90", "gfx942"):
         for kernel in ("auto", *ALL):
-            assert decide(arch, kernel).reason == "Triton is not installed"
+            assert decide(arch, kernel).reason.cause is Fallback.NO_TRITON
     assert dispatch.kernels_of(facts("sm_90")) == ("torch", "sdpa")
     assert decide("x86_64", "sage").label == "sage:emulation"
 
@@ -171,7 +172,7 @@ def test_report_110_a_missing_triton_is_named(monkeypatch):
 @pytest.mark.parametrize("kernel", ["fav3_sage", "fav3_fp8"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "gfx1100"])
 def test_report_111_a_missing_fp8_type_is_a_named_reason(arch, kernel):
-    assert decide(arch, kernel).reason == f"{arch} has no FP8 matrix units"
+    assert str(decide(arch, kernel).reason) == f"{arch} has no FP8 matrix units"
 
 
 @pytest.mark.parametrize("dim", [160, 192, 256])
@@ -183,34 +184,34 @@ def test_report_18_large_heads_that_a_kernel_takes(dim):
 @pytest.mark.parametrize("kernel", ["auto", *ALL])
 def test_report_18_larger_heads_fall_back(dim, kernel):
     found = decide(kernel=kernel, head_dim=dim, dv=dim)
-    assert (found.kernel, found.reason) == ("sdpa", f"head dim {dim} is over 256")
+    assert found == dispatch.Decision("sdpa", "host", FallbackReason(Fallback.HEAD_DIM, (dim, 256)))
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "reason"),
     [
-        ({"dropout": 0.1}, "dropout"),
-        ({"needs_grad": True}, "gradient"),
-        ({"dv": 64}, "V has 64 channels and Q 128"),
-        ({"dtype": "float64"}, "dtype float64"),
-        ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
-        ({"dtype": "int8"}, "dtype int8"),
-        ({"seq_q": 0}, "empty"),
-        ({"seq_k": 0}, "empty"),
-        ({"batch": 0}, "empty"),
-        ({"heads_q": 0}, "empty"),
-        ({"head_dim": 0, "dv": 0}, "empty"),
-        ({"min_seq": 4097}, "min_seq 4097"),
-        ({"min_seq": 100, "seq_q": 99}, "min_seq 100"),
-        ({"min_seq": 100, "seq_k": 99}, "min_seq 100"),
+        ({"dropout": 0.1}, FallbackReason(Fallback.DROPOUT)),
+        ({"needs_grad": True}, FallbackReason(Fallback.GRADIENT)),
+        ({"dv": 64}, FallbackReason(Fallback.V_CHANNELS, (64, 128))),
+        ({"dtype": "float64"}, FallbackReason(Fallback.DTYPE, "float64")),
+        ({"dtype": "float8_e4m3fn"}, FallbackReason(Fallback.DTYPE, "float8_e4m3fn")),
+        ({"dtype": "int8"}, FallbackReason(Fallback.DTYPE, "int8")),
+        ({"seq_q": 0}, FallbackReason(Fallback.EMPTY)),
+        ({"seq_k": 0}, FallbackReason(Fallback.EMPTY)),
+        ({"batch": 0}, FallbackReason(Fallback.EMPTY)),
+        ({"heads_q": 0}, FallbackReason(Fallback.EMPTY)),
+        ({"head_dim": 0, "dv": 0}, FallbackReason(Fallback.EMPTY)),
+        ({"min_seq": 4097}, FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 4097)),
+        ({"min_seq": 100, "seq_q": 99}, FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 100)),
+        ({"min_seq": 100, "seq_k": 99}, FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 100)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("kernel", ["auto", *ALL])
-def test_a_call_that_no_kernel_takes_has_its_reason(changes, words, kernel):
+def test_a_call_that_no_kernel_takes_has_its_reason(changes, reason, kernel):
     found = decide(kernel=kernel, **changes)
     assert (found.kernel, found.variant) == ("sdpa", "host")
-    assert words in found.reason
+    assert found.reason == reason
 
 
 @pytest.mark.parametrize("kind", ["key_bias", "dense"])
@@ -232,7 +233,7 @@ def test_report_33_there_is_no_flag_that_a_mask_could_be_forgotten_in():
 
 def test_report_95_a_gradient_always_gives_way_to_the_host():
     for kernel in (*ALL, "torch"):
-        assert decide(kernel=kernel, needs_grad=True).reason == "a gradient is needed"
+        assert decide(kernel=kernel, needs_grad=True).reason.cause is Fallback.GRADIENT
     assert decide(kernel="sdpa", needs_grad=True).reason is None
 
 
@@ -366,20 +367,29 @@ def test_facts_of_a_tensors_device():
 
 # -- the Hopper variants ----------------------------------------------------------------------
 
-LIMITED = "the Hopper variant takes head dims 33 to 128, and this is {}"
-NO_TILES = "the Hopper variant takes no mask of rows and keys"
-NO_SPECIAL = "the Hopper variant takes no window, cap, sinks, packed sequences or bias of each head"
+NO_TILES = FallbackReason(Fallback.HOPPER_MASK)
+NO_SPECIAL = FallbackReason(Fallback.HOPPER_SPECIAL)
+
+
+def limited(dim):
+    return FallbackReason(Fallback.HOPPER_HEAD_DIM, (33, 128, dim))
+
+
+def elsewhere(arch):
+    return FallbackReason(Fallback.HOPPER_ARCHITECTURE, ("sm_90", arch))
+
+
 LEFT = [  # what the Hopper variant leaves to the portable one, and why
-    ({"head_dim": 32, "dv": 32}, LIMITED.format(32)),
-    ({"head_dim": 129, "dv": 129}, LIMITED.format(129)),
-    ({"head_dim": 256, "dv": 256}, LIMITED.format(256)),
-    ({"head_dim": 1, "dv": 1}, LIMITED.format(1)),
+    ({"head_dim": 32, "dv": 32}, limited(32)),
+    ({"head_dim": 129, "dv": 129}, limited(129)),
+    ({"head_dim": 256, "dv": 256}, limited(256)),
+    ({"head_dim": 1, "dv": 1}, limited(1)),
     ({"mask_kind": "dense"}, NO_TILES),
     ({"special": True}, NO_SPECIAL),
     ({"special": True, "mask_kind": "key_bias"}, NO_SPECIAL),
-    ({"arch": "sm_100"}, "the Hopper variant runs on sm_90 alone, and this is sm_100"),
-    ({"arch": "sm_120"}, "the Hopper variant runs on sm_90 alone, and this is sm_120"),
-    ({"arch": "gfx942"}, "the Hopper variant runs on sm_90 alone, and this is gfx942"),
+    ({"arch": "sm_100"}, elsewhere("sm_100")),
+    ({"arch": "sm_120"}, elsewhere("sm_120")),
+    ({"arch": "gfx942"}, elsewhere("gfx942")),
 ]
 
 
@@ -435,7 +445,7 @@ def test_a_hopper_variant_by_the_environment_is_one_asked_for_by_name(monkeypatc
 def test_a_cpu_has_no_hopper_variant():
     found = decide("x86_64", "fav3_sage", variant="hopper")
     assert (found.kernel, found.variant) == ("sdpa", "host")
-    assert found.reason == "the Hopper variant runs on sm_90 alone, and this is x86_64"
+    assert found.reason == elsewhere("x86_64")
 
 
 def test_fav2_has_no_hopper_variant():
@@ -446,9 +456,9 @@ def test_fav2_has_no_hopper_variant():
 
 def test_what_no_kernel_takes_is_told_before_what_the_hopper_variant_leaves():
     found = decide(kernel="fav3_sage", variant="hopper", special=True, needs_grad=True)
-    assert found.reason == "a gradient is needed"
+    assert found.reason.cause is Fallback.GRADIENT
     found = decide("sm_80", "fav3_sage", variant="hopper")
-    assert found.reason == "sm_80 has no FP8 matrix units"
+    assert str(found.reason) == "sm_80 has no FP8 matrix units"
 
 
 def test_a_call_key_names_the_hopper_variant():

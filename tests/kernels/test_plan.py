@@ -15,6 +15,7 @@ from sage_plugin.errors import ConfigError, UnknownKernelError, UnsupportedInput
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention import dispatch, executor, torch_ops, validate
 from sage_plugin.kernels.contract import Decision
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.registry.merge import merge
 from tests.kernels.calls import Shape, draw, launch
 from tests.registry.samples import TOOLCHAIN, entry
@@ -181,7 +182,8 @@ def test_what_sends_a_call_to_the_host_is_part_of_the_key(made):
     assert attention(*wanting, **options).requires_grad
     attention(q, k, v, **options)
     assert [one.decision.reason for one in made] == [
-        None, "shorter than min_seq 30", "dropout is not supported", "a gradient is needed",
+        None, FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 30), FallbackReason(Fallback.DROPOUT),
+        FallbackReason(Fallback.GRADIENT),
     ]  # fmt: skip
 
 

@@ -128,6 +128,7 @@ def _one(run: Run, gpus: bool, rank: int) -> tuple:
             raise
         error = str(problem)
     rows = [] if not run.kernel else [
-        (row.layer, row.calls, row.fallbacks) for row in sage_plugin.report(network).rows
+        (row.layer, row.calls, {str(why): n for why, n in row.fallbacks.items()})
+        for row in sage_plugin.report(network).rows
     ]  # fmt: skip
     return out, rows, error

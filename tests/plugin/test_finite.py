@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin import route
 from sage_plugin.plugin.patch import patch
 from tests.plugin.toys import Direct, ToyAttention, qkv
+
+UNBUILT = FallbackReason(Fallback.BUILD_FAILED, ("RuntimeError", "no compiler"))
 
 
 @pytest.fixture
@@ -79,11 +82,11 @@ def test_inputs_that_are_not_finite_are_no_fault_of_the_kernel(caplog, which):
 
 def test_a_kernel_that_cannot_be_built_leaves_autocast_to_the_host(monkeypatch):
     model, handle = patched_pair()
-    monkeypatch.setattr(route, "build_failure", lambda error: "cannot be built")
+    monkeypatch.setattr(route, "build_failure", lambda error: UNBUILT)
     monkeypatch.setattr(route, "run_decided", lambda *_, **__: 1 / 0)
     q, k, v = qkv()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, expected = model["a"](q, k, v), F.scaled_dot_product_attention(q, k, v)
     assert found.dtype == expected.dtype == torch.bfloat16
     assert torch.equal(found, expected)
-    assert handle.report().rows[0].fallbacks == {"cannot be built": 1}
+    assert handle.report().rows[0].fallbacks == {UNBUILT: 1}

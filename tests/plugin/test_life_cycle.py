@@ -28,6 +28,7 @@ from diffusers.models.attention_processor import (
     Attention,
 )
 
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin.patch import handle_of, patch, patched, unpatch
 from tests.plugin import tiny_transformers
 from tests.plugin.tiny import CALLS, Tiny, random, tiny
@@ -390,7 +391,7 @@ def test_report_95_gradients_with_checkpoints_are_those_of_the_unpatched_model(n
         assert (ours.grad is None) == (host.grad is None)
         assert ours.grad is None or torch.equal(ours.grad, host.grad)
     # A checkpoint runs its block twice.
-    reason = {"a gradient is needed": 2}
+    reason = {FallbackReason(Fallback.GRADIENT): 2}
     assert [row.fallbacks for row in handle.report().rows] == [reason] * CALLS[name]
     model.module.eval()
     model.run()

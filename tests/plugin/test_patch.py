@@ -18,6 +18,7 @@ from diffusers.models.attention_processor import Attention, IPAdapterAttnProcess
 
 import sage_plugin
 from sage_plugin.errors import ConfigError, PatchError, UnknownKernelError, UsageError
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin.diffusers import find_denoisers, has_attention
 from sage_plugin.plugin.patch import PatchHandle, handle_of, patch, patched, refresh, unpatch
 from tests.plugin import tiny_transformers
@@ -166,7 +167,7 @@ def test_report_102_cross_attention_to_a_short_text_stays_on_the_host():
         if row.layer.endswith("attn1"):
             assert row.calls == {"sage:emulation": 1}
         else:
-            assert row.fallbacks == {"shorter than min_seq=13": 1}
+            assert row.fallbacks == {FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 13): 1}
 
 
 def test_report_84_auto_on_a_cpu_changes_nothing():
@@ -174,7 +175,7 @@ def test_report_84_auto_on_a_cpu_changes_nothing():
     before = model.run()
     handle = patch(model.module, min_seq=0)
     assert torch.equal(model.run(), before)
-    assert all("CPU" in next(iter(row.fallbacks)) for row in handle.report().rows)
+    assert all(next(iter(row.fallbacks)).cause is Fallback.CPU for row in handle.report().rows)
 
 
 def test_report_95_training_gets_the_same_gradients():
@@ -188,7 +189,7 @@ def test_report_95_training_gets_the_same_gradients():
         grads.append([p.grad.clone() for p in model.module.parameters() if p.grad is not None])
     assert len(grads[0]) > 50
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert all("gradient" in next(iter(row.fallbacks)) for row in handle.report().rows)
+    assert all(next(iter(row.fallbacks)).cause is Fallback.GRADIENT for row in handle.report().rows)
 
 
 def test_autocast_and_half_models():

@@ -14,11 +14,14 @@ from torch._dynamo.testing import CompileCounter
 
 import sage_plugin
 from sage_plugin.errors import ConfigError, UnsupportedInputError, UsageError
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin import choice, policy
 from sage_plugin.plugin.policy import PRESETS, Policy, Rule
 from tests.plugin.tiny import tiny
 
 STEPS = 5
+
+BY_FIRST_RULE = FallbackReason(Fallback.POLICY, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -180,11 +183,11 @@ def test_bands_of_steps_change_the_kernel(forwards):
         if "attn2" in layer:
             assert (calls, fallbacks) == (
                 {},
-                {choice.BY_RULE.format(1): 2 * f, choice.NO_RULE: 3 * f},
+                {BY_FIRST_RULE: 2 * f, choice.NO_RULE: 3 * f},
             )
         else:
             assert calls == {"fav2:emulation": 2 * f, "sage:emulation": f}
-            assert fallbacks == {choice.BY_RULE.format(1): 2 * f}
+            assert fallbacks == {BY_FIRST_RULE: 2 * f}
     row = next(row for row in handle.report().rows if row.layer.endswith("attn1"))
     assert row.rule_steps == {1: (0, 1), 2: (4,), 3: (2, 3)}
     assert f"rule 3 x{2 * f} at steps 2-3" in handle.report().text()
@@ -210,7 +213,7 @@ def test_layers_kinds_lengths_and_fields_choose_and_the_first_rule_wins():
     with sage_plugin.patched(pipe, policy=made, min_seq=0) as handle:
         ours = pipe()
     first, cross, second, other = (value for _, value in sorted(counts(handle).items()))
-    assert first == cross == ({}, {choice.BY_RULE.format(1): STEPS})
+    assert first == cross == ({}, {BY_FIRST_RULE: STEPS})
     assert second == ({"fav3_sage:emulation": STEPS}, {})
     sources = {row.layer[-14:]: row.config_sources for row in handle.report().rows}
     assert sources["blocks.1.attn1"] == {"policy": STEPS}
@@ -235,7 +238,8 @@ def test_a_field_that_no_launch_can_have_leaves_the_call_with_its_reason(caplog)
         ours = pipe()
     assert all(map(torch.equal, ours, plain))
     (reason,) = {reason for _, fallbacks in counts(handle).values() for reason in fallbacks}
-    assert "block_m 7" in reason
+    assert reason.cause is Fallback.ILLEGAL_CONFIG
+    assert "block_m 7" in str(reason)
     with (
         pytest.raises(UnsupportedInputError, match="block_m 7"),
         sage_plugin.patched(pipe, policy=made, min_seq=0, on_unsupported="error"),

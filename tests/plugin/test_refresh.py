@@ -20,6 +20,8 @@ from torch._dynamo.testing import CompileCounter
 
 import sage_plugin
 from sage_plugin.errors import PatchError
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.plugin import route
 from sage_plugin.plugin.patch import handle_of, patch, refresh, unpatch
 from tests.plugin.tiny import CALLS, Pipeline, tiny
 from tests.plugin.toys import ByProduct, Direct, ToyAttention, generated, qkv, sage
@@ -97,11 +99,14 @@ def test_refresh_forgets_neither_reasons_nor_broken_layers(caplog):
     handle = patch(layer, kernel="sage", min_seq=100)
     with caplog.at_level(logging.WARNING, "sage_plugin"):
         layer(*qkv())
-        handle.layers["model"].broken = "found out"
+        handle.layers["model"].broken = route.NOT_FINITE
         refresh(layer)
         layer(*qkv())
     assert len(caplog.records) == 2
-    assert handle.report().rows[0].fallbacks == {"shorter than min_seq=100": 1, "found out": 1}
+    assert handle.report().rows[0].fallbacks == {
+        FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 100): 1,
+        route.NOT_FINITE: 1,
+    }
 
 
 def test_refresh_goes_through_a_pipeline_and_refuses_what_is_not_patched():

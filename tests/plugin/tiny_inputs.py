@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sage_plugin.kernels.fallback import FallbackReason
 from tests.plugin.tiny import random
 
 ATTENTION = {"num_attention_heads": 2, "attention_head_dim": 16}
@@ -33,7 +34,7 @@ class Family:
 
     build: Callable[[], tuple[nn.Module, dict[str, Any]]]
     calls: int
-    fallbacks: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[FallbackReason, int] = field(default_factory=dict)
     flex: int = 0
     skipped: int = 0
 

@@ -6,6 +6,7 @@ import diffusers
 import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
 
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from tests.plugin.tiny import random
 from tests.plugin.tiny_inputs import (
     ATTENTION,
@@ -34,6 +35,8 @@ HUNYUAN = {
 }  # fmt: skip
 FRAMES = torch.arange(2)
 LONG = torch.tensor([1])
+
+BLOCK_MASK = FallbackReason(Fallback.MASK_TYPE, "BlockMask")
 
 
 def _ace_step():
@@ -286,7 +289,7 @@ VIDEOS = {
     "ace_step": Family(_ace_step, 4),
     "allegro": Family(_allegro, 2),
     "anyflow": Family(_anyflow, 4),
-    "anyflow_far": Family(_anyflow_far, 2, fallbacks={"a mask that is a BlockMask": 1}, flex=1),
+    "anyflow_far": Family(_anyflow_far, 2, fallbacks={BLOCK_MASK: 1}, flex=1),
     "chronoedit": Family(_chronoedit, 4),
     "consisid": Family(_consisid, 2),
     "cosmos": Family(_cosmos, 4),

@@ -11,6 +11,7 @@ import torch
 from sage_plugin import device, settings
 from sage_plugin.errors import UnknownKernelError
 from sage_plugin.kernels.contract import HOST, Decision, Found
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.launch_config import (
     candidates,
     default_launch,
@@ -38,8 +39,6 @@ from sage_plugin.schema import (
 )
 
 __all__ = [
-    "SLOW_TILES",
-    "SMALL",
     "Decision",
     "Found",
     "automatic_kernel",
@@ -59,13 +58,17 @@ __all__ = [
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
-SLOW_TILES = "an additive mask of rows and keys is faster on the host's attention"
+
+ON_CPU = FallbackReason(Fallback.CPU)
+DENSE_ADDITIVE_MASK = FallbackReason(Fallback.DENSE_ADDITIVE_MASK)
 """Why `auto` leaves them: at head dim 128 SDPA took three quarters of the time on an H100. A bool
 mask of rows and keys is faster here, whatever it hides."""
-GRADIENT = "a gradient is needed"
-SMALL = "so small a call is faster on the host's attention"
+TOO_SMALL = FallbackReason(Fallback.TOO_SMALL)
 """Why `auto` leaves calls of fewer operations than `support.fewest_operations`, or of fewer tokens
 than `support.fewest_tokens`."""
+GRADIENT = FallbackReason(Fallback.GRADIENT)
+DROPOUT = FallbackReason(Fallback.DROPOUT)
+EMPTY = FallbackReason(Fallback.EMPTY)
 
 
 def resolve_kernel(name: str) -> str:
@@ -169,7 +172,7 @@ def decide(
     automatic = kernel == "auto"
     if automatic:
         if facts.kind == "cpu" and variant == "auto":
-            return _host("on a CPU the host's attention is the fastest")
+            return _host(ON_CPU)
         kernel = automatic_kernel(facts)
     variant = _checked_variant(kernel, variant)
     if kernel == "sdpa":
@@ -190,7 +193,7 @@ def decide(
 
 def _gpu_variant(
     kernel: str, variant: str, shape: CallShape, facts: DeviceFacts, special: bool
-) -> tuple[str | None, str]:
+) -> tuple[FallbackReason | None, str]:
     """The variant that takes a call, or the one asked for and why it cannot."""
     if variant == "portable" or (variant == "auto" and facts.kind == "cpu"):
         return None, variant
@@ -220,14 +223,14 @@ def call_key(shape: CallShape, decision: Decision) -> CallKey:
     )
 
 
-def _left_by_auto(shape: CallShape, facts: DeviceFacts, additive: bool) -> str | None:
+def _left_by_auto(shape: CallShape, facts: DeviceFacts, additive: bool) -> FallbackReason | None:
     """Why `auto` leaves a call that a kernel could take to the host's attention, or `None`."""
     if additive and shape.mask_kind == "dense":
-        return SLOW_TILES
+        return DENSE_ADDITIVE_MASK
     if min(shape.seq_q, shape.seq_k) < fewest_tokens(facts.arch, causal=shape.causal):
-        return SMALL
+        return TOO_SMALL
     if _operations(shape) < fewest_operations(facts.arch, shape.head_dim):
-        return SMALL
+        return TOO_SMALL
     return None
 
 
@@ -237,7 +240,7 @@ def _operations(shape: CallShape) -> float:
     return 4.0 * shape.batch * shape.heads_q * pairs * shape.head_dim
 
 
-def _host(reason: str) -> Decision:
+def _host(reason: FallbackReason) -> Decision:
     return Decision("sdpa", HOST, reason)
 
 
@@ -256,20 +259,20 @@ def _checked_variant(kernel: str, variant: str) -> str:
 
 def _call_reason(
     kernel: str, shape: CallShape, min_seq: int, dropout: float, needs_grad: bool
-) -> str | None:
+) -> FallbackReason | None:
     """Why a kernel does not take this call on any hardware, or `None`."""
     if needs_grad:
         return GRADIENT
     if dropout > 0.0:
-        return "dropout is not supported"
+        return DROPOUT
     if kernel != "torch" and shape.dtype not in DTYPES:
-        return f"dtype {shape.dtype} is not supported"
+        return FallbackReason(Fallback.DTYPE, shape.dtype)
     if kernel != "torch" and shape.head_dim > MAX_HEAD_DIM:
-        return f"head dim {shape.head_dim} is over {MAX_HEAD_DIM}"
+        return FallbackReason(Fallback.HEAD_DIM, (shape.head_dim, MAX_HEAD_DIM))
     if kernel != "torch" and shape.dv != shape.head_dim:
-        return f"V has {shape.dv} channels and Q {shape.head_dim}"
+        return FallbackReason(Fallback.V_CHANNELS, (shape.dv, shape.head_dim))
     if 0 in (shape.batch, shape.heads_q, shape.seq_q, shape.seq_k, shape.head_dim):
-        return "the call is empty"
+        return EMPTY
     if shape.seq_q < min_seq or shape.seq_k < min_seq:
-        return f"shorter than min_seq {min_seq}"
+        return FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, min_seq)
     return None

@@ -100,7 +100,7 @@ class Option:
         """
         decision = dispatch.decide(shape, facts, kernel=self.kernel, variant=self.variant)
         if decision.reason is not None:
-            return decision.reason
+            return str(decision.reason)
         key = dispatch.call_key(shape, decision)
         config = dispatch.find_launch(key, facts, config_dir=config_dir).config
         try:

@@ -13,6 +13,7 @@ import torch
 from sage_plugin.kernels.attention.backends.triton.launch import QuantisedPortable
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import NO_WINDOW, Problem
+from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.quantize.operands import QuantisedOperands
 from sage_plugin.kernels.quantize.recipe import Recipe
 from sage_plugin.kernels.quantize.triton.key_mask import by_key
@@ -32,7 +33,7 @@ class HopperOrPortable(QuantisedPortable):
     def __init__(self, kernel: str, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.kernel = kernel
-        self.reason: str | None = None
+        self.reason: FallbackReason | None = None
         """Why the Hopper variant could not be built; `None` while it can be."""
 
     def prepare(
