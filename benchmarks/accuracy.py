@@ -48,7 +48,7 @@ from sage_plugin.errors import SageError, UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.attention.torch_ops import shape_of
-from sage_plugin.kernels.contract import Implementation, Problem
+from sage_plugin.kernels.contract import AttentionParams, Implementation
 from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
 from sage_plugin.tune.run_folder import git_revision
 
@@ -86,15 +86,15 @@ def errors_of(
 ) -> Errors:
     """Error of an output, plain and centred, and what rounding to its dtype alone costs."""
     plain = compare(out, exact, v_mean=mean, rounding=dtype)
-    centre = mean.double()
-    centred = compare(out.double() - centre, exact.double() - centre)
+    center = mean.double()
+    centered = compare(out.double() - center, exact.double() - center)
     return {
         "rel_l1": plain.rel_l1,
         "centred_rel_l1": plain.centred_rel_l1,
         "worst_head_rel_l1": plain.worst_head_rel_l1,
-        "worst_head_centred_rel_l1": centred.worst_head_rel_l1,
+        "worst_head_centred_rel_l1": centered.worst_head_rel_l1,
         "cosine": plain.cosine,
-        "centred_cosine": centred.cosine,
+        "centred_cosine": centered.cosine,
         "gain": plain.gain,
         "rounding_floor": plain.rounding_floor,
         "bad_values": float(plain.bad_values),
@@ -137,7 +137,7 @@ def emulated(
     """Those rows of a kernel's emulation on the same device, in fp32."""
     q, k, v = tensors
     twin = built(kernel, "emulation", q.device)
-    problem = Problem(scale, causal, "bhsd")
+    problem = AttentionParams(scale, causal, "bhsd")
     operands = twin.prepare(q[:, :, rows], k, v, problem=problem, launch=launch)
     out, _ = twin.launch(operands, out_dtype=FP32)
     return out

@@ -32,8 +32,8 @@ def errors(rows: Rows) -> str:
             mine = [r["errors"] for r in rows if (r["model"], r["kernel"]) == (model, kernel)]
             median = sorted(m["rel_l1"] for m in mine)[len(mine) // 2]
             worst = max(m["worst_head_rel_l1"] for m in mine)
-            centred = max(m["centred_rel_l1"] for m in mine)
-            cells.append(f"{median:.4f} / {worst:.4f} / {centred:.4f}")
+            centered = max(m["centred_rel_l1"] for m in mine)
+            cells.append(f"{median:.4f} / {worst:.4f} / {centered:.4f}")
         found.append([model, *cells])
     return table(["inputs", *KERNELS], found)
 

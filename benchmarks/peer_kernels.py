@@ -235,8 +235,8 @@ def _sage1_kernel(
     if causal and q.shape[2] != k.shape[2]:
         raise UnfitCallError("its causal mask needs as many queries as keys")
     smooth = k - k.mean(dim=2, keepdim=True)
-    quantise = core.per_block_int8_hd96 if width == 96 else core.per_block_int8
-    q8, q_scale, k8, k_scale = quantise(q, smooth, sm_scale=scale, tensor_layout="HND")
+    quantize = core.per_block_int8_hd96 if width == 96 else core.per_block_int8
+    q8, q_scale, k8, k_scale = quantize(q, smooth, sm_scale=scale, tensor_layout="HND")
     attend = getattr(core, f"attn_{'h96_' if width == 96 else ''}{'true' if causal else 'false'}")
     v16 = v.to(torch.float16)
     return lambda: attend(

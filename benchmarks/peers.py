@@ -41,7 +41,7 @@ import sage_plugin
 from sage_plugin import device as devices
 from sage_plugin.accuracy.reference import clear, reference
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.measure.clocks import ClockSnapshot, snapshot, stamp
 from sage_plugin.measure.inputs import presets, synthetic
 from sage_plugin.measure.timing import Samples, measure
@@ -171,7 +171,7 @@ def kernel_call(decision: dispatch.Decision, config: LaunchConfig, tensors: Tens
     """The attention launch alone, on operands prepared once."""
     q, k, v = tensors
     one = built(decision.kernel, decision.variant, q.device)
-    problem = Problem(1.0 / math.sqrt(q.shape[3]), False, "bhsd")
+    problem = AttentionParams(1.0 / math.sqrt(q.shape[3]), False, "bhsd")
     operands = one.prepare(q, k, v, problem=problem, launch=config)
     return lambda: one.launch(operands)
 

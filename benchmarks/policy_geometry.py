@@ -29,7 +29,7 @@ from sage_plugin import device as devices
 from sage_plugin.capture.call import canonical
 from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.measure.inputs import in_layout
-from sage_plugin.measure.timing import Limits, measure
+from sage_plugin.measure.timing import TimingLimits, measure
 from sage_plugin.plugin.context import CallEvent
 from sage_plugin.plugin.policy import SCHEMA_VERSION, Policy, Rule, read
 from sage_plugin.tune.policy.option import Option
@@ -120,7 +120,7 @@ def measured(args: argparse.Namespace) -> Facts:
     bands = per_band(read(args.policy), layers, args.steps)
     rules = [rule for policy in bands.values() for rule in policy.rules[:-1]]
     options = {option.label: option for option in map(option_of, rules)}
-    limits = Limits(warmup=2, min_samples=5, max_samples=40, budget_s=args.budget)
+    limits = TimingLimits(warmup=2, min_samples=5, max_samples=40, budget_s=args.budget)
     call_ms = _medians(calls_alone(events[0], list(options.values())), args.device, limits)
     ways: dict[str, Facts] = {name: {"policy": policy} for name, policy in bands.items()}
     ways |= {option.kernel: {"kernel": option.kernel} for option in options.values()}
@@ -162,7 +162,7 @@ def _timed(step: Any, options: Facts, min_seq: int) -> Callable[[], object]:  # 
 
 
 def _medians(
-    calls: dict[str, Callable[[], object]], device: str, limits: Limits
+    calls: dict[str, Callable[[], object]], device: str, limits: TimingLimits
 ) -> dict[str, float]:
     samples = measure(calls, device=device, limits=limits)
     return {name: sample.timing().median_ms for name, sample in samples.items()}

@@ -31,9 +31,9 @@ from step_timing import sharing_copy  # noqa: E402
 
 import sage_plugin  # noqa: E402
 from sage_plugin.errors import TuningError  # noqa: E402
-from sage_plugin.measure.timing import Limits, measure  # noqa: E402
+from sage_plugin.measure.timing import TimingLimits, measure  # noqa: E402
 from sage_plugin.plugin.policy import Policy  # noqa: E402
-from sage_plugin.tune.policy.request import Request  # noqa: E402
+from sage_plugin.tune.policy.request import PolicyRequest  # noqa: E402
 from sage_plugin.tune.policy.search import search  # noqa: E402
 from tests.real import captured, outputs, weights  # noqa: E402
 
@@ -77,7 +77,7 @@ def searched(network: Any, prompt: torch.Tensor, args: argparse.Namespace) -> di
         with sage_plugin.record(network, captures, max_captures=args.captures):
             read(network, prompt)
         for budget in args.max_errors:
-            request = Request(captures, max_error=budget, runs_dir=Path(folder) / "runs")
+            request = PolicyRequest(captures, max_error=budget, runs_dir=Path(folder) / "runs")
             try:
                 result = search(request)
             except TuningError as error:
@@ -150,7 +150,7 @@ def times(
         return run
 
     calls = {"sdpa": call(None)} | {name: call(options) for name, options in ways.items()}
-    limits = Limits(warmup=2, min_samples=5, max_samples=30, budget_s=args.budget)
+    limits = TimingLimits(warmup=2, min_samples=5, max_samples=30, budget_s=args.budget)
     samples = measure(calls, device=args.device, limits=limits)
     return {name: sample.timing().median_ms for name, sample in samples.items()}
 

@@ -23,7 +23,7 @@ from gpu_options import gpu_parser, on_gpu
 
 import sage_plugin
 from sage_plugin.demo import load_pipeline
-from sage_plugin.tune.policy.request import Request
+from sage_plugin.tune.policy.request import PolicyRequest
 from sage_plugin.tune.policy.search import search
 
 DIGIT = 7
@@ -50,7 +50,7 @@ def timed(count: int, args: argparse.Namespace) -> dict[str, Any]:
             )
         recorded_s = time.monotonic() - start
         found = search(
-            Request(
+            PolicyRequest(
                 captures, max_error=args.max_error, captures_per_cell=count,
                 runs_dir=Path(folder) / "runs",
             )

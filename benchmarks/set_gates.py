@@ -32,7 +32,7 @@ from tests.real import captured, faults, inputs, judged, rule, weights  # noqa: 
 from tests.real.captured import Captured  # noqa: E402
 from tests.real.hook import Call  # noqa: E402
 
-QUANTISED = ("sage", "fav3_sage", "fav3_fp8")
+QUANTIZED = ("sage", "fav3_sage", "fav3_fp8")
 BLOCKS = (64, 128)
 """Key blocks of the default configs of all GPUs that matter here: the granule of K's scale."""
 
@@ -98,7 +98,7 @@ def capture_rows(sets: Sequence[Captured]) -> list[Row]:
     """Errors of every kernel on every capture, the worst of its configs."""
     rows = []
     for one in sets:
-        for kernel in ("sdpa", "fav2", *QUANTISED):
+        for kernel in ("sdpa", "fav2", *QUANTIZED):
             found = worst([judge(one, kernel, launch) for launch in launches(kernel, one)])
             rows.append(_row(one, kernel, found))
             say(f"{one.name:48} {kernel:10} {found.worst_head_rel_l1:.4f}")
@@ -108,7 +108,7 @@ def capture_rows(sets: Sequence[Captured]) -> list[Row]:
 def option_rows(sets: Sequence[Captured]) -> list[Row]:
     """Median and worst errors of each model under each option."""
     rows = []
-    for kernel in QUANTISED:
+    for kernel in QUANTIZED:
         for option, changes in OPTIONS.items():
             if option != "default" and _changed(kernel, sets[0], changes) is None:
                 continue
@@ -186,7 +186,7 @@ def gates_of(rows: Sequence[Row]) -> tuple[dict[str, Gate], dict[str, ErrorMetri
         return worst([ErrorMetrics.from_json(row["errors"]) for row in counted])
 
     bases = {"sdpa": worst_of("sdpa", "fav2"), "fav2": worst_of("fav2")}
-    bases |= {kernel: worst_of(kernel) for kernel in QUANTISED}
+    bases |= {kernel: worst_of(kernel) for kernel in QUANTIZED}
     gates = {kernel: rule.gate_of(base, host=kernel == "sdpa") for kernel, base in bases.items()}
     return gates, bases
 

@@ -322,7 +322,7 @@ class ErrorMetrics(JsonRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence(JsonRecord):
+class EntryEvidence(JsonRecord):
     """Why a registry entry holds what it holds.
 
     Attributes:
@@ -364,7 +364,7 @@ class RegistryEntry(JsonRecord):
     seq_q_range: tuple[int, ...]
     seq_k_range: tuple[int, ...]
     config: LaunchConfig
-    evidence: Evidence
+    evidence: EntryEvidence
 
 
 @dataclass(frozen=True, slots=True)

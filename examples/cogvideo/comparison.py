@@ -15,7 +15,7 @@ from text_table import text_table
 
 from sage_plugin.bench.end_to_end import plot, report, summary
 from sage_plugin.bench.end_to_end.draw import Frames
-from sage_plugin.bench.end_to_end.record import Proof, Row
+from sage_plugin.bench.end_to_end.record import ClipRow, Proof
 from sage_plugin.bench.end_to_end.way import POLICY
 from sage_plugin.bench.report import write
 from sage_plugin.errors import OutputError
@@ -41,7 +41,7 @@ class Comparison:
     fps: int
 
     @property
-    def drawn(self) -> tuple[Row, ...]:
+    def drawn(self) -> tuple[ClipRow, ...]:
         """All but the unpatched clip."""
         return self.proof.rows[1:]
 
@@ -132,7 +132,7 @@ class Comparison:
                 lines.writerows((one.name, frame, *pair) for frame, pair in enumerate(pairs))
 
 
-def _summary(one: Row) -> dict[str, Any]:
+def _summary(one: ClipRow) -> dict[str, Any]:
     return {
         "mean_psnr_db": _finite(one.quality.mean_psnr_db),
         "min_psnr_db": _finite(one.quality.min_psnr_db),
@@ -144,13 +144,13 @@ def _summary(one: Row) -> dict[str, Any]:
     }
 
 
-def _curve_cells(one: Row, largest: float) -> tuple[str, str]:
+def _curve_cells(one: ClipRow, largest: float) -> tuple[str, str]:
     if not one.step_error:
         return "not told by the pipeline", "-"
     return summary.bars(one.step_error, largest), f"{one.step_error[-1]:.1e}"
 
 
-def _run_cells(row: Row) -> tuple[str, ...]:
+def _run_cells(row: ClipRow) -> tuple[str, ...]:
     step = step_timing.NO_SPEED if row.time is None else f"{row.time.step_ms:.1f}"
     numbers = (row.saved_ms, row.foreseen_saved_ms, row.foreseen_ms)
     error = "-" if row.foreseen_error is None else f"{row.foreseen_error:.5f}"

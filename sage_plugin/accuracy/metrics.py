@@ -103,10 +103,10 @@ def _combined(
     sums: torch.Tensor, cosines: torch.Tensor, *, count: int, bad_values: int, suspect: str
 ) -> ErrorMetrics:
     total = sums.sum(0)
-    error, size, square, _, dot, oo, rr, out_sum, ref_sum, centred_size, rounded = total.tolist()
+    error, size, square, _, dot, oo, rr, out_sum, ref_sum, centered_size, rounded = total.tolist()
     head_cosines = _cosine(sums[:, 4], sums[:, 5], sums[:, 6])
     head_rel_l1 = sums[:, 0] / sums[:, 1].clamp_min(TINY)
-    head_centred = sums[:, 0] / sums[:, 9].clamp_min(TINY)
+    head_centered = sums[:, 0] / sums[:, 9].clamp_min(TINY)
     return ErrorMetrics(
         rel_l1=error / max(size, TINY),
         cosine=_cosine(*(torch.tensor(x, dtype=torch.float64) for x in (dot, oo, rr))).item(),
@@ -116,12 +116,12 @@ def _combined(
         worst_head_rel_l1=head_rel_l1.max().item(),
         worst_head_cosine=head_cosines.min().item(),
         gain=out_sum / ref_sum if ref_sum else float(out_sum == 0),
-        centred_rel_l1=error / max(centred_size, TINY),
-        rounding_floor=rounded / max(centred_size, TINY),
+        centred_rel_l1=error / max(centered_size, TINY),
+        rounding_floor=rounded / max(centered_size, TINY),
         bad_values=bad_values,
         worst_head_row_cosine_p10=min(_p10(head) for head in cosines),
         suspect=suspect,
-        worst_head_centred_rel_l1=head_centred.max().item(),
+        worst_head_centred_rel_l1=head_centered.max().item(),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from sage_plugin.accuracy.fingerprint import fingerprint
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.attention.visibility import hidden_by_mask, hidden_by_position
-from sage_plugin.kernels.contract import NO_WINDOW, Problem
+from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams
 
 MAX_ROWS = 256
 EDGE_ROWS = 4
@@ -141,7 +141,7 @@ def visible_mean(
         (B, Hq, R, Dv), or (B, Hq, 1, Dv) where all rows see all keys, fp32.
     """
     if mask is not None or window != NO_WINDOW:
-        sight = _Sight(rows, seq_q, v.shape[2], Problem(0.0, causal, "bhsd", mask, window))
+        sight = _Sight(rows, seq_q, v.shape[2], AttentionParams(0.0, causal, "bhsd", mask, window))
         return _mean_in_sight(v, sight, heads_q)
     batch, heads_k, seq_k, _ = v.shape
     means = [
@@ -169,7 +169,7 @@ class _Sight:
     rows: torch.Tensor
     seq_q: int
     seq_k: int
-    problem: Problem
+    problem: AttentionParams
 
     def of(self, b: int, h: int) -> torch.Tensor:
         """`(rows, Sk)` bool of one head."""

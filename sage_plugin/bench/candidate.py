@@ -11,17 +11,17 @@ import torch
 from sage_plugin.accuracy.metrics import compare
 from sage_plugin.accuracy.output import CheckedOutput, checked_output
 from sage_plugin.accuracy.reference import Reference
-from sage_plugin.bench.cost import is_quantised, moved_bytes
-from sage_plugin.bench.suite import Inputs
+from sage_plugin.bench.cost import is_quantized, moved_bytes
+from sage_plugin.bench.suite import BenchInputs
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import (
     HOST,
+    AttentionParams,
     Decision,
-    Found,
     Implementation,
     Prepared,
-    Problem,
+    ResolvedConfig,
     bhsd,
 )
 from sage_plugin.schema import DeviceFacts, ErrorMetrics
@@ -42,7 +42,7 @@ class Candidate:
     """
 
     decision: Decision
-    found: Found | None
+    found: ResolvedConfig | None
     checked: CheckedOutput
     errors: ErrorMetrics
     call: Callable[[], object]
@@ -57,7 +57,7 @@ class Candidate:
 
 def candidate(
     decision: Decision,
-    inputs: Inputs,
+    inputs: BenchInputs,
     exact: Reference,
     facts: DeviceFacts,
     *,
@@ -89,7 +89,7 @@ def candidate(
     )
     fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
     built = implementation(decision.kernel, decision.variant, fp8)
-    problem = Problem(shape.scale, shape.causal, shape.layout, inputs.timed_mask, lse=False)
+    problem = AttentionParams(shape.scale, shape.causal, shape.layout, inputs.timed_mask, lse=False)
     tensors = (bhsd(tensor, shape.layout) for tensor in inputs.timed)  # its own inverse
     prepare = functools.partial(built.prepare, *tensors, problem=problem, launch=config)
     operands = prepare()
@@ -101,7 +101,7 @@ def candidate(
         checked=checked,
         errors=errors_against(checked, exact.out, exact, dtype=inputs.judged[2].dtype),
         call=functools.partial(_whole, built, prepare),
-        alone=functools.partial(built.launch, operands) if is_quantised(operands) else None,
+        alone=functools.partial(built.launch, operands) if is_quantized(operands) else None,
         moved_bytes=moved_bytes(operands, shape),
     )
 

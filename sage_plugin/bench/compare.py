@@ -19,24 +19,24 @@ from sage_plugin.accuracy.reference import Reference, reference
 from sage_plugin.bench.candidate import Candidate, candidate, errors_against
 from sage_plugin.bench.cost import flops
 from sage_plugin.bench.difference import difference
-from sage_plugin.bench.rows import EMULATION_NOTE, Row, Table
-from sage_plugin.bench.suite import Case, Inputs, load
+from sage_plugin.bench.rows import EMULATION_NOTE, KernelRow, Table
+from sage_plugin.bench.suite import BenchInputs, Case, load
 from sage_plugin.errors import SageError, UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.measure.clocks import snapshot, stamp
-from sage_plugin.measure.timing import Limits, Samples, measure
+from sage_plugin.measure.timing import Samples, TimingLimits, measure
 from sage_plugin.schema import CallShape, DeviceFacts
 
 logger = logging.getLogger(__name__)
 
 AGAIN = "again"
 ALONE = "alone"
-GPU_LIMITS = Limits()
-CPU_LIMITS = Limits(warmup=1, warmup_s=0.0, min_samples=5, max_samples=50, budget_s=3.0)
+GPU_LIMITS = TimingLimits()
+CPU_LIMITS = TimingLimits(warmup=1, warmup_s=0.0, min_samples=5, max_samples=50, budget_s=3.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """How to compare, the same for every input.
 
     Attributes:
@@ -56,12 +56,12 @@ class Plan:
     differences: bool = False
 
 
-def limits_for(device: torch.device) -> Limits:
+def limits_for(device: torch.device) -> TimingLimits:
     """When the timing of one input ends on this device."""
     return CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
 
 
-def run_case(case: Case, plan: Plan, *, device: torch.device) -> Table:
+def run_case(case: Case, plan: BenchPlan, *, device: torch.device) -> Table:
     """Judge and time every kernel of the plan on one input.
 
     A kernel that cannot run the input, or fails on it, becomes a sentence in `Table.failed`; the
@@ -85,7 +85,7 @@ def run_case(case: Case, plan: Plan, *, device: torch.device) -> Table:
             ) from error
 
 
-def _table(case: Case, plan: Plan, device: torch.device) -> Table:
+def _table(case: Case, plan: BenchPlan, device: torch.device) -> Table:
     """`run_case` while the device is the current one, as launches outside of our op need it."""
     facts = devices.facts(device)
     inputs = load(case, device)
@@ -120,7 +120,7 @@ def _table(case: Case, plan: Plan, device: torch.device) -> Table:
 
 
 def _candidates(
-    plan: Plan, inputs: Inputs, exact: Reference, facts: DeviceFacts
+    plan: BenchPlan, inputs: BenchInputs, exact: Reference, facts: DeviceFacts
 ) -> tuple[list[Candidate], list[str]]:
     """The kernels that run, the reference among them, and why the others do not."""
     wanted = plan.kernels if plan.reference is None else (plan.reference, *plan.kernels)
@@ -145,7 +145,7 @@ def _candidates(
     return list(ready.values()), failed
 
 
-def _timed(ready: list[Candidate], plan: Plan, device: torch.device) -> dict[str, Samples]:
+def _timed(ready: list[Candidate], plan: BenchPlan, device: torch.device) -> dict[str, Samples]:
     """One interleaved measurement of all calls, with quantisation and alone, and the self-test."""
     functions: dict[str, Callable[[], object]] = {}
     for one in ready:
@@ -167,7 +167,7 @@ def _ratio(one: Samples, other: Samples) -> float:
 
 
 def _base(
-    plan: Plan, shape: CallShape, facts: DeviceFacts, ready: Iterable[Candidate]
+    plan: BenchPlan, shape: CallShape, facts: DeviceFacts, ready: Iterable[Candidate]
 ) -> Candidate | None:
     """The candidate that is the reference, kernel and variant; it stands first where it ran."""
     if plan.reference is None:
@@ -188,17 +188,17 @@ def _row(
     samples: dict[str, Samples],
     exact: Reference,
     trust: str,
-    plan: Plan,
-) -> Row:
+    plan: BenchPlan,
+) -> KernelRow:
     against = exact.out if base is None else base.checked.out
     dtype = getattr(torch, shape.dtype)
     alone = samples.get(f"{one.label} {ALONE}")
-    low = centre = high = None
+    low = center = high = None
     if base is not None and base is not one:
         gains = samples[one.label].gain_over(samples[base.label])
-        centre, low, high = (1 / (1 - gain) for gain in gains)
+        center, low, high = (1 / (1 - gain) for gain in gains)
     found = one.found
-    return Row(
+    return KernelRow(
         input=case.name,
         source=case.source,
         input_sha256="" if case.record is None else case.record.sha256,
@@ -216,7 +216,7 @@ def _row(
         reference_errors=(
             None if base is None else errors_against(one.checked, against, exact, dtype=dtype)
         ),
-        speedup=centre,
+        speedup=center,
         speedup_low=low,
         speedup_high=high,
         gate=tuple(failures(gate_for(one.decision.kernel), one.errors)),

@@ -9,7 +9,7 @@ import torch
 
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.visibility import hidden_by_mask, hidden_by_position
-from sage_plugin.kernels.contract import Operands, Problem
+from sage_plugin.kernels.contract import AttentionParams, Operands
 from sage_plugin.measure.inputs import torch_dtype
 from sage_plugin.schema import CallShape
 
@@ -111,9 +111,9 @@ def moved_bytes(operands: Operands, shape: CallShape) -> int:
         shape: the call; its output has the dtype of its inputs.
     """
     own = {n: t for n, t in _tensors(operands) if not n.startswith("problem.")}
-    tensors = _quantised(operands) or own
+    tensors = _quantized(operands) or own
     problem = getattr(operands, "problem", None)
-    mask = problem.mask if isinstance(problem, Problem) else None
+    mask = problem.mask if isinstance(problem, AttentionParams) else None
     tensors.pop("k_scale_finite", None)  # a kernel reads these K scales or the others
     if mask is not None:
         by_key = KEY_TERM in tensors and mask_kind(mask) == "key_bias" and mask.shape[1] == 1
@@ -126,12 +126,12 @@ def moved_bytes(operands: Operands, shape: CallShape) -> int:
     return sum(t.numel() * t.element_size() for t in read.values()) + output * element_size
 
 
-def is_quantised(operands: Operands) -> bool:
+def is_quantized(operands: Operands) -> bool:
     """Whether `prepare` made anything but a note of the caller's tensors."""
-    return bool(_quantised(operands))
+    return bool(_quantized(operands))
 
 
-def _quantised(operands: Operands) -> dict[str, torch.Tensor]:
+def _quantized(operands: Operands) -> dict[str, torch.Tensor]:
     return {
         name: tensor
         for name, tensor in _tensors(operands)

@@ -25,7 +25,7 @@ class Spread(JsonRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference(JsonRecord):
+class OutputDifference(JsonRecord):
     """How a test output differs from a reference, on the same rows.
 
     Attributes:
@@ -54,7 +54,7 @@ class Difference(JsonRecord):
     upstream_fails: float
 
 
-def difference(test: torch.Tensor, reference: torch.Tensor) -> Difference:
+def difference(test: torch.Tensor, reference: torch.Tensor) -> OutputDifference:
     """Compare two outputs (B, H, R, Dv) value by value.
 
     Example:
@@ -67,7 +67,7 @@ def difference(test: torch.Tensor, reference: torch.Tensor) -> Difference:
     error = (t - r).abs()
     rows = torch.nn.functional.cosine_similarity(t, r, dim=-1).flatten()
     beyond = (error > UPSTREAM_ABS) & (error > UPSTREAM_REL * r.abs())
-    return Difference(
+    return OutputDifference(
         shape=tuple(test.shape),
         reference=_spread(reference),
         test=_spread(test),

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sage_plugin.bench.rows import Row, Table
+from sage_plugin.bench.rows import KernelRow, Table
 from sage_plugin.errors import OutputError
 from sage_plugin.measure.clocks import ClockSnapshot
 from sage_plugin.schema import SCHEMA_VERSION, DeviceFacts, ErrorMetrics, Timing, Toolchain
@@ -20,7 +20,7 @@ from sage_plugin.schema import SCHEMA_VERSION, DeviceFacts, ErrorMetrics, Timing
 REFERENCE_ERRORS = ("rel_l1", "cosine", "rmse", "max_abs", "row_cosine_p10", "centred_rel_l1")
 
 
-def flat(row: Row, device: DeviceFacts, toolchain: Toolchain) -> dict[str, Any]:
+def flat(row: KernelRow, device: DeviceFacts, toolchain: Toolchain) -> dict[str, Any]:
     """One CSV line by column name; units stand in the names."""
     cells: dict[str, Any] = {
         "input": row.input,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sage_plugin.bench.difference import Difference
+from sage_plugin.bench.difference import OutputDifference
 from sage_plugin.measure.clocks import ClockSnapshot
 from sage_plugin.schema import CallShape, ErrorMetrics, JsonRecord, LaunchConfig, Timing
 
@@ -12,7 +12,7 @@ EMULATION_NOTE = "emulation: not a speed"
 
 
 @dataclass(frozen=True, slots=True)
-class Row(JsonRecord):
+class KernelRow(JsonRecord):
     """One kernel on one input; every number of speed comes from the one timing `time`.
 
     Attributes:
@@ -60,7 +60,7 @@ class Row(JsonRecord):
     gate: tuple[str, ...]
     stamp: str
     note: str
-    difference: Difference | None = None
+    difference: OutputDifference | None = None
 
     @property
     def label(self) -> str:
@@ -100,7 +100,7 @@ class Table:
 
     input: str
     shape: CallShape
-    rows: tuple[Row, ...]
+    rows: tuple[KernelRow, ...]
     stamp: str
     aa_ratio: float | None
     before: ClockSnapshot | None

@@ -58,7 +58,7 @@ class Suite:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class BenchInputs:
     """The tensors of one case, indexed bhsd.
 
     Attributes:
@@ -155,7 +155,7 @@ def describe(shape: CallShape) -> str:
     return f"{shape.batch}x{heads}x{seq}x{shape.head_dim} {shape.dtype} {shape.layout}{more}"
 
 
-def load(case: Case, device: torch.device) -> Inputs:
+def load(case: Case, device: torch.device) -> BenchInputs:
     """The tensors of a case on the device.
 
     A capture is judged on its saved heads. On a GPU it is timed at the full call shape, by
@@ -169,12 +169,12 @@ def load(case: Case, device: torch.device) -> Inputs:
             case.shape, device=device, seed=case.seed, distribution=case.distribution
         )
         mask = synthetic_mask(case.shape, device=device, seed=case.seed)
-        return Inputs(tensors, tensors, case.shape, mask, mask)
+        return BenchInputs(tensors, tensors, case.shape, mask, mask)
     call = open_captures(case.folder).load(case.record, device=str(device))
     saved, mask = (call.q, call.k, call.v), call.mask
     if device.type != "cpu":
-        return Inputs(saved, full_size(call), case.shape, mask, full_mask(call))
-    return Inputs(saved, saved, saved_shape(case), mask, mask)
+        return BenchInputs(saved, full_size(call), case.shape, mask, full_mask(call))
+    return BenchInputs(saved, saved, saved_shape(case), mask, mask)
 
 
 def saved_shape(case: Case) -> CallShape:

@@ -17,7 +17,7 @@ from sage_plugin.capture.forwards import ForwardWatch
 from sage_plugin.capture.manifest import FAMILY, CallCounts
 from sage_plugin.capture.options import CaptureOptions
 from sage_plugin.capture.origin import Origin, origin_of
-from sage_plugin.capture.policy import Cell
+from sage_plugin.capture.policy import CaptureCell
 from sage_plugin.capture.selection import Part
 from sage_plugin.capture.summary import CaptureSummary
 from sage_plugin.capture.tally import Tally
@@ -59,7 +59,7 @@ class Intake:
         self._writer = CaptureWriter(folder, overwrite=options.overwrite)
         self._on_save = on_save
         self._tally = Tally()
-        self._saved: dict[Cell, CaptureRecord] = {}
+        self._saved: dict[CaptureCell, CaptureRecord] = {}
         self._selected: dict[str, bool] = {}
         self._origins: dict[ForwardWatch, Origin] = {}
         self._failure: OutputError | None = None
@@ -138,7 +138,7 @@ class Intake:
         if not self._is_short(call):
             self._tally.add_cell(event.layer, call.shape, self.denoising.step)
         self.add_layers([event.layer])  # no news, but where a model was patched again
-        cell = Cell(event.layer, max(watch.step, 0), event.call_index)
+        cell = CaptureCell(event.layer, max(watch.step, 0), event.call_index)
         reason = self.policy.refusal(cell) or self._obstacle(call)
         part = reason or self._rule.choose(call)
         if isinstance(part, str):
@@ -177,7 +177,12 @@ class Intake:
         return min(call.shape.seq_q, call.shape.seq_k) < self._min_seq
 
     def _record(
-        self, watch: ForwardWatch, event: CallEvent, cell: Cell, call: CanonicalCall, part: Part
+        self,
+        watch: ForwardWatch,
+        event: CallEvent,
+        cell: CaptureCell,
+        call: CanonicalCall,
+        part: Part,
     ) -> CaptureRecord:
         """The manifest line, but for file and checksum."""
         origin = self._origins.get(watch) or origin_of(watch.model)

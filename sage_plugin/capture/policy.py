@@ -31,7 +31,7 @@ _Rank = tuple[int, int, float, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class CaptureCell:
     """The place of one attention call.
 
     Attributes:
@@ -46,7 +46,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CaptureVerdict:
     """What to do with a call.
 
     Attributes:
@@ -57,8 +57,8 @@ class Verdict:
     """
 
     keep: bool
-    evict: Cell | None = None
-    instead_of: Cell | None = None
+    evict: CaptureCell | None = None
+    instead_of: CaptureCell | None = None
     reason: str = ""
 
 
@@ -68,10 +68,10 @@ class SpreadPolicy:
     Example:
         >>> policy = SpreadPolicy(max_captures=2)
         >>> policy.add_layers(["a.0", "a.1"])
-        >>> for cell in (Cell("a.0", 0), Cell("a.1", 0)):
+        >>> for cell in (CaptureCell("a.0", 0), CaptureCell("a.1", 0)):
         ...     policy.commit(cell, policy.judge(cell))
-        >>> policy.judge(Cell("a.0", 1)).evict
-        Cell(layer='a.1', step=0, call_index=0)
+        >>> policy.judge(CaptureCell("a.0", 1)).evict
+        CaptureCell(layer='a.1', step=0, call_index=0)
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class SpreadPolicy:
         self._layers: list[str] = []
         self._position: dict[str, int] = {}
         self._offset_rank: list[int] = []
-        self._kept: dict[Cell, _Rank] = {}
-        self._plan: set[Cell] | None = None
+        self._kept: dict[CaptureCell, _Rank] = {}
+        self._plan: set[CaptureCell] | None = None
 
     @property
-    def kept(self) -> tuple[Cell, ...]:
+    def kept(self) -> tuple[CaptureCell, ...]:
         """The calls that are kept now."""
         return tuple(self._kept)
 
@@ -122,7 +122,7 @@ class SpreadPolicy:
         self._total = total_steps
         self._plan = None
 
-    def refusal(self, cell: Cell) -> str:
+    def refusal(self, cell: CaptureCell) -> str:
         """Why a call is out of the question, empty where it is a candidate."""
         if cell.layer not in self._position:
             return NOT_SELECTED_LAYER
@@ -130,21 +130,21 @@ class SpreadPolicy:
             return NOT_SELECTED_STEP
         return ALREADY_KEPT if cell in self._kept else ""
 
-    def judge(self, cell: Cell) -> Verdict:
+    def judge(self, cell: CaptureCell) -> CaptureVerdict:
         """Decide on one call; `commit` tells that the decision was carried out."""
         reason = self.refusal(cell)
         if reason:
-            return Verdict(False, reason=reason)
+            return CaptureVerdict(False, reason=reason)
         if self._total is not None and cell.step < self._total:
             return self._judge_planned(cell, self._total)
         if len(self._kept) < self.max_captures:
-            return Verdict(True)
+            return CaptureVerdict(True)
         worst = max(self._kept, key=self._kept.__getitem__)
         if self._rank(cell) >= self._kept[worst]:
-            return Verdict(False, reason=NOT_IN_SPREAD)
-        return Verdict(True, evict=worst)
+            return CaptureVerdict(False, reason=NOT_IN_SPREAD)
+        return CaptureVerdict(True, evict=worst)
 
-    def commit(self, cell: Cell, verdict: Verdict) -> None:
+    def commit(self, cell: CaptureCell, verdict: CaptureVerdict) -> None:
         """Take note that a call was saved as `judge` decided."""
         if verdict.evict is not None:
             del self._kept[verdict.evict]
@@ -153,18 +153,18 @@ class SpreadPolicy:
             self._plan.discard(verdict.instead_of or cell)
             self._plan.add(cell)
 
-    def _judge_planned(self, cell: Cell, total: int) -> Verdict:
+    def _judge_planned(self, cell: CaptureCell, total: int) -> CaptureVerdict:
         """Keep a planned call, and an unplanned one in place of a planned one that did not come."""
         if self._plan is None:
             self._plan = self._planned(total)
         if cell in self._plan:
-            return Verdict(True)
+            return CaptureVerdict(True)
         missed = self._missed(cell, self._plan)
         if missed is None and len(self._plan) >= self.max_captures:
-            return Verdict(False, reason=NOT_IN_SPREAD)
-        return Verdict(True, instead_of=missed)
+            return CaptureVerdict(False, reason=NOT_IN_SPREAD)
+        return CaptureVerdict(True, instead_of=missed)
 
-    def _missed(self, cell: Cell, plan: set[Cell]) -> Cell | None:
+    def _missed(self, cell: CaptureCell, plan: set[CaptureCell]) -> CaptureCell | None:
         """A planned call that this one may replace: of the same layer, or long overdue."""
         overdue = [
             p
@@ -174,22 +174,24 @@ class SpreadPolicy:
         ]
         return min(overdue, key=lambda p: (p.layer != cell.layer, p.step, p.layer), default=None)
 
-    def _planned(self, total: int) -> set[Cell]:
+    def _planned(self, total: int) -> set[CaptureCell]:
         """The even selection for a known number of steps; what is kept already takes its place."""
         steps = [step for step in range(total) if step in self._steps]
         layers = sorted(self._layers, key=self._position.__getitem__)
         count = min(self.max_captures, len(steps) * len(layers))
         turns = sorted(range(count), key=lambda i: (i + 1) * _GOLDEN % 1.0)
-        plan: set[Cell] = set()
+        plan: set[CaptureCell] = set()
         for slot, turn in enumerate(turns):
             step = steps[_stratum(slot, count, len(steps))]
             first = _stratum(turn, count, len(layers))
-            around = (Cell(layers[(first + i) % len(layers)], step) for i in range(len(layers)))
+            around = (
+                CaptureCell(layers[(first + i) % len(layers)], step) for i in range(len(layers))
+            )
             plan.add(next(cell for cell in around if cell not in plan))
         new = sorted(plan - self._kept.keys(), key=lambda p: (p.step, p.layer))
         return set(self._kept) | set(new[: max(0, self.max_captures - len(self._kept))])
 
-    def _rank(self, cell: Cell) -> _Rank:
+    def _rank(self, cell: CaptureCell) -> _Rank:
         """Order of keeping, best first; equal for no two cells of one step."""
         number = self._steps.count_below(cell.step) + 1
         layers = len(self._layers)

@@ -34,7 +34,7 @@ _COUNTS_EVERY_S = 10.0
 _MOST_STEPS = 100_000
 
 
-class Recorder:
+class CaptureRecorder:
     """Listens to patched models and saves a spread of their attention calls; made by `record`.
 
     Args:
@@ -234,7 +234,7 @@ def record(
     min_seq: int = MIN_SEQ,
     overwrite: bool = False,
     on_save: Callable[[CaptureRecord], None] | None = None,
-) -> Recorder:
+) -> CaptureRecorder:
     """Record attention inputs of a pipeline or model while a `with` block runs.
 
     A patched model is recorded as it is; any other runs its own attention and is left as it was.
@@ -260,7 +260,7 @@ def record(
 
     Raises:
         PatchError: `obj` is neither a pipeline nor a module.
-        UsageError: an option is out of range. Entering the result raises what `Recorder.open` does,
+        UsageError: an option is out of range. Entering the result raises what `CaptureRecorder.open` does,
             and leaving it `OutputError` if the disk did not take everything.
 
     Example:
@@ -284,7 +284,7 @@ def record(
         overwrite=overwrite,
     )
     handle_of(obj)  # refuses what can hold no attention
-    return Recorder(folder, options, target=obj, on_save=on_save)
+    return CaptureRecorder(folder, options, target=obj, on_save=on_save)
 
 
 def _still_host(handle: PatchHandle) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sage_plugin.capture.recorder import HOST_KERNEL, Recorder
+from sage_plugin.capture.recorder import HOST_KERNEL, CaptureRecorder
 from sage_plugin.errors import PatchError, UsageError
 from sage_plugin.plugin.component import component_of
 from sage_plugin.plugin.patch import patch
@@ -57,7 +57,7 @@ def check_script(path: Path) -> None:
         raise UsageError(f"script {path} cannot be read")
 
 
-def run_script(path: Path, args: Sequence[str], recorder: Recorder) -> ScriptEnd:
+def run_script(path: Path, args: Sequence[str], recorder: CaptureRecorder) -> ScriptEnd:
     """Run a script as `__main__`, as `python path args...` would, and record from it.
 
     Args:
@@ -86,7 +86,7 @@ def run_script(path: Path, args: Sequence[str], recorder: Recorder) -> ScriptEnd
 class DenoiserHook:
     """Attaches a recorder to each denoiser at its first forward, patching it where nobody did."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CaptureRecorder) -> None:
         self._recorder = recorder
         self._passed_over: set[type] = set()
         self._hooks: list[RemovableHandle] = []

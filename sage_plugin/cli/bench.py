@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.bench_inputs import DEFAULT_FOLDER, Asked, suite_of
+from sage_plugin.cli.bench_inputs import DEFAULT_FOLDER, BenchInputOptions, suite_of
 from sage_plugin.cli.console import stderr, stdout
 from sage_plugin.errors import CaptureError, GateError, UnsupportedInputError, UsageError
 from sage_plugin.schema import KERNEL_ALIASES, KERNELS
@@ -16,7 +16,7 @@ from sage_plugin.schema import KERNEL_ALIASES, KERNELS
 if TYPE_CHECKING:
     import torch
 
-    from sage_plugin.bench.compare import Plan
+    from sage_plugin.bench.compare import BenchPlan
     from sage_plugin.bench.rows import Table
     from sage_plugin.bench.suite import Suite
     from sage_plugin.schema import DeviceFacts
@@ -104,18 +104,18 @@ def command(
     force: Force = False,
 ) -> None:
     """Replay captures, or synthetic inputs, through the kernels: time, throughput and error."""
-    from sage_plugin.bench.compare import Plan
+    from sage_plugin.bench.compare import BenchPlan
     from sage_plugin.kernels.attention.dispatch import parse_kernel
 
     _check_outputs(csv, json)
     metrics = _metrics(metric)
-    asked = Asked(
+    asked = BenchInputOptions(
         folder, tuple(preset or ()), batch, heads_q, heads_k, seq_q, seq_k, head_dim, dim_v, dtype,
         causal, layout, max_inputs, inputs_distribution, seed, mask,
     )  # fmt: skip
     suite = suite_of(asked)
     where, facts = device_of(device, method)
-    plan = Plan(
+    plan = BenchPlan(
         kernels=named_kernels(kernel or (), facts),
         reference=None if compare_to_ref is None else parse_kernel(compare_to_ref),
         method=method,
@@ -179,7 +179,7 @@ def named_kernels(names: Sequence[str], facts: DeviceFacts) -> tuple[tuple[str, 
     return tuple(named or every)
 
 
-def _refuse_long(suite: Suite, plan: Plan) -> None:
+def _refuse_long(suite: Suite, plan: BenchPlan) -> None:
     from sage_plugin.bench.forecast import PATIENCE_S, cpu_seconds
 
     extra = () if plan.reference is None else (plan.reference,)
@@ -198,7 +198,7 @@ def _duration(seconds: float) -> str:
     return f"{max(1.0, seconds / 60):.0f} minutes"
 
 
-def _run(suite: Suite, plan: Plan, where: torch.device) -> tuple[list[Table], list[str]]:
+def _run(suite: Suite, plan: BenchPlan, where: torch.device) -> tuple[list[Table], list[str]]:
     """All tables, and a sentence for each input that failed."""
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 

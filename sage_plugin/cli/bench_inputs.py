@@ -17,7 +17,7 @@ DEFAULT_FOLDER = Path("captured_inputs")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchInputOptions:
     """The options that choose inputs, as they were given; `None` where they were not."""
 
     folder: Path | None = None
@@ -44,7 +44,7 @@ class Asked:
         return any(size is not None for size in (*sizes, self.head_dim, self.dim_v))
 
 
-def suite_of(asked: Asked) -> Suite:
+def suite_of(asked: BenchInputOptions) -> Suite:
     """The inputs: exactly one of a folder, presets and an explicit shape.
 
     Raises:
@@ -82,7 +82,7 @@ def suite_of(asked: Asked) -> Suite:
     )
 
 
-def _refuse_synthetic_options(asked: Asked) -> None:
+def _refuse_synthetic_options(asked: BenchInputOptions) -> None:
     """Captures are what they are: nothing that would change them is taken and ignored."""
     given = {
         "--dtype": asked.dtype is not None,
@@ -96,7 +96,7 @@ def _refuse_synthetic_options(asked: Asked) -> None:
         raise UsageError(f"{names[0]} does not change captures: leave it out, or give a shape")
 
 
-def _shape(asked: Asked, dtype: str) -> CallShape:
+def _shape(asked: BenchInputOptions, dtype: str) -> CallShape:
     batch, heads_q, seq_q, head_dim = asked.batch, asked.heads_q, asked.seq_q, asked.head_dim
     if batch is None or heads_q is None or seq_q is None or head_dim is None:
         given = {"-b": batch, "-hq": heads_q, "-sq": seq_q, "-d": head_dim}

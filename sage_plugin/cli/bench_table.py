@@ -10,15 +10,15 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from sage_plugin.bench.difference import Difference, Spread
-from sage_plugin.bench.rows import EMULATION_NOTE, Row, Table
+from sage_plugin.bench.difference import OutputDifference, Spread
+from sage_plugin.bench.rows import EMULATION_NOTE, KernelRow, Table
 from sage_plugin.bench.suite import describe
 from sage_plugin.kernels.contract import HOST
 
 METRICS = ("time", "throughput", "bandwidth", "arithmetic_intensity")
 STAMP_STYLES = {"clean": "green", "noisy": "yellow", "throttled": "bold red"}
 
-Column = tuple[str, Callable[[Row], str | Text]]
+Column = tuple[str, Callable[[KernelRow], str | Text]]
 
 
 def render(table: Table, metrics: Sequence[str], *, width: int) -> RenderableType:
@@ -97,20 +97,20 @@ def _variants(table: Table) -> list[str]:
     return sorted({row.variant for row in table.rows if row.variant != HOST})
 
 
-def _label(row: Row, table: Table) -> str:
+def _label(row: KernelRow, table: Table) -> str:
     """The kernel's name, with its variant where the caption cannot say it for all."""
     return row.label if row.variant != HOST and len(_variants(table)) > 1 else row.kernel
 
 
-def _speedup(row: Row) -> str:
+def _speedup(row: KernelRow) -> str:
     return "1" if row.speedup is None else f"{row.speedup:.2f}x"
 
 
-def _reference_error(row: Row) -> str:
+def _reference_error(row: KernelRow) -> str:
     return _error(None if row.reference_errors is None else row.reference_errors.rel_l1)
 
 
-def _spread_text(row: Row) -> str:
+def _spread_text(row: KernelRow) -> str:
     half = 50 * (row.time.high_ms - row.time.low_ms) / row.time.median_ms
     return f"{half:.1f}%" if half < 9.95 else f"{half:.0f}%"
 
@@ -180,7 +180,7 @@ def render_summary(tables: Sequence[Table]) -> RenderableType:
     return Group(Text(f"All {len(tables)} inputs", style="bold"), grid)
 
 
-def render_difference(row: Row, found: Difference) -> RenderableType:
+def render_difference(row: KernelRow, found: OutputDifference) -> RenderableType:
     """Plain statistics of one output against the reference."""
     grid = _grid()
     for name in ("values", "min", "max", "mean", "std", "NaN/Inf"):

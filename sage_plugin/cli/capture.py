@@ -14,7 +14,7 @@ from sage_plugin.errors import SageError, UsageError
 
 if TYPE_CHECKING:
     from sage_plugin.capture.options import CaptureOptions
-    from sage_plugin.capture.recorder import Recorder
+    from sage_plugin.capture.recorder import CaptureRecorder
     from sage_plugin.capture.summary import CaptureSummary
     from sage_plugin.schema import CaptureRecord
 
@@ -97,7 +97,7 @@ def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> Captur
     import torch
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-    from sage_plugin.capture.recorder import Recorder
+    from sage_plugin.capture.recorder import CaptureRecorder
     from sage_plugin.demo import SIZES, load_pipeline
 
     gpu = torch.cuda.is_available()
@@ -105,7 +105,7 @@ def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> Captur
         raise UsageError(f"--size {size!r}: allowed are {', '.join(DEMO_SIZES)}")
     chosen = size or ("large" if gpu else "small")
     total = options.total_steps or SIZES[chosen].default_steps
-    recorder = Recorder(out, dataclasses.replace(options, total_steps=total))
+    recorder = CaptureRecorder(out, dataclasses.replace(options, total_steps=total))
     columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with _recording(recorder), Progress(*columns, console=stderr, transient=True) as progress:
         task = progress.add_task(f"denoising steps of the demo ({chosen})", total=total)
@@ -126,11 +126,11 @@ def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> Captur
 
 def _record_script(script: Path, args: list[str], out: Path, options: CaptureOptions) -> None:
     """Run a script, record from what it runs, and report; its own failure is passed on."""
-    from sage_plugin.capture.recorder import Recorder
+    from sage_plugin.capture.recorder import CaptureRecorder
     from sage_plugin.capture.script import check_script, run_script
 
     check_script(script)
-    recorder = Recorder(out, options, on_save=_show_saved)
+    recorder = CaptureRecorder(out, options, on_save=_show_saved)
     with _recording(recorder):
         end = run_script(script, args, recorder)
     if end.traceback:
@@ -146,7 +146,7 @@ def _record_script(script: Path, args: list[str], out: Path, options: CaptureOpt
 
 
 @contextlib.contextmanager
-def _recording(recorder: Recorder) -> Iterator[None]:
+def _recording(recorder: CaptureRecorder) -> Iterator[None]:
     """An open recorder; Ctrl-C keeps what it has."""
     recorder.open()
     with contextlib.closing(recorder):

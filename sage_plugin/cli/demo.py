@@ -16,7 +16,7 @@ from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
     from sage_plugin.bench.rows import Table
-    from sage_plugin.cli.demo_run import Ask, Clip, Difference
+    from sage_plugin.cli.demo_run import Clip, ClipDifference, DemoOptions
     from sage_plugin.plugin.report import PluginReport
 
 Size = Annotated[
@@ -81,12 +81,12 @@ def _ask(
     seed: int,
     device: str | None,
     policy: str | None,
-) -> Ask:
+) -> DemoOptions:
     """The options checked and completed for the device."""
     import torch
 
     from sage_plugin import device as devices
-    from sage_plugin.cli.demo_run import Ask
+    from sage_plugin.cli.demo_run import DemoOptions
     from sage_plugin.demo.sizes import SIZES
     from sage_plugin.kernels.attention import dispatch
     from sage_plugin.tune.plan import refuse_gpu_variant
@@ -111,10 +111,12 @@ def _ask(
     asked = dispatch.environment_choice()[1] if variant == "auto" else variant
     refuse_gpu_variant(resolved, asked, facts)
     text = resolved if variant == "auto" else f"{resolved}:{variant}"
-    return Ask(out, name, text, digit, steps or SIZES[name].default_steps, seed, chosen, policy)
+    return DemoOptions(
+        out, name, text, digit, steps or SIZES[name].default_steps, seed, chosen, policy
+    )
 
 
-def _tune(ask: Ask) -> None:
+def _tune(ask: DemoOptions) -> None:
     from sage_plugin.cli import demo_run as run
     from sage_plugin.cli.tune_view import ProgressView, outcome_table
 
@@ -125,7 +127,7 @@ def _tune(ask: Ask) -> None:
     _say(f"   Winners: {report.plan.registry_path}, every trial: {report.plan.run_folder}.")
 
 
-def _measure(ask: Ask) -> list[Table]:
+def _measure(ask: DemoOptions) -> list[Table]:
     from sage_plugin.cli import demo_run as run
     from sage_plugin.cli.bench_table import render
 
@@ -138,7 +140,7 @@ def _measure(ask: Ask) -> list[Table]:
     return tables
 
 
-def _speed(ask: Ask, host: Clip, patched: Clip, tables: list[Table]) -> str:
+def _speed(ask: DemoOptions, host: Clip, patched: Clip, tables: list[Table]) -> str:
     """What the patched run gained in time, for one attention call and for a whole step."""
     if ask.device == "cpu":
         return "On a CPU kernels are emulated: not a speed."
@@ -159,11 +161,11 @@ def _speed(ask: Ask, host: Clip, patched: Clip, tables: list[Table]) -> str:
 
 
 def _finish(
-    ask: Ask,
+    ask: DemoOptions,
     host: Clip,
     patched: Clip,
     report: PluginReport,
-    difference: Difference,
+    difference: ClipDifference,
     tables: list[Table],
 ) -> None:
     """The closing sentences, on the terminal and in the folder."""

@@ -31,7 +31,7 @@ MARK = ".sage-demo"
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DemoOptions:
     """What one demo run was asked for.
 
     Attributes:
@@ -101,7 +101,7 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ClipDifference:
     """How far the patched clip is from the host's.
 
     Attributes:
@@ -125,7 +125,7 @@ def prepare_folder(folder: Path) -> None:
     own_folder.prepare(folder, mark=MARK, command="sage demo")
 
 
-def load(ask: Ask) -> DigitVideoPipeline:
+def load(ask: DemoOptions) -> DigitVideoPipeline:
     """The embedded model on the device: bf16 on a GPU, fp32 on a CPU."""
     import torch
 
@@ -137,7 +137,7 @@ def load(ask: Ask) -> DigitVideoPipeline:
     return pipe
 
 
-def generate(pipe: DigitVideoPipeline, ask: Ask, on_step: Callable[[], object]) -> Clip:
+def generate(pipe: DigitVideoPipeline, ask: DemoOptions, on_step: Callable[[], object]) -> Clip:
     """One clip from the run's seed, with the time of every step but the first."""
     import torch
 
@@ -160,7 +160,7 @@ def generate(pipe: DigitVideoPipeline, ask: Ask, on_step: Callable[[], object]) 
     return Clip(out.frames.float().cpu(), times)
 
 
-def record(pipe: DigitVideoPipeline, ask: Ask, on_step: Callable[[], object]) -> int:
+def record(pipe: DigitVideoPipeline, ask: DemoOptions, on_step: Callable[[], object]) -> int:
     """Record attention inputs while the host's attention draws the clip; the number of captures."""
     from sage_plugin.capture.recorder import record as recording
 
@@ -174,41 +174,43 @@ def record(pipe: DigitVideoPipeline, ask: Ask, on_step: Callable[[], object]) ->
     return recorder.summary.files
 
 
-def tune(ask: Ask, observer: Observer) -> TuneReport:
+def tune(ask: DemoOptions, observer: Observer) -> TuneReport:
     """Tune the kernel on the captures; the winners go to `configs` in the run's folder."""
     from sage_plugin.tune import run_folder
     from sage_plugin.tune.child_runner import ChildRunner
     from sage_plugin.tune.inputs import from_captures
-    from sage_plugin.tune.plan import Request, build
-    from sage_plugin.tune.search import Limits
+    from sage_plugin.tune.plan import TuningRequest, build
+    from sage_plugin.tune.search import SearchLimits
     from sage_plugin.tune.session import tune as run
 
-    request = Request(
+    request = TuningRequest(
         inputs=from_captures(ask.folder / "captured_inputs"),
         kernels=(ask.kernel,),
         device=ask.device,
         config_dir=ask.folder / "configs",
         runs_dir=ask.folder / "tuning_runs",
-        limits=Limits(budget_s=TUNE_BUDGET_S),
+        limits=SearchLimits(budget_s=TUNE_BUDGET_S),
     )
     plan = build(request)
     runner = ChildRunner(timeout_s=request.timeout_s, log=plan.run_folder / run_folder.LOG)
     return run(plan, runner, observer, argv=("sage", "demo"))
 
 
-def measure(ask: Ask, on_case: Callable[[], object]) -> list[Table]:
+def measure(ask: DemoOptions, on_case: Callable[[], object]) -> list[Table]:
     """Measure all kernels on some of the captures, beside the host's attention."""
     import torch
 
     from sage_plugin import device as devices
-    from sage_plugin.bench.compare import Plan, run_case
+    from sage_plugin.bench.compare import BenchPlan, run_case
     from sage_plugin.bench.report import csv_text, json_text, write
     from sage_plugin.bench.suite import captured
     from sage_plugin.kernels.attention import dispatch
 
     facts = devices.facts(ask.device)
     kernels = tuple((k, "auto") for k in dispatch.kernels_of(facts) if k != "torch")
-    plan = Plan(kernels=kernels, reference=("fav2", "auto"), config_dir=str(ask.folder / "configs"))
+    plan = BenchPlan(
+        kernels=kernels, reference=("fav2", "auto"), config_dir=str(ask.folder / "configs")
+    )
     tables = []
     for case in captured(ask.folder / "captured_inputs", BENCHED).cases:
         tables.append(run_case(case, plan, device=torch.device(ask.device)))
@@ -219,7 +221,7 @@ def measure(ask: Ask, on_case: Callable[[], object]) -> list[Table]:
 
 
 def generate_patched(
-    pipe: DigitVideoPipeline, ask: Ask, on_step: Callable[[], object]
+    pipe: DigitVideoPipeline, ask: DemoOptions, on_step: Callable[[], object]
 ) -> tuple[Clip, PluginReport]:
     """The same clip on the tuned kernel, or on the kernels that the policy chooses.
 
@@ -237,21 +239,21 @@ def generate_patched(
     return clip, report
 
 
-def compare(host: Clip, patched: Clip) -> Difference:
+def compare(host: Clip, patched: Clip) -> ClipDifference:
     """Error between the two clips."""
     from sage_plugin.demo.quality import psnr_db
 
     error = (host.frames.double() - patched.frames.double())[0]
     per_frame = error.square().flatten(1).mean(1)
 
-    return Difference(
+    return ClipDifference(
         psnr_db=psnr_db(per_frame.mean().item()),
         worst_frame_psnr_db=psnr_db(per_frame.max().item()),
         max_abs=error.abs().max().item(),
     )
 
 
-def save(ask: Ask, host: Clip, patched: Clip) -> tuple[Path, ...]:
+def save(ask: DemoOptions, host: Clip, patched: Clip) -> tuple[Path, ...]:
     """Both clips, and the two side by side with their difference, as GIF and contact sheet."""
     import torch
 

@@ -17,8 +17,8 @@ from sage_plugin.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sage_plugin.tune.policy.request import Request
-    from sage_plugin.tune.policy.search import Found
+    from sage_plugin.tune.policy.request import PolicyRequest
+    from sage_plugin.tune.policy.search import PolicySearchResult
 
 PLOT = "front.png"
 
@@ -78,11 +78,11 @@ def command(
 ) -> None:
     """Search a policy on captures: which kernel for each layer and denoising step."""
     from sage_plugin.tune.policy import front_plot
-    from sage_plugin.tune.policy.request import Request
+    from sage_plugin.tune.policy.request import PolicyRequest
 
     if not dry_run:
         _check_output(output)
-    request = Request(
+    request = PolicyRequest(
         folder, max_error, max_ms, max_layer_error, tuple(kernel or ()), device, config_dir, bands,
         min_seq, max_captures_per_key, times, effects, run_name=run_name, fresh=fresh,
     )  # fmt: skip
@@ -119,7 +119,7 @@ def _check_output(path: Path) -> None:
         raise UsageError(f"--output {path}: the folder {path.absolute().parent} does not exist")
 
 
-def _searched(request: Request) -> Found:
+def _searched(request: PolicyRequest) -> PolicySearchResult:
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
     from sage_plugin.tune.policy.search import search
@@ -136,7 +136,7 @@ def _searched(request: Request) -> Found:
         return search(request, tell)
 
 
-def _rules_table(found: Found) -> Table:
+def _rules_table(found: PolicySearchResult) -> Table:
     from rich.table import Table
 
     table = Table("rule", "kernel", "layers", "steps", "saved ms a run", "worst error", "captures")
@@ -155,7 +155,7 @@ def _rules_table(found: Found) -> Table:
     return table
 
 
-def _front_table(found: Found) -> Table:
+def _front_table(found: PolicySearchResult) -> Table:
     from collections import Counter
 
     from rich.table import Table
@@ -173,7 +173,7 @@ def _front_table(found: Found) -> Table:
     return table
 
 
-def _summary(found: Found) -> str:
+def _summary(found: PolicySearchResult) -> str:
     """What was chosen beside the host's attention and the fastest kernel, in sentences."""
     prediction = found.policy.prediction
     assert prediction is not None, "a searched policy holds what was foreseen"
@@ -197,7 +197,7 @@ def _summary(found: Found) -> str:
     return "\n".join(lines)
 
 
-def _weighted(found: Found) -> str:
+def _weighted(found: PolicySearchResult) -> str:
     """The weighted error where there are weights."""
     weighted = found.assignment.error
     same = abs(weighted - found.assignment.plain_error) < 1e-9

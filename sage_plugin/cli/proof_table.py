@@ -10,12 +10,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sage_plugin.bench.end_to_end.record import Proof, Row
+from sage_plugin.bench.end_to_end.record import ClipRow, Proof
 from sage_plugin.bench.end_to_end.summary import DECADES, bars, largest_error, verdict, worst_step
 from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.cli.bench_table import STAMP_STYLES, digits
 
-Column = tuple[str, Callable[[Row], str]]
+Column = tuple[str, Callable[[ClipRow], str]]
 
 QUALITY: tuple[Column, ...] = (
     ("PSNR dB", lambda row: f"{row.quality.mean_psnr_db:.2f}"),
@@ -73,11 +73,11 @@ def _grid() -> Table:
     return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
 
 
-def _step(row: Row) -> str:
+def _step(row: ClipRow) -> str:
     return "-" if row.time is None else digits(row.time.step_ms)
 
 
-def _spread(row: Row) -> str:
+def _spread(row: ClipRow) -> str:
     if row.time is None:
         return "-"
     return f"{50 * (row.time.step_high_ms - row.time.step_low_ms) / row.time.step_ms:.1f}%"

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.console import stderr, stdout
-from sage_plugin.cli.tune_inputs import DEFAULT_FOLDER, Asked, inputs_of
+from sage_plugin.cli.tune_inputs import DEFAULT_FOLDER, TuningInputOptions, inputs_of
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import KERNEL_ALIASES, KERNELS
 
 if TYPE_CHECKING:
     from sage_plugin.tune.outcome import TuneReport
-    from sage_plugin.tune.plan import Plan
+    from sage_plugin.tune.plan import TuningPlan
 
 SOME_FAILED, INTERRUPTED = 4, 130
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -106,15 +106,15 @@ def command(
 ) -> None:
     """Search launch configs under an accuracy gate, and write the winners for the next patch()."""
     from sage_plugin.tune import space_file
-    from sage_plugin.tune.plan import Request, build
-    from sage_plugin.tune.search import Limits
+    from sage_plugin.tune.plan import TuningRequest, build
+    from sage_plugin.tune.search import SearchLimits
 
-    asked = Asked(
+    asked = TuningInputOptions(
         from_captures, folder, tuple(preset or ()), tuple(seq_len or ()), seq_k, batch_size,
         num_heads, heads_k, head_dim, dim_v, causal, layout, dtype, inputs_distribution, seed,
         max_captures_per_key, mask,
     )  # fmt: skip
-    request = Request(
+    request = TuningRequest(
         inputs=inputs_of(asked),
         kernels=tuple(kernel or ()),
         device=device,
@@ -122,7 +122,7 @@ def command(
         config_dir=config_dir,
         run_name=run_name,
         min_gain=min_gain,
-        limits=Limits(max_trials, patience, None if budget is None else seconds(budget)),
+        limits=SearchLimits(max_trials, patience, None if budget is None else seconds(budget)),
         timeout_s=timeout,
         seed=seed,
         fresh=fresh,
@@ -158,7 +158,7 @@ def seconds(text: str) -> float:
     return value
 
 
-def _tune(plan: Plan) -> TuneReport:
+def _tune(plan: TuningPlan) -> TuneReport:
     from sage_plugin.cli.tune_view import ProgressView
     from sage_plugin.tune import run_folder
     from sage_plugin.tune.child_runner import ChildRunner
@@ -172,7 +172,7 @@ def _tune(plan: Plan) -> TuneReport:
         return tune(plan, runner, view, argv=sys.argv)
 
 
-def _show_plan(plan: Plan) -> None:
+def _show_plan(plan: TuningPlan) -> None:
     from sage_plugin.cli.tune_view import plan_table
 
     stdout.print(plan_table(plan))
@@ -206,7 +206,7 @@ def _same_command() -> str:
     return shlex.join(["sage", *(word for word in sys.argv[1:] if word != "--fresh")])
 
 
-def _next_command(plan: Plan) -> str:
+def _next_command(plan: TuningPlan) -> str:
     study = plan.studies[0]
     chosen = plan.request.config_dir
     where = "" if chosen is None else f" --config-dir {shlex.quote(str(chosen))}"

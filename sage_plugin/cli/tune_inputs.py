@@ -12,14 +12,14 @@ from sage_plugin.errors import UsageError
 from sage_plugin.schema import CallShape
 
 if TYPE_CHECKING:
-    from sage_plugin.tune.inputs import Inputs
+    from sage_plugin.tune.inputs import TuningInputs
 
 DEFAULT_FOLDER = Path("captured_inputs")
 DEFAULT_BATCH, DEFAULT_HEADS, DEFAULT_HEAD_DIM = 1, 5, 128
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TuningInputOptions:
     """The options that choose inputs, as they were given; `None` where they were not."""
 
     from_captures: bool = False
@@ -47,7 +47,7 @@ class Asked:
         return (*numbers, self.layout, self.causal or None, self.seq_len or None)
 
 
-def inputs_of(asked: Asked) -> Inputs:
+def inputs_of(asked: TuningInputOptions) -> TuningInputs:
     """The inputs: exactly one of captures, presets and shapes.
 
     Raises:
@@ -70,7 +70,7 @@ def inputs_of(asked: Asked) -> Inputs:
     return from_captures(asked.folder or DEFAULT_FOLDER, max_per_key=asked.max_per_key)
 
 
-def _synthetic(asked: Asked, spelt: bool) -> Inputs:
+def _synthetic(asked: TuningInputOptions, spelt: bool) -> TuningInputs:
     from sage_plugin.measure.inputs import DISTRIBUTIONS, presets
     from sage_plugin.tune.inputs import from_shapes
 
@@ -95,7 +95,7 @@ def _synthetic(asked: Asked, spelt: bool) -> Inputs:
     return from_shapes(shapes, distribution=asked.distribution, seed=asked.seed)
 
 
-def _shapes(asked: Asked) -> list[CallShape]:
+def _shapes(asked: TuningInputOptions) -> list[CallShape]:
     if not asked.seq_len:
         raise UsageError(
             "nothing to tune on: give --from-captures [FOLDER], --preset NAME, or --seq-len N"

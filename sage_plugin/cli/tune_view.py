@@ -24,7 +24,7 @@ from sage_plugin.schema import CallShape, LaunchConfig, RegistryEntry, Trial
 
 if TYPE_CHECKING:
     from sage_plugin.tune.outcome import Outcome
-    from sage_plugin.tune.plan import Plan
+    from sage_plugin.tune.plan import TuningPlan
     from sage_plugin.tune.study import Study
 
 EMULATION_NOTE = "emulation: not a speed"
@@ -132,7 +132,7 @@ def outcome_notes(outcomes: Sequence[Outcome]) -> list[str]:
     return notes
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(plan: TuningPlan) -> Table:
     """What `--dry-run` shows: one row per study."""
     table = grid("call", "inputs", "calls", "configs", "default")
     for study, calls in zip(plan.studies, plan.calls, strict=True):

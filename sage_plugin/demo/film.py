@@ -23,10 +23,10 @@ def save_clips(
     Returns:
         The paths of the sheet and of the film.
     """
-    grey = (frames[:, :, 0].float().cpu() * 255).round().byte()
-    spread = torch.linspace(0, grey.shape[1] - 1, columns).round().long()
-    sheet = grey[:, spread].permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)  # (B * H, columns * W)
-    strip = grey.permute(1, 2, 0, 3).flatten(2, 3)  # (F, H, B * W)
+    gray = (frames[:, :, 0].float().cpu() * 255).round().byte()
+    spread = torch.linspace(0, gray.shape[1] - 1, columns).round().long()
+    sheet = gray[:, spread].permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)  # (B * H, columns * W)
+    strip = gray.permute(1, 2, 0, 3).flatten(2, 3)  # (F, H, B * W)
     path.parent.mkdir(parents=True, exist_ok=True)
     png, gif = path.with_suffix(".png"), path.with_suffix(".gif")
     _image(sheet, zoom).save(png)
@@ -35,6 +35,6 @@ def save_clips(
     return png, gif
 
 
-def _image(grey: torch.Tensor, zoom: int) -> Image.Image:
+def _image(gray: torch.Tensor, zoom: int) -> Image.Image:
     """Bytes (H, W) as an image, each pixel `zoom` times larger."""
-    return Image.fromarray(grey.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1).numpy())
+    return Image.fromarray(gray.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1).numpy())

@@ -9,7 +9,7 @@ from sage_plugin.demo.digits import Glyphs, draw
 from sage_plugin.demo.sizes import DemoSize
 
 _RASTER = 14  # side of the compared images in cells
-_NEIGHBOURS = 5
+_NEIGHBORS = 5
 
 
 def read_digits(frames: torch.Tensor, size: DemoSize, glyphs: Glyphs) -> torch.Tensor:
@@ -31,7 +31,7 @@ def read_digits(frames: torch.Tensor, size: DemoSize, glyphs: Glyphs) -> torch.T
     scans = draw(glyphs.fields.cpu(), corner, size)[:, 0, 0] / 2 + 0.5  # (N, H, W)
     seen = frames[:, :, 0].float().cpu().flatten(0, 1)
     distance = torch.cdist(_cut_out(seen, size), _cut_out(scans, size))  # (B * F, N)
-    nearest = distance.topk(_NEIGHBOURS, largest=False).indices
+    nearest = distance.topk(_NEIGHBORS, largest=False).indices
     votes = functional.one_hot(glyphs.labels.cpu()[nearest], 10).sum(1)
     return votes.view(batch, count, 10).sum(1).argmax(-1)
 
@@ -44,9 +44,9 @@ def _cut_out(images: torch.Tensor, size: DemoSize) -> torch.Tensor:
     columns = torch.arange(size.width) + 0.5
     y = (ink.sum(2) @ rows) / total
     x = (ink.sum(1) @ columns) / total
-    centre = torch.stack((x / size.width, y / size.height), dim=-1) * 2 - 1  # (N, 2) in [-1, 1]
+    center = torch.stack((x / size.width, y / size.height), dim=-1) * 2 - 1  # (N, 2) in [-1, 1]
     zoom = torch.tensor((size.digit_px / size.width, size.digit_px / size.height))
-    theta = torch.cat((torch.diag_embed(zoom.expand(len(images), 2)), centre[..., None]), dim=-1)
+    theta = torch.cat((torch.diag_embed(zoom.expand(len(images), 2)), center[..., None]), dim=-1)
     target = [len(images), 1, size.digit_px, size.digit_px]
     grid = functional.affine_grid(theta, target, align_corners=False)
     window = functional.grid_sample(images[:, None], grid, align_corners=False)

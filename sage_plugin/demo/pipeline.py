@@ -183,5 +183,5 @@ def _to_output(latents: torch.Tensor, output_type: str) -> Any:  # noqa: ANN401
         return arrays
     from PIL import Image
 
-    grey: Any = (arrays[..., 0] * 255).round().astype("uint8")
-    return [[Image.fromarray(frame) for frame in clip] for clip in grey]
+    gray: Any = (arrays[..., 0] * 255).round().astype("uint8")
+    return [[Image.fromarray(frame) for frame in clip] for clip in gray]

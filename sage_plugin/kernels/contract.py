@@ -37,7 +37,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResolvedConfig:
     """A launch config and where it came from.
 
     Attributes:
@@ -82,7 +82,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class AttentionParams:
     """An attention call but for Q, K and V.
 
     Attributes:
@@ -125,9 +125,9 @@ class Problem:
 @functools.lru_cache(maxsize=1024)
 def plain_problem(
     scale: float, causal: bool, layout: str, window: tuple[int, int], softcap: float
-) -> Problem:
+) -> AttentionParams:
     """A call without further tensors, of which the same few are made again and again."""
-    return Problem(scale, causal, layout, None, window, softcap)
+    return AttentionParams(scale, causal, layout, None, window, softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Implementation(Protocol[Prepared]):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        problem: Problem,
+        problem: AttentionParams,
         launch: LaunchConfig | None,
     ) -> Prepared:
         """Quantise: everything that depends on the data but is not attention."""
@@ -205,7 +205,7 @@ class PlainOperands:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    problem: Problem
+    problem: AttentionParams
     launch_config: LaunchConfig | None
 
     @property
@@ -227,7 +227,7 @@ class ReadsInPlace:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        problem: Problem,
+        problem: AttentionParams,
         launch: LaunchConfig | None,
     ) -> PlainOperands:
         """Keep the inputs; they are read through their strides."""

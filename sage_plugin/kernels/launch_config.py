@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sage_plugin import settings
 from sage_plugin.errors import ConfigError
-from sage_plugin.kernels.contract import Found
+from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.search_space import Region
 from sage_plugin.kernels.support import FP8_KERNELS
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, RegistryEntry
@@ -54,11 +54,13 @@ class Memo(dict[tuple[object, ...], Answer]):
 
 _memos: list[Memo[Any]] = []
 _lock = threading.Lock()
-_memo: Memo[Found] = Memo()
+_memo: Memo[ResolvedConfig] = Memo()
 _warned: set[tuple[object, ...]] = set()
 
 
-def find_launch(key: CallKey, facts: DeviceFacts, *, config_dir: str | None = None) -> Found:
+def find_launch(
+    key: CallKey, facts: DeviceFacts, *, config_dir: str | None = None
+) -> ResolvedConfig:
     """The launch config of a call: environment, registry (exact or near), architecture default.
 
     The result, a miss too, is memoised by key, device, folder and environment; no file is read
@@ -112,7 +114,7 @@ def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> st
         (1 <= config.num_stages <= 8, f"num_stages {config.num_stages} is not between 1 and 8"),
         (config.loads in ("pointer", "descriptor"),
          f"loads {config.loads!r} is neither 'pointer' nor 'descriptor'"),
-        *_quantisation_checks(config, key),
+        *_quantization_checks(config, key),
         (config.loads != "descriptor" or facts.arch in TMA_ARCHS or facts.kind == "cpu",
          f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
         (facts.kind != "hip" or config.num_stages <= 2,
@@ -195,7 +197,7 @@ def _linear_checks(config: LaunchConfig, key: CallKey) -> Checks:
     )  # fmt: skip
 
 
-def _quantisation_checks(config: LaunchConfig, key: CallKey) -> Checks:
+def _quantization_checks(config: LaunchConfig, key: CallKey) -> Checks:
     """Legality of the fields that choose how Q and K are quantised."""
     turned, granule = config.hadamard, config.q_granule
     return (
@@ -258,7 +260,7 @@ def _region(key: CallKey, facts: DeviceFacts) -> Region:
     return region
 
 
-def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> Found:
+def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> ResolvedConfig:
     from sage_plugin.registry import lookup
 
     def legal(config: LaunchConfig) -> bool:
@@ -267,9 +269,11 @@ def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> Found:
     found = lookup.find(key, facts=facts, config_dir=config_dir, is_legal=legal)
     if found is not None:
         saved_ms = _saved_ms(found.entry, key)
-        base = Found(found.entry.config, found.source, f"{found.label}: {found.path}", saved_ms)
+        base = ResolvedConfig(
+            found.entry.config, found.source, f"{found.label}: {found.path}", saved_ms
+        )
     else:
-        base = Found(default_launch(key, facts), "default", f"default of {facts.arch}")
+        base = ResolvedConfig(default_launch(key, facts), "default", f"default of {facts.arch}")
         _warn_miss(key, facts)
     override = settings.current().launch
     if override is None:
@@ -279,7 +283,7 @@ def _look_up(key: CallKey, facts: DeviceFacts, config_dir: str | None) -> Found:
         raise ConfigError(
             f"SAGE_PLUGIN_LAUNCH gives a config that {facts.name} cannot run: {reason}"
         )
-    return Found(config, "env", f"SAGE_PLUGIN_LAUNCH over {base.detail}")
+    return ResolvedConfig(config, "env", f"SAGE_PLUGIN_LAUNCH over {base.detail}")
 
 
 def _saved_ms(entry: RegistryEntry, key: CallKey) -> float | None:

@@ -96,7 +96,7 @@ def _runtime() -> Any:  # noqa: ANN401
 
 
 @dataclass(slots=True)
-class Recorder:
+class TapeRecorder:
     """What a call did so far.
 
     Attributes:
@@ -112,10 +112,10 @@ class Recorder:
 
 
 @contextmanager
-def recording() -> Iterator[Recorder]:
+def recording() -> Iterator[TapeRecorder]:
     """Record what this thread launches."""
     before = getattr(_thread, "recorder", None)
-    _thread.recorder = recorder = Recorder()
+    _thread.recorder = recorder = TapeRecorder()
     try:
         yield recorder
     finally:
@@ -234,7 +234,7 @@ class Tape:
 
 
 def tape_of(
-    recorder: Recorder, inputs: Sequence[torch.Tensor | None], outputs: Outputs
+    recorder: TapeRecorder, inputs: Sequence[torch.Tensor | None], outputs: Outputs
 ) -> Tape | None:
     """The tape of a recorded call, `None` where it cannot be repeated.
 
@@ -285,7 +285,7 @@ class _Span(NamedTuple):
 
 
 def _map_of(
-    recorder: Recorder, tensors: Sequence[torch.Tensor | None]
+    recorder: TapeRecorder, tensors: Sequence[torch.Tensor | None]
 ) -> tuple[list[_Span], tuple[int, int]]:
     """What each address of a recorded call is, and the sizes of its scratch.
 

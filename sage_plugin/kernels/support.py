@@ -20,9 +20,9 @@ NEWEST_TRITON = "3.9"
 """The newest that the matrix was compiled with; later ones are let through."""
 
 FP8_KERNELS = ("fav3_sage", "fav3_fp8")
-UNQUANTISED = ("fav2", "sage")
+UNQUANTIZED = ("fav2", "sage")
 """The kernels that need no FP8 matrix units."""
-ALL = (*UNQUANTISED, *FP8_KERNELS)
+ALL = (*UNQUANTIZED, *FP8_KERNELS)
 
 TRITON_KERNELS = {
     "fav2": ("emulation", "portable"),
@@ -72,9 +72,9 @@ INT8_OF_WARPS = "INT8 products are `mma.sync` before Triton 3.9"
 
 ARCHITECTURES = (
     Architecture(("sm_75", "sm_70", "sm_72"), "T4, RTX 20, V100", 64, (), NO_TENSOR_PRODUCT),
-    Architecture(("sm_80",), "A100, A30", 163, UNQUANTISED, NO_FP8),
-    Architecture(("sm_86",), "A10, RTX 30", 99, UNQUANTISED, NO_FP8),
-    Architecture(("sm_87",), "Jetson Orin", 163, UNQUANTISED, NO_FP8),
+    Architecture(("sm_80",), "A100, A30", 163, UNQUANTIZED, NO_FP8),
+    Architecture(("sm_86",), "A10, RTX 30", 99, UNQUANTIZED, NO_FP8),
+    Architecture(("sm_87",), "Jetson Orin", 163, UNQUANTIZED, NO_FP8),
     Architecture(("sm_89",), "L4, L40S, RTX 40", 99, ALL),
     Architecture(("sm_90",), "H100, H200, GH200", 227, ALL, note="tuned on an H100 and an H200"),
     Architecture(("sm_100",), "B200, GB200", 227, ALL, note=INT8_OF_WARPS),
@@ -86,13 +86,13 @@ ARCHITECTURES = (
     Architecture(
         ("sm_121",), "GB10", 99, ALL, note="FP8 products become FP16 ones before Triton 3.8"
     ),
-    Architecture(("gfx908",), "MI100", 64, UNQUANTISED, NO_FP8),
-    Architecture(("gfx90a",), "MI210, MI250", 64, UNQUANTISED, NO_FP8),
+    Architecture(("gfx908",), "MI100", 64, UNQUANTIZED, NO_FP8),
+    Architecture(("gfx90a",), "MI210, MI250", 64, UNQUANTIZED, NO_FP8),
     Architecture(("gfx942",), "MI300, MI325", 64, ALL, note="its FP8 type ends at 240"),
     Architecture(("gfx950",), "MI350, MI355", 160, ALL),
-    Architecture(("gfx1100", "gfx1101", "gfx1102", "gfx1103"), "RX 7000", 64, UNQUANTISED, NO_FP8),
+    Architecture(("gfx1100", "gfx1101", "gfx1102", "gfx1103"), "RX 7000", 64, UNQUANTIZED, NO_FP8),
     Architecture(
-        ("gfx1151", "gfx1150", "gfx1152", "gfx1153"), "Ryzen AI 300", 64, UNQUANTISED, NO_FP8
+        ("gfx1151", "gfx1150", "gfx1152", "gfx1153"), "Ryzen AI 300", 64, UNQUANTIZED, NO_FP8
     ),
     Architecture(("gfx1201", "gfx1200"), "RX 9000", 64, ALL),
 )

@@ -89,8 +89,8 @@ def gain_interval(
     if min(*base, *new) <= 0:
         raise ValueError("gain_interval: every time must be above zero")
     logs = [math.log(n / b) for b, n in zip(base, new, strict=True)]
-    centre, low, high = _location(logs, confidence)
-    return 1 - math.exp(centre), 1 - math.exp(high), 1 - math.exp(low)
+    center, low, high = _location(logs, confidence)
+    return 1 - math.exp(center), 1 - math.exp(high), 1 - math.exp(low)
 
 
 def _location(values: list[float], confidence: float) -> tuple[float, float, float]:
@@ -109,9 +109,9 @@ def _signed_rank(n: int, confidence: float) -> int:
     """Largest sum of ranks whose lower tail stays within half of `1 - confidence`."""
     tail = (1 - confidence) / 2
     if n > EXACT_RANKS:
-        centre = n * (n + 1) / 4
+        center = n * (n + 1) / 4
         spread = math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
-        return max(0, math.floor(centre + NormalDist().inv_cdf(tail) * spread - 0.5))
+        return max(0, math.floor(center + NormalDist().inv_cdf(tail) * spread - 0.5))
     counts = [1]
     for rank in range(1, n + 1):
         grown = counts + [0] * rank

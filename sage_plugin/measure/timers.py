@@ -60,7 +60,7 @@ def timer(
         elif method == "profiler":
             yield lambda names: [_profiled_ms(functions[name], flush) for name in names]
         else:
-            yield lambda names: [_synchronised_ms(functions[name], flush) for name in names]
+            yield lambda names: [_synchronized_ms(functions[name], flush) for name in names]
         torch.cuda.synchronize()
 
 
@@ -94,7 +94,7 @@ def _wall_ms(call: Callable[[], object]) -> float:
     return (time.perf_counter_ns() - start) / 1e6
 
 
-def _synchronised_ms(call: Callable[[], object], flush: Callable[[], object]) -> float:
+def _synchronized_ms(call: Callable[[], object], flush: Callable[[], object]) -> float:
     flush()
     torch.cuda.synchronize()
 

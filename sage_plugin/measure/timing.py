@@ -23,7 +23,7 @@ Round = Callable[[Sequence[str]], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TimingLimits:
     """When a measurement ends; the caps are hard.
 
     Attributes:
@@ -44,7 +44,7 @@ class Limits:
     precision: float = 0.01
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = TimingLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Samples:
 
     def timing(self) -> Timing:
         """Median with its 95 % interval."""
-        centre, low, high = median_interval(self.ms)
+        center, low, high = median_interval(self.ms)
         return Timing(
-            median_ms=centre, low_ms=low, high_ms=high, n=len(self.ms), method=self.method
+            median_ms=center, low_ms=low, high_ms=high, n=len(self.ms), method=self.method
         )
 
     def gain_over(self, base: Samples) -> tuple[float, float, float]:
@@ -92,7 +92,7 @@ def measure(
     min_samples: int | None = None,
     max_samples: int | None = None,
     budget_s: float | None = None,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: TimingLimits = DEFAULT_LIMITS,
     cold_l2: bool = True,
     seed: int = 0,
 ) -> dict[str, Samples]:
@@ -145,7 +145,7 @@ def interleave(
     names: Sequence[str],
     run_round: Round,
     *,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: TimingLimits = DEFAULT_LIMITS,
     seed: int = 0,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
@@ -179,10 +179,10 @@ def interleave(
 
 def _precise(ms: Mapping[str, Sequence[float]], precision: float) -> bool:
     intervals = (median_interval(values) for values in ms.values())
-    return all(high - low <= precision * centre for centre, low, high in intervals)
+    return all(high - low <= precision * center for center, low, high in intervals)
 
 
-def _limits(base: Limits, asked: Mapping[str, float]) -> Limits:
+def _limits(base: TimingLimits, asked: Mapping[str, float]) -> TimingLimits:
     """The limits with what was asked in place of their own."""
     limits = replace(base, **asked)  # type: ignore[arg-type]
     if limits.max_samples < 2 or limits.min_samples < 1 or limits.warmup < 0:

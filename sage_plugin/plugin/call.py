@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention.mask import MASK_DTYPES, mask_kind, normalised
+from sage_plugin.kernels.attention.mask import MASK_DTYPES, mask_kind, normalized
 from sage_plugin.kernels.attention.runtime import shape_of
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.schema import CallShape
@@ -74,7 +74,7 @@ class Call:
         if self.layout == "bshd" and mask.dim() == 2 and tuple(mask.shape) == (batch, keys):
             mask = mask[:, None, None]  # diffusers' dispatcher reads (B, Sk) as key padding
         try:
-            return normalised(
+            return normalized(
                 mask, batch=batch, heads_q=self.q.shape[heads], seq_q=self.q.shape[seq], seq_k=keys
             )
         except UnsupportedInputError:

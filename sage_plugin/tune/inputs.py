@@ -45,14 +45,14 @@ class InputGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class TuningInputs:
     """The groups, the most expensive one first, and sentences on what was left out."""
 
     groups: tuple[InputGroup, ...]
     notes: tuple[str, ...] = ()
 
 
-def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY) -> Inputs:
+def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY) -> TuningInputs:
     """Group the captures of a folder by call key.
 
     Each capture that is used is read once here: one with other contents than were recorded would
@@ -93,7 +93,7 @@ def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY
         )
     if len(built) < len(groups):
         notes.append(f"{len(groups) - len(built)} calls have no sound capture and are not tuned")
-    return Inputs(_by_cost(built), tuple(notes))
+    return TuningInputs(_by_cost(built), tuple(notes))
 
 
 def _sound(
@@ -115,7 +115,7 @@ def _sound(
 
 def from_shapes(
     shapes: Iterable[CallShape], *, distribution: str = "normal", seed: int = 0
-) -> Inputs:
+) -> TuningInputs:
     """Synthetic inputs, one per distinct shape.
 
     Args:
@@ -128,7 +128,7 @@ def from_shapes(
     for shape in dict.fromkeys(shapes):
         source = Source(label, shape, distribution=distribution, seed=seed)
         groups.append(InputGroup((source,), source))
-    return Inputs(_by_cost(groups))
+    return TuningInputs(_by_cost(groups))
 
 
 def saved_part(source: Source) -> CallShape:

@@ -11,7 +11,7 @@ from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
 from sage_plugin.tune import promote, run_folder, search
 from sage_plugin.tune.inputs import saved_part
 from sage_plugin.tune.ledger import Ledger
-from sage_plugin.tune.plan import Plan
+from sage_plugin.tune.plan import TuningPlan
 from sage_plugin.tune.study import Study
 
 
@@ -48,7 +48,7 @@ class TuneReport:
         interrupted: the session was ended by Ctrl-C; the same command goes on from there.
     """
 
-    plan: Plan
+    plan: TuningPlan
     outcomes: tuple[Outcome, ...]
     interrupted: bool = False
 
@@ -60,7 +60,7 @@ class TuneReport:
 
 def outcome_of(
     study: Study,
-    verdict: promote.Verdict,
+    verdict: promote.StudyVerdict,
     written: str,
     screens: dict[LaunchConfig, Trial],
     finals: dict[LaunchConfig, Trial],
@@ -90,7 +90,9 @@ def outcome_of(
     )
 
 
-def _winner_notes(study: Study, verdict: promote.Verdict, config: LaunchConfig) -> tuple[str, ...]:
+def _winner_notes(
+    study: Study, verdict: promote.StudyVerdict, config: LaunchConfig
+) -> tuple[str, ...]:
     notes = search.edges(config, study.space) if verdict.kind == promote.TUNED else ()
     saved = saved_part(study.timed)
     if study.device == "cpu" and saved != study.timed.shape:
@@ -99,7 +101,7 @@ def _winner_notes(study: Study, verdict: promote.Verdict, config: LaunchConfig) 
     return notes
 
 
-def write_metadata(plan: Plan, argv: Sequence[str]) -> None:
+def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
     """Write `run_metadata.json`.
 
     Raises:
@@ -122,7 +124,7 @@ def write_metadata(plan: Plan, argv: Sequence[str]) -> None:
     run_folder.write_json(plan.run_folder / run_folder.METADATA, data)
 
 
-def write_results(plan: Plan, outcomes: Sequence[Outcome], ledger: Ledger) -> None:
+def write_results(plan: TuningPlan, outcomes: Sequence[Outcome], ledger: Ledger) -> None:
     """Write `results.json` and `trials.csv` from what is known so far.
 
     Raises:

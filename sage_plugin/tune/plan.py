@@ -16,8 +16,8 @@ from sage_plugin.kernels.contract import HOST
 from sage_plugin.registry import load
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 from sage_plugin.tune import run_folder
-from sage_plugin.tune.inputs import InputGroup, Inputs
-from sage_plugin.tune.search import Limits
+from sage_plugin.tune.inputs import InputGroup, TuningInputs
+from sage_plugin.tune.search import SearchLimits
 from sage_plugin.tune.space_file import SpaceFile
 from sage_plugin.tune.study import Study, Timer, digest
 
@@ -35,7 +35,7 @@ RUNS = Path("tuning_runs")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TuningRequest:
     """What the caller wants tuned.
 
     Attributes:
@@ -54,7 +54,7 @@ class Request:
         fresh: start over instead of going on from the ledger.
     """
 
-    inputs: Inputs
+    inputs: TuningInputs
     kernels: tuple[str, ...] = ()
     device: str | None = None
     space: SpaceFile | None = None
@@ -63,14 +63,14 @@ class Request:
     runs_dir: Path = RUNS
     run_name: str | None = None
     min_gain: float = 0.01
-    limits: Limits = field(default_factory=Limits)
+    limits: SearchLimits = field(default_factory=SearchLimits)
     timeout_s: float = DEFAULT_TIMEOUT_S
     seed: int = 0
     fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TuningPlan:
     """A request made concrete.
 
     Attributes:
@@ -83,7 +83,7 @@ class Plan:
         registry_path: the file that winners are merged into.
     """
 
-    request: Request
+    request: TuningRequest
     studies: tuple[Study, ...]
     calls: tuple[int, ...]
     notes: tuple[str, ...]
@@ -92,7 +92,7 @@ class Plan:
     registry_path: Path
 
 
-def build(request: Request) -> Plan:
+def build(request: TuningRequest) -> TuningPlan:
     """Make a plan; nothing is written and no kernel runs.
 
     Raises:
@@ -114,7 +114,7 @@ def build(request: Request) -> Plan:
         reasons = "; ".join(dict.fromkeys(notes)) or "there are no inputs"
         raise CaptureError(f"nothing can be tuned: {reasons}")
     run_name = request.run_name or _default_name(request.inputs, facts)
-    return Plan(
+    return TuningPlan(
         request=request,
         studies=tuple(studies),
         calls=tuple(calls),
@@ -126,7 +126,7 @@ def build(request: Request) -> Plan:
 
 
 def _study(
-    request: Request,
+    request: TuningRequest,
     group: InputGroup,
     text: str,
     device: str,
@@ -228,7 +228,7 @@ def chosen_device(name: str | None) -> tuple[str, DeviceFacts]:
     return name, facts
 
 
-def _default_name(inputs: Inputs, facts: DeviceFacts) -> str:
+def _default_name(inputs: TuningInputs, facts: DeviceFacts) -> str:
     """A name that the same inputs on the same device always get, so that a run is resumed."""
     labels = sorted(
         f"{source.label} {source.shape.to_json()}"
@@ -238,14 +238,14 @@ def _default_name(inputs: Inputs, facts: DeviceFacts) -> str:
     return f"{facts.slug}-{digest(labels)[:8]}"
 
 
-def _config_root(request: Request) -> Path:
+def _config_root(request: TuningRequest) -> Path:
     root = request.config_dir or load.user_dir()
     if root is None:
         raise OutputError("no folder for configs: install platformdirs, or name one (--config-dir)")
     return root.expanduser()
 
 
-def _check_numbers(request: Request) -> None:
+def _check_numbers(request: TuningRequest) -> None:
     limits = request.limits
     least = {
         "--timeout": (request.timeout_s, 0.0),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from sage_plugin.measure.clocks import stamp
-from sage_plugin.schema import ErrorMetrics, Evidence, LaunchConfig, RegistryEntry, Trial
+from sage_plugin.schema import EntryEvidence, ErrorMetrics, LaunchConfig, RegistryEntry, Trial
 from sage_plugin.tune.study import Study
 
 TUNED, CONFIRMED, FAILED = "tuned", "confirmed", "failed"
@@ -16,7 +16,7 @@ NO_BASELINE_GAIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StudyVerdict:
     """What a study came to.
 
     Attributes:
@@ -37,7 +37,7 @@ def decide(
     *,
     min_gain: float,
     run: str,
-) -> Verdict:
+) -> StudyVerdict:
     """Choose between the default and the finalists.
 
     A winner is a config whose gain over the default is above `min_gain` even at the lower end of
@@ -53,15 +53,15 @@ def decide(
     """
     raced = [trial for trial in finals.values() if trial.status == "ok" and trial.time]
     if not raced:
-        return Verdict(FAILED, reason=failure_summary([*screens.values(), *finals.values()]))
+        return StudyVerdict(FAILED, reason=failure_summary([*screens.values(), *finals.values()]))
     default = finals.get(study.default)
     if default is None or default.status != "ok":
-        return Verdict(TUNED, _entry(study, _fastest(raced), None, screens, run))
+        return StudyVerdict(TUNED, _entry(study, _fastest(raced), None, screens, run))
     needed = max(min_gain, abs(default.extra.get("aa_ratio", 1.0) - 1))
     better = [t for t in raced if t is not default and t.extra.get("gain_low", 0.0) > needed]
     if not better:
-        return Verdict(CONFIRMED, _entry(study, default, default, screens, run))
-    return Verdict(TUNED, _entry(study, _stable_best(better), default, screens, run))
+        return StudyVerdict(CONFIRMED, _entry(study, default, default, screens, run))
+    return StudyVerdict(TUNED, _entry(study, _stable_best(better), default, screens, run))
 
 
 def failure_summary(trials: list[Trial]) -> str:
@@ -101,7 +101,7 @@ def _entry(
     confirmed = winner is default
     key, time = study.key, winner.time
     assert time is not None
-    evidence = Evidence(
+    evidence = EntryEvidence(
         time=time,
         baseline_time=default.time if default is not None and default.time else time,
         baseline=study.default.text() if default else f"unusable: {study.default.text()}",
@@ -121,7 +121,7 @@ def _entry(
         seq_q_range=(key.seq_q, key.seq_q),
         seq_k_range=(key.seq_k, key.seq_k),
         config=winner.config,
-        evidence=Evidence.from_json(_rounded(evidence.to_json())),
+        evidence=EntryEvidence.from_json(_rounded(evidence.to_json())),
     )
 
 

@@ -19,7 +19,7 @@ IMPROVEMENT = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SearchLimits:
     """When a search ends before its space does; `None` never.
 
     Attributes:
@@ -53,7 +53,7 @@ def ratio(trial: Trial) -> float:
     return trial.extra.get("ratio", float("inf")) if trial.status == "ok" else float("inf")
 
 
-def exhausted(trials: Iterable[Trial], limits: Limits) -> bool:
+def exhausted(trials: Iterable[Trial], limits: SearchLimits) -> bool:
     """Whether the trials so far, in their order, end the search."""
     if limits.max_trials is None and limits.patience is None:
         return False

@@ -23,7 +23,7 @@ from sage_plugin.tune.outcome import (
     write_metadata,
     write_results,
 )
-from sage_plugin.tune.plan import FAMILY, Plan
+from sage_plugin.tune.plan import FAMILY, TuningPlan
 from sage_plugin.tune.runner import Contest, Runner
 from sage_plugin.tune.study import Study
 
@@ -37,7 +37,7 @@ RACE_SHARE = 0.3
 
 
 def tune(
-    plan: Plan,
+    plan: TuningPlan,
     runner: Runner,
     observer: Observer | None = None,
     *,
@@ -93,7 +93,7 @@ def tune(
 
 
 class _Session:
-    def __init__(self, plan: Plan, runner: Runner, observer: Observer) -> None:
+    def __init__(self, plan: TuningPlan, runner: Runner, observer: Observer) -> None:
         self.plan, self.runner, self.observer = plan, runner, observer
         self.ledger = Ledger(plan.run_folder / run_folder.LEDGER)
         self._in_flight = InFlight(plan.run_folder / run_folder.IN_FLIGHT)
@@ -197,7 +197,7 @@ class _Session:
         }
 
 
-def _merge(plan: Plan, entries: tuple[RegistryEntry, ...]) -> str:
+def _merge(plan: TuningPlan, entries: tuple[RegistryEntry, ...]) -> str:
     """Merge into the registry; without entries this shows that it can be read and written."""
     report = merge(
         plan.registry_path,

@@ -18,7 +18,7 @@ from sage_plugin.accuracy.gate import failures, worst
 from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.capture.reader import open_captures
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Decision, Problem
+from sage_plugin.kernels.contract import AttentionParams, Decision
 from sage_plugin.measure import clocks
 from sage_plugin.measure.statistics import gain_interval
 from sage_plugin.measure.timing import Samples, measure
@@ -231,7 +231,7 @@ def _kernel_call(study: Study, timed: Masked, config: LaunchConfig) -> Callable[
     key = study.key
     fp8 = getattr(torch, study.facts.fp8_dtype or "float8_e4m3fn")
     built = implementation(key.kernel, key.variant, fp8)
-    problem = Problem(study.timed.shape.scale, key.causal, key.layout, timed.mask)
+    problem = AttentionParams(study.timed.shape.scale, key.causal, key.layout, timed.mask)
     tensors = as_layout(timed.tensors, key.layout)
     on_device = (
         contextlib.nullcontext() if study.device == "cpu" else torch.cuda.device(study.device)

@@ -62,7 +62,7 @@ def test_gates_follow_from_the_measurements_by_the_rule(kernel):
 
 
 @pytest.mark.parametrize("kernel", ["torch", "sdpa"])
-def test_the_hosts_attention_has_a_wider_gate_and_no_centred_limit(kernel):
+def test_the_hosts_attention_has_a_wider_gate_and_no_centered_limit(kernel):
     base = measured_worst("sdpa", "fav2", models=IN_RULE)
     assert gate_for(kernel) == gate_of(base, host=True)
     assert gate_for(kernel).max_centred_rel_l1 is None

@@ -7,7 +7,7 @@ import torch
 
 from sage_plugin.accuracy import reference as references
 from sage_plugin.accuracy.reference import reference, visible_mean
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from tests.kernels.calls import Shape, draw
 from tests.kernels.problems import MASKS, mask_of
 from tests.kernels.written_out import seen_by, written_out
@@ -28,7 +28,7 @@ def _fresh_cache():
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_mean_is_over_the_keys_that_a_row_sees(kind, window, causal):
     _, _, v = draw(SHAPE)
-    problem = Problem(1.0, causal, "bhsd", mask_of(kind, SHAPE), window)
+    problem = AttentionParams(1.0, causal, "bhsd", mask_of(kind, SHAPE), window)
     found = visible_mean(
         v, ROWS, seq_q=12, heads_q=4, causal=causal, mask=problem.mask, window=window
     )
@@ -68,7 +68,7 @@ def test_a_reference_follows_all_parts_of_its_call_and_is_kept_for_each(monkeypa
     ]
     for options in variants:
         found = reference(q, k, v, causal=True, scale=0.3, rows=ROWS, **options)
-        expected, _ = written_out(q, k, v, Problem(0.3, True, "bhsd", **options))
+        expected, _ = written_out(q, k, v, AttentionParams(0.3, True, "bhsd", **options))
         assert torch.allclose(found.out.double(), expected[:, :, ROWS], atol=1e-5)
         again = {name: x.clone() if name in ("mask", "sinks") else x for name, x in options.items()}
         assert reference(q, k, v, causal=True, scale=0.3, rows=ROWS, **again) is found

@@ -100,7 +100,7 @@ def test_shapes_have_to_agree():
         ("fav3_fp8", 0.03, 0.09),
     ],
 )
-def test_centred_error_ranks_the_kernels_under_a_bias_of_v(kernel, low, high, causal):
+def test_centered_error_ranks_the_kernels_under_a_bias_of_v(kernel, low, high, causal):
     q, k, v = synthetic(self_attention(1, 2, 256, 64), device="cpu", distribution="biased")
     found = attention_errors(kernel, "auto", None, q, k, v, causal=causal, scale=None)
     assert low < found.centred_rel_l1 <= high
@@ -108,7 +108,7 @@ def test_centred_error_ranks_the_kernels_under_a_bias_of_v(kernel, low, high, ca
     assert found.suspect == ""
 
 
-def test_a_bf16_output_alone_would_read_as_much_as_quantisation():
+def test_a_bf16_output_alone_would_read_as_much_as_quantization():
     q, k, v = synthetic(self_attention(1, 1, 512, 64), device="cpu", distribution="biased")
     found = attention_errors("sage", "auto", None, q, k, v, causal=False, scale=None)
     assert found.rounding_floor > found.centred_rel_l1

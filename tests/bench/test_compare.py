@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from sage_plugin.bench import candidate, compare
-from sage_plugin.bench.compare import Plan, run_case
+from sage_plugin.bench.compare import BenchPlan, run_case
 from sage_plugin.bench.cost import flops
 from sage_plugin.bench.suite import captured, explicit, load
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.measure.inputs import self_attention
 from sage_plugin.measure.timing import Samples
 from sage_plugin.schema import LaunchConfig
@@ -48,7 +48,7 @@ def scripted(monkeypatch):
 
 def test_one_timing_feeds_every_column(scripted):
     scripted({"sage:emulation": 4.0, "sage:emulation alone": 3.0})
-    table = run_case(case_of(), Plan(kernels=(("sage", "auto"),)), device=CPU)
+    table = run_case(case_of(), BenchPlan(kernels=(("sage", "auto"),)), device=CPU)
     row = table.rows[0]
     operations = 4 * 1 * 2 * 96 * 96 * 32
     assert row.flops == operations
@@ -61,7 +61,7 @@ def test_one_timing_feeds_every_column(scripted):
 
 def test_rows_carry_identity_and_errors(scripted):
     scripted({})
-    table = run_case(case_of(), Plan(kernels=EVERY, method="wall"), device=CPU)
+    table = run_case(case_of(), BenchPlan(kernels=EVERY, method="wall"), device=CPU)
     assert [row.kernel for row in table.rows] == ["sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8"]
     by_name = {row.kernel: row for row in table.rows}
     assert by_name["sdpa"].config is None
@@ -70,23 +70,23 @@ def test_rows_carry_identity_and_errors(scripted):
     assert by_name["sage"].note == "emulation: not a speed"
     assert by_name["fav2"].kernel_time is None
     assert all(row.gate == () for row in table.rows)
-    centred = [by_name[name].errors.centred_rel_l1 for name in ("fav2", "sage", "fav3_sage")]
-    assert centred == sorted(centred)
+    centered = [by_name[name].errors.centred_rel_l1 for name in ("fav2", "sage", "fav3_sage")]
+    assert centered == sorted(centered)
     assert all(row.time.method == "wall" for row in table.rows)
 
 
 def test_the_first_kernel_is_timed_against_itself(scripted):
     scripted({"sage:emulation again": 2.1})
-    table = run_case(case_of(), Plan(kernels=(("sage", "auto"),)), device=CPU)
+    table = run_case(case_of(), BenchPlan(kernels=(("sage", "auto"),)), device=CPU)
     assert table.aa_ratio == pytest.approx(2.0 / 2.1)
     assert table.stamp == table.rows[0].stamp == "noisy"
     scripted({})
-    assert run_case(case_of(), Plan(kernels=(("sage", "auto"),)), device=CPU).stamp == "clean"
+    assert run_case(case_of(), BenchPlan(kernels=(("sage", "auto"),)), device=CPU).stamp == "clean"
 
 
 def test_a_reference_is_added_timed_and_compared_with(scripted):
     scripted({"fav2:emulation": 6.0, "sage:emulation": 2.0})
-    plan = Plan(kernels=(("sage", "auto"),), reference=("fav2", "auto"))
+    plan = BenchPlan(kernels=(("sage", "auto"),), reference=("fav2", "auto"))
     table = run_case(case_of(), plan, device=CPU)
     fav2, sage = table.rows
     assert sage.reference == fav2.reference == "fav2:emulation"
@@ -99,7 +99,7 @@ def test_a_reference_is_added_timed_and_compared_with(scripted):
 
 def test_a_reference_that_is_among_the_kernels_is_run_once(scripted):
     scripted({})
-    plan = Plan(kernels=(("sage", "auto"), ("fav2", "auto")), reference=("fav2", "emulation"))
+    plan = BenchPlan(kernels=(("sage", "auto"), ("fav2", "auto")), reference=("fav2", "emulation"))
     assert [r.kernel for r in run_case(case_of(), plan, device=CPU).rows] == ["fav2", "sage"]
 
 
@@ -112,7 +112,7 @@ def test_a_reference_is_found_by_its_variant_too(scripted, monkeypatch):
     monkeypatch.setattr(
         candidate, "checked_output", _through(candidate.checked_output, variant="emulation")
     )
-    plan = Plan(kernels=(("sage", "emulation"),), reference=("sage", "portable"))
+    plan = BenchPlan(kernels=(("sage", "emulation"),), reference=("sage", "portable"))
     table = run_case(case_of(), plan, device=CPU)
     assert [row.label for row in table.rows] == ["sage:portable", "sage:emulation"]
     assert {row.reference for row in table.rows} == {"sage:portable"}
@@ -136,7 +136,7 @@ def test_another_variant_does_not_stand_in_for_a_reference_that_failed(scripted,
     monkeypatch.setattr(
         candidate, "checked_output", _through(candidate.checked_output, variant="emulation")
     )
-    plan = Plan(kernels=(("sage", "emulation"),), reference=("sage", "portable"))
+    plan = BenchPlan(kernels=(("sage", "emulation"),), reference=("sage", "portable"))
     (row,) = run_case(case_of(), plan, device=CPU).rows
     assert (row.label, row.reference, row.reference_errors) == ("sage:emulation", "", None)
 
@@ -152,7 +152,7 @@ def test_masked_inputs_run_on_every_kernel_with_their_mask(
         self_attention(2, 4, 64, 32), heads_k=2, causal=causal, mask_kind=kind, layout="bshd"
     )
     case = case_of(shape) if made == "drawn" else captured(write(tmp_path / "c", shape)).cases[0]
-    plan = Plan(kernels=(("torch", "auto"), *EVERY), reference=("fav2", "auto"))
+    plan = BenchPlan(kernels=(("torch", "auto"), *EVERY), reference=("fav2", "auto"))
     table = run_case(case, plan, device=CPU)
     assert table.failed == ()
     assert [row.gate for row in table.rows] == [()] * 6
@@ -161,8 +161,8 @@ def test_masked_inputs_run_on_every_kernel_with_their_mask(
     mask = load(case, CPU).timed_mask
     assert {row.flops for row in table.rows} == {flops(shape, mask)}
     assert flops(shape, mask) < flops(shape)
-    unmasked = Problem(shape.scale, causal, "bshd")
-    monkeypatch.setattr(candidate, "Problem", lambda *_, **__: unmasked)
+    unmasked = AttentionParams(shape.scale, causal, "bshd")
+    monkeypatch.setattr(candidate, "AttentionParams", lambda *_, **__: unmasked)
     other = run_case(case, plan, device=CPU)
     read = {row.kernel: row.moved_bytes for row in other.rows}
     assert all(row.moved_bytes > read[row.kernel] for row in table.rows), "the timed calls, too"
@@ -175,7 +175,7 @@ def test_a_kernel_that_forgets_its_mask_fails_its_gate(scripted, monkeypatch):
         candidate, "checked_output", lambda *args, **o: real(*args, **(o | {"mask": None}))
     )
     case = case_of(dataclasses.replace(SHAPE, mask_kind="key_bias"))
-    (row,) = run_case(case, Plan(kernels=(("fav2", "auto"),)), device=CPU).rows
+    (row,) = run_case(case, BenchPlan(kernels=(("fav2", "auto"),)), device=CPU).rows
     assert any("relative L1" in sentence for sentence in row.gate)
 
 
@@ -185,7 +185,7 @@ def test_memory_that_does_not_hold_an_input_is_a_sentence(monkeypatch):
 
     monkeypatch.setattr(compare, "load", full)
     with pytest.raises(UnsupportedInputError, match="cpu has not enough memory"):
-        run_case(case_of(), Plan(kernels=EVERY), device=CPU)
+        run_case(case_of(), BenchPlan(kernels=EVERY), device=CPU)
 
 
 def test_a_failing_kernel_does_not_end_the_table(scripted, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_failing_kernel_does_not_end_the_table(scripted, monkeypatch):
         return real(kernel, variant, fp8)
 
     monkeypatch.setattr(candidate, "implementation", broken)
-    table = run_case(case_of(), Plan(kernels=EVERY), device=CPU)
+    table = run_case(case_of(), BenchPlan(kernels=EVERY), device=CPU)
     assert len(table.rows) == 4
     assert table.failed == ("sage failed: RuntimeError: ptxas died",)
 
@@ -206,7 +206,7 @@ def test_a_failing_kernel_does_not_end_the_table(scripted, monkeypatch):
 def test_no_kernel_at_all_is_an_error_with_the_reasons():
     shape = dataclasses.replace(SHAPE, head_dim=512, dv=512)
     with pytest.raises(UnsupportedInputError, match="no kernel could run it: sage cannot run"):
-        run_case(case_of(shape), Plan(kernels=(("sage", "auto"),)), device=CPU)
+        run_case(case_of(shape), BenchPlan(kernels=(("sage", "auto"),)), device=CPU)
 
 
 def test_a_wrong_kernel_fails_its_gate(scripted, monkeypatch):
@@ -218,7 +218,7 @@ def test_a_wrong_kernel_fails_its_gate(scripted, monkeypatch):
         return dataclasses.replace(found, out=found.out * torch.linspace(-1, 1, 32))
 
     monkeypatch.setattr(candidate, "checked_output", wrong)
-    row = run_case(case_of(), Plan(kernels=(("sage", "auto"),)), device=CPU).rows[0]
+    row = run_case(case_of(), BenchPlan(kernels=(("sage", "auto"),)), device=CPU).rows[0]
     assert any("cosine of the worst head" in sentence for sentence in row.gate)
 
 
@@ -229,10 +229,10 @@ def test_the_config_of_the_runtime_is_judged_and_timed(scripted, monkeypatch):
 
     def found(key, facts, *, config_dir):
         seen.append(config_dir)
-        return dispatch.Found(config, "exact", "a file")
+        return dispatch.ResolvedConfig(config, "exact", "a file")
 
     monkeypatch.setattr(candidate.dispatch, "find_launch", found)
-    plan = Plan(kernels=(("sage", "auto"),), config_dir="somewhere")
+    plan = BenchPlan(kernels=(("sage", "auto"),), config_dir="somewhere")
     row = run_case(case_of(), plan, device=CPU).rows[0]
     assert (row.config, row.config_source, seen) == (config, "exact", ["somewhere"])
 
@@ -241,7 +241,7 @@ def test_layout_causal_and_groups_with_real_times():
     shape = dataclasses.replace(
         self_attention(2, 4, 40, 32), heads_k=2, seq_k=56, causal=True, layout="bshd"
     )
-    plan = Plan(kernels=(("fav3_sage", "auto"), ("torch", "auto")), differences=True)
+    plan = BenchPlan(kernels=(("fav3_sage", "auto"), ("torch", "auto")), differences=True)
     table = run_case(case_of(shape), plan, device=CPU)
     assert [row.gate for row in table.rows] == [(), ()]
     assert table.rows[0].shape == shape
@@ -254,7 +254,7 @@ def test_layout_causal_and_groups_with_real_times():
 def test_every_kernel_on_a_gpu():
     facts = dispatch.facts_of("cuda", None)
     kernels = tuple((name, "auto") for name in dispatch.kernels_of(facts))
-    plan = Plan(kernels=kernels, reference=("sdpa", "auto"))
+    plan = BenchPlan(kernels=kernels, reference=("sdpa", "auto"))
     table = run_case(case_of(self_attention(1, 4, 4096, 64)), plan, device=torch.device("cuda"))
     assert table.failed == ()
     assert all(row.gate == () for row in table.rows)

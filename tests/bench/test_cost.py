@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from sage_plugin.bench import cost
-from sage_plugin.bench.cost import flops, is_quantised, moved_bytes, visible_pairs, weighed_pairs
+from sage_plugin.bench.cost import flops, is_quantized, moved_bytes, visible_pairs, weighed_pairs
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import PlainOperands, Problem
+from sage_plugin.kernels.contract import AttentionParams, PlainOperands
 from sage_plugin.measure.inputs import presets, self_attention, synthetic
 
 
@@ -67,18 +67,18 @@ def test_pairs_of_masks_are_counted_one_by_one(name, causal, monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["torch", "sdpa", "fav2"])
 @pytest.mark.parametrize("size", [(1, 1, 1, 64), (2, 1, 1, 64), (1, 1, 64, 64), (2, 4, 64, 64)])
-def test_a_mask_is_read_once_as_it_lies_and_is_no_quantisation(kernel, size):
+def test_a_mask_is_read_once_as_it_lies_and_is_no_quantization(kernel, size):
     shape = self_attention(2, 4, 64, 32)
     plain, _ = cpu_bytes(kernel, shape)
     for mask in (torch.ones(size, dtype=torch.bool), torch.zeros(size)):
         masked, _ = cpu_bytes(kernel, shape, mask)
         assert masked - plain == mask.numel() * mask.element_size()
-        problem = Problem(shape.scale, shape.causal, shape.layout, mask)
-        assert not is_quantised(PlainOperands(mask, mask, mask, problem, None))
+        problem = AttentionParams(shape.scale, shape.causal, shape.layout, mask)
+        assert not is_quantized(PlainOperands(mask, mask, mask, problem, None))
 
 
 @pytest.mark.parametrize("kernel", ["sage", "fav3_fp8"])
-def test_emulations_read_the_mask_beside_their_quantised_operands(kernel):
+def test_emulations_read_the_mask_beside_their_quantized_operands(kernel):
     shape = self_attention(2, 4, 64, 32)
     mask = torch.ones(2, 1, 64, 64, dtype=torch.bool)
     assert cpu_bytes(kernel, shape, mask)[0] - cpu_bytes(kernel, shape)[0] == 2 * 64 * 64
@@ -93,7 +93,7 @@ class Portable:
     k_scale_finite: torch.Tensor
     key_term: torch.Tensor
     shift: torch.Tensor
-    problem: Problem
+    problem: AttentionParams
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_a_portable_kernel_reads_terms_of_keys_in_place_of_one_bias_a_key(causal
     mask = None if size is None else torch.zeros(size)
     numbers = [torch.zeros(8), torch.zeros(8), torch.zeros(300), torch.zeros(99)]
     operands = Portable(
-        torch.zeros(1000, dtype=torch.int8), *numbers, Problem(1.0, causal, "bhsd", mask)
+        torch.zeros(1000, dtype=torch.int8), *numbers, AttentionParams(1.0, causal, "bhsd", mask)
     )
     assert moved_bytes(operands, shape) == read + 2 * 4 * 150 * 32 * 2
-    assert is_quantised(operands)
+    assert is_quantized(operands)
 
 
 def cpu_bytes(kernel, shape, mask=None):
@@ -125,20 +125,20 @@ def cpu_bytes(kernel, shape, mask=None):
     if decision.variant != "host":
         key = dispatch.call_key(shape, decision)
         config = dispatch.default_launch(key, dispatch.facts_of("cpu", None))
-    problem = Problem(shape.scale, shape.causal, shape.layout, mask)
+    problem = AttentionParams(shape.scale, shape.causal, shape.layout, mask)
     operands = built.prepare(q, k, v, problem=problem, launch=config)
     return moved_bytes(operands, shape), config
 
 
 @pytest.mark.parametrize("kernel", ["torch", "sdpa", "fav2"])
-def test_bytes_without_quantisation_are_the_four_tensors(kernel):
+def test_bytes_without_quantization_are_the_four_tensors(kernel):
     shape = dataclasses.replace(self_attention(1, 4, 128, 64), heads_k=2)
     moved, _ = cpu_bytes(kernel, shape)
     assert moved == 2 * 128 * 64 * (4 + 2 + 2 + 4)
 
 
 @pytest.mark.parametrize(("kernel", "v_bytes"), [("sage", 2), ("fav3_sage", 1), ("fav3_fp8", 1)])
-def test_bytes_of_quantised_operands_have_their_true_sizes(kernel, v_bytes):
+def test_bytes_of_quantized_operands_have_their_true_sizes(kernel, v_bytes):
     shape = self_attention(1, 2, 256, 64)
     moved, config = cpu_bytes(kernel, shape)
     tensors = 2 * 256 * 64 * (1 + 1 + v_bytes + 2)  # INT8 or FP8 in, a bf16 output

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sage_plugin.bench.difference import Difference, difference
+from sage_plugin.bench.difference import OutputDifference, difference
 
 
 def test_by_hand():
@@ -23,7 +23,7 @@ def test_by_hand():
     assert found.upstream_fails == pytest.approx(2 / 4)
     assert found.rows_above == 0.0
     assert found.row_cosine_p10 == pytest.approx(3 / 5)
-    assert Difference.from_json(found.to_json()) == found
+    assert OutputDifference.from_json(found.to_json()) == found
 
 
 def test_equal_outputs():

@@ -11,7 +11,7 @@ import pytest
 
 from sage_plugin import device as devices
 from sage_plugin.bench import report
-from sage_plugin.bench.rows import Row, Table
+from sage_plugin.bench.rows import KernelRow, Table
 from sage_plugin.errors import OutputError
 from sage_plugin.measure.clocks import ClockSnapshot
 from sage_plugin.measure.inputs import self_attention
@@ -46,7 +46,7 @@ def row_of(**changes):
         "stamp": "clean",
         "note": "",
     }
-    return Row(**{**values, **changes})
+    return KernelRow(**{**values, **changes})
 
 
 def table_of(*rows):
@@ -85,7 +85,7 @@ def test_json_is_strict_and_holds_the_records():
     assert table["rows"][0]["config"]["block_n"] == 64
     assert table["rows"][0]["tflops"] == pytest.approx(0.256)
     del table["rows"][0]["tflops"], table["rows"][0]["gb_per_s"], table["rows"][0]["flop_per_byte"]
-    assert Row.from_json(table["rows"][0]) == row_of()
+    assert KernelRow.from_json(table["rows"][0]) == row_of()
 
 
 def test_no_row_is_no_csv_line():

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from sage_plugin.accuracy.reference import reference
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.measure.inputs import self_attention
 from sage_plugin.schema import LaunchConfig
 from tests.tune.captures import GROUPED, MASKED, SELF, write
@@ -31,7 +31,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_errors_are_centred_by_the_mean_of_v(accuracy: ModuleType) -> None:
+def test_errors_are_centered_by_the_mean_of_v(accuracy: ModuleType) -> None:
     exact = torch.tensor([[[[10.0, 12.0]], [[9.0, 11.0]]]])
     mean = torch.full((1, 2, 1, 2), 10.0)
     out = exact + torch.tensor([[[[0.5, 0.5]], [[0.0, 0.0]]]])
@@ -74,7 +74,7 @@ def test_the_emulation_of_some_rows_is_that_of_all(
     rows = accuracy.twin_rows(200, count=40, granule=16, causal=causal)
     some = accuracy.emulated("fav3_sage", LAUNCH, tensors, rows, causal=causal, scale=0.1)
     twin = implementation("fav3_sage", "emulation")
-    whole = twin.prepare(*tensors, problem=Problem(0.1, causal, "bhsd"), launch=LAUNCH)
+    whole = twin.prepare(*tensors, problem=AttentionParams(0.1, causal, "bhsd"), launch=LAUNCH)
     full, _ = twin.launch(whole, out_dtype=torch.float32)
     torch.testing.assert_close(some, full[:, :, rows], rtol=1e-4, atol=1e-5)
 

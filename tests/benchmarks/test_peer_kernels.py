@@ -64,7 +64,7 @@ def test_a_judged_peer_computes_the_call(
     assert torch.equal(k, before)
 
 
-def test_timed_peers_quantise_or_not_and_leave_k_alone(
+def test_timed_peers_quantize_or_not_and_leave_k_alone(
     peer_kernels: ModuleType, installed: ModuleType
 ) -> None:
     q, k, v = _tensors()

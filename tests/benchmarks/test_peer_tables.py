@@ -38,7 +38,7 @@ def report():
     }  # fmt: skip
 
 
-def test_a_line_has_speed_alone_with_quantisation_and_error(tables):
+def test_a_line_has_speed_alone_with_quantization_and_error(tables):
     assert tables.table(report()).splitlines() == [
         "| shape | `fav3_sage` | `fav3_fp8` | `sage` | FA3 FP8, alone | SageAttention 1.0.6 |",
         "| --- | --- | --- | --- | --- | --- |",

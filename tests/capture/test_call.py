@@ -8,7 +8,7 @@ import torch
 from sage_plugin.capture.call import CanonicalCall, canonical
 from sage_plugin.capture.extract import extract
 from sage_plugin.capture.selection import PartRule
-from sage_plugin.kernels.attention.mask import mask_kind, normalised
+from sage_plugin.kernels.attention.mask import mask_kind, normalized
 from tests.capture.toys import event
 
 
@@ -122,7 +122,7 @@ def test_an_expanded_mask_is_what_kernels_see_of_it(kind):
     row = torch.rand(2, 1, 1, 5) > 0.5 if kind == "bool" else torch.randn(2, 1, 1, 5)
     call_event = event(q, mask=row.expand(2, 3, 5, 5))
     call = made(call_event)
-    mask = normalised(call_event.attn_mask, batch=2, heads_q=3, seq_q=5, seq_k=5)
+    mask = normalized(call_event.attn_mask, batch=2, heads_q=3, seq_q=5, seq_k=5)
     assert call.shape.mask_kind == mask_kind(mask) == "key_bias"
     assert torch.equal(call.mask, row)
     assert saved(call_event)["key_bias"].shape == (2, 1, 5)

@@ -12,15 +12,15 @@ from sage_plugin.capture.policy import (
     ALREADY_KEPT,
     NOT_SELECTED_LAYER,
     NOT_SELECTED_STEP,
-    Cell,
+    CaptureCell,
+    CaptureVerdict,
     SpreadPolicy,
-    Verdict,
 )
 from sage_plugin.capture.steps import StepSelection
 from sage_plugin.errors import UsageError
 
 
-def offer(policy: SpreadPolicy, cell: Cell) -> Verdict:
+def offer(policy: SpreadPolicy, cell: CaptureCell) -> CaptureVerdict:
     """Judge a call and save it if that is the verdict."""
     verdict = policy.judge(cell)
     if verdict.keep:
@@ -43,17 +43,17 @@ def run(
     """Offer every call in the order of a run; the policy, and how many were saved on the way."""
     policy = SpreadPolicy(limit, steps=StepSelection.parse(selection), total_steps=announced)
     policy.add_layers(layers)
-    saved: set[Cell] = set()
+    saved: set[CaptureCell] = set()
     writes = 0
     for step in range(steps):
         for layer in layers:
-            verdict = offer(policy, Cell(layer, step))
+            verdict = offer(policy, CaptureCell(layer, step))
             assert verdict.keep or verdict.evict is None
             assert bool(verdict.reason) is not verdict.keep
             if verdict.evict is not None:
                 saved.remove(verdict.evict)
             if verdict.keep:
-                saved.add(Cell(layer, step))
+                saved.add(CaptureCell(layer, step))
                 writes += 1
             assert len(saved) <= limit
     assert saved == set(policy.kept)
@@ -137,7 +137,7 @@ def test_early_steps_do_not_mean_early_layers():
 
 def test_a_single_capture_is_from_the_middle():
     policy, _ = run(1, layer_names(30), 50, announced=50)
-    assert policy.kept == (Cell(layer_names(30)[15], 25),)
+    assert policy.kept == (CaptureCell(layer_names(30)[15], 25),)
 
 
 @pytest.mark.parametrize(("announced", "ran"), [(50, 100), (50, 20), (10, 50), (1, 7)])
@@ -155,7 +155,7 @@ def test_skipped_calls_are_made_up_for():
     policy.add_layers(names)
     for step in range(0, 16, 2):
         for name in names:
-            offer(policy, Cell(name, step))
+            offer(policy, CaptureCell(name, step))
     assert len(policy.kept) >= 7
     assert max(Counter(cell.layer for cell in policy.kept).values()) <= 3
 
@@ -166,7 +166,7 @@ def test_a_layer_that_never_runs_leaves_its_share_to_others():
     policy.add_layers(names)
     for step in range(40):
         for name in names[:2]:
-            offer(policy, Cell(name, step))
+            offer(policy, CaptureCell(name, step))
     assert len(policy.kept) >= 7
 
 
@@ -174,8 +174,8 @@ def test_only_selected_steps_and_known_layers_are_kept():
     policy, _ = run(6, layer_names(4), 20, selection="0,5,10-14")
     assert {cell.step for cell in policy.kept} <= {0, 5, 10, 11, 12, 13, 14}
     assert len(policy.kept) == 6
-    assert offer(policy, Cell("vae.attn", 0)).reason == NOT_SELECTED_LAYER
-    assert offer(policy, Cell(layer_names(1)[0], 1)).reason == NOT_SELECTED_STEP
+    assert offer(policy, CaptureCell("vae.attn", 0)).reason == NOT_SELECTED_LAYER
+    assert offer(policy, CaptureCell(layer_names(1)[0], 1)).reason == NOT_SELECTED_STEP
     assert offer(policy, policy.kept[0]).reason == ALREADY_KEPT
 
 
@@ -183,10 +183,10 @@ def test_layers_may_become_known_during_a_run():
     policy = SpreadPolicy(4)
     policy.add_layers(["transformer.a.0"])
     for step in range(4):
-        offer(policy, Cell("transformer.a.0", step))
+        offer(policy, CaptureCell("transformer.a.0", step))
     policy.add_layers(["transformer.a.0", "transformer_2.a.0"])
     for step in range(4):
-        offer(policy, Cell("transformer_2.a.0", step))
+        offer(policy, CaptureCell("transformer_2.a.0", step))
     assert len(policy.kept) == 4
     assert {cell.layer for cell in policy.kept} == {"transformer.a.0", "transformer_2.a.0"}
 
@@ -194,10 +194,10 @@ def test_layers_may_become_known_during_a_run():
 def test_a_call_that_was_not_saved_after_all_is_no_loss():
     policy = SpreadPolicy(1, total_steps=1)
     policy.add_layers(["a"])
-    assert policy.judge(Cell("a", 0)).keep
+    assert policy.judge(CaptureCell("a", 0)).keep
     assert policy.kept == ()
-    assert offer(policy, Cell("a", 0, 1)).keep is False, "its place is still its own"
-    assert offer(policy, Cell("a", 0)).keep
+    assert offer(policy, CaptureCell("a", 0, 1)).keep is False, "its place is still its own"
+    assert offer(policy, CaptureCell("a", 0)).keep
 
 
 def test_further_calls_of_a_layer_come_last():
@@ -205,7 +205,7 @@ def test_further_calls_of_a_layer_come_last():
     policy.add_layers(["a"])
     for step in range(3):
         for index in range(2):
-            offer(policy, Cell("a", step, index))
+            offer(policy, CaptureCell("a", step, index))
     assert {cell.call_index for cell in policy.kept} == {0}
 
 

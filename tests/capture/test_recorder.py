@@ -16,7 +16,7 @@ import sage_plugin
 from sage_plugin.capture import intake
 from sage_plugin.capture.manifest import COUNTS, MANIFEST, read_counts
 from sage_plugin.capture.reader import open_captures
-from sage_plugin.capture.recorder import CaptureOptions, Recorder, record
+from sage_plugin.capture.recorder import CaptureOptions, CaptureRecorder, record
 from sage_plugin.errors import CaptureError, OutputError, PatchError, UsageError
 from sage_plugin.plugin.patch import handle_of
 from tests.capture.toys import LAYERS, Pipeline, denoise, event, processors, video_model
@@ -162,7 +162,7 @@ def test_the_byte_budget_holds(folder):
 
 def test_ten_thousand_large_calls_stay_within_the_budget(folder):
     """G4: nothing piles up in memory, and the counts say what was left out and why."""
-    recorder = Recorder(folder, CaptureOptions(max_captures=5, max_bytes=5 * 40_000))
+    recorder = CaptureRecorder(folder, CaptureOptions(max_captures=5, max_bytes=5 * 40_000))
     recorder._intake.add_layers([f"transformer.blocks.{i}.attn1" for i in range(10)])
     recorder._intake.open()
     watch = intake.ForwardWatch(video_model())

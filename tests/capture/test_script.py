@@ -10,7 +10,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from sage_plugin.capture.reader import open_captures
-from sage_plugin.capture.recorder import CaptureOptions, Recorder
+from sage_plugin.capture.recorder import CaptureOptions, CaptureRecorder
 from sage_plugin.capture.script import check_script, run_script
 from sage_plugin.errors import UsageError
 from tests.capture.toys import LAYERS, SCRIPT
@@ -23,7 +23,7 @@ class Ran:
         script = tmp_path / "their_script.py"
         script.write_text(text)
         self.folder = tmp_path / "captures"
-        self.recorder = Recorder(self.folder, CaptureOptions(**options))
+        self.recorder = CaptureRecorder(self.folder, CaptureOptions(**options))
         with self.recorder:
             self.end = run_script(script, args, self.recorder)
         self.summary = self.recorder.summary

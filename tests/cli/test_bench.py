@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from sage_plugin.bench import candidate, compare
 from sage_plugin.cli import app, console
 from sage_plugin.kernels.attention.dispatch import kernels_of
-from sage_plugin.measure.timing import Limits
+from sage_plugin.measure.timing import TimingLimits
 from sage_plugin.schema import KERNELS
 from tests.bench.folders import SHAPE, write
 
 TINY = ["-b", "1", "-hq", "2", "-sq", "48", "-d", "32", "--device", "cpu"]
-QUICK = Limits(warmup=0, warmup_s=0.0, min_samples=2, max_samples=2, budget_s=1.0)
+QUICK = TimingLimits(warmup=0, warmup_s=0.0, min_samples=2, max_samples=2, budget_s=1.0)
 
 
 @pytest.fixture(autouse=True)

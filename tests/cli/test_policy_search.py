@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from sage_plugin.cli import app, policy_search
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.plugin.policy import read
-from sage_plugin.tune.policy.request import Request
+from sage_plugin.tune.policy.request import PolicyRequest
 from tests.tune.policy import recordings
 
 SEARCH = ("--times", "times.json", "--min-seq", "16", "--bands", "2")
@@ -68,7 +68,7 @@ def test_the_defaults_are_those_of_the_library():
         name: p.default for name, p in inspect.signature(policy_search.command).parameters.items()
     }
     said["captures_per_cell"] = said["max_captures_per_key"]
-    fields = {field.name: field.default for field in dataclasses.fields(Request)}
+    fields = {field.name: field.default for field in dataclasses.fields(PolicyRequest)}
     for name in ("max_layer_error", "bands", "min_seq", "captures_per_cell"):
         assert said[name] == fields[name], name
 

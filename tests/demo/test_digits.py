@@ -69,8 +69,8 @@ def test_ink_moves_with_the_box(glyphs: Glyphs, size: DemoSize) -> None:
     assert ink.max() == 1
     assert 0.03 < ink.mean() < 0.25
     rows = torch.arange(size.height) + 0.5
-    centre = (ink.sum(-1) @ rows) / ink.sum((-1, -2))  # (B, F)
-    offset = centre - clips.corners[..., 0]
+    center = (ink.sum(-1) @ rows) / ink.sum((-1, -2))  # (B, F)
+    offset = center - clips.corners[..., 0]
     assert (offset - offset[:, :1]).abs().max() < 0.05 * size.digit_px / 28
 
 

@@ -26,8 +26,8 @@ def test_quality_of_known_frames():
     assert found.ssim[0] == 1.0
     assert found.min_ssim == found.ssim[1] < 1.0
     assert found.mean_ssim == pytest.approx(sum(found.ssim) / 3)
-    grey = quality(clip[..., :1], clip[..., :1])
-    assert grey.mean_psnr_db == math.inf
+    gray = quality(clip[..., :1], clip[..., :1])
+    assert gray.mean_psnr_db == math.inf
 
 
 def test_the_mean_is_of_decibels_not_of_errors():

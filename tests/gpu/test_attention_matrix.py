@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-QUANTISED = [(kernel, variant) for kernel, variant in PAIRS if kernel != "fav2"]
+QUANTIZED = [(kernel, variant) for kernel, variant in PAIRS if kernel != "fav2"]
 SHAPES = [
     # batch, heads_q, heads_k, seq_q, seq_k, head_dim
     (2, 4, 4, 1024, 1024, 64),
@@ -106,7 +106,7 @@ def test_two_halves_of_k_merge_to_the_whole(kernel, variant):
     assert (total - lse).abs().max().item() < 0.15
 
 
-@each(QUANTISED)
+@each(QUANTIZED)
 def test_report_57_gain_does_not_fall_with_length(kernel, variant):
     skip_what_is_left(kernel, variant, 64)
     generator = torch.Generator("cuda").manual_seed(0)

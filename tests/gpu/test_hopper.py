@@ -12,7 +12,7 @@ import sage_plugin
 from sage_plugin import device
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from tests.gpu.variants import config_of, poison, relative
 from tests.kernels.calls import FP8_WEIGHTS, HOPPER
 
@@ -369,7 +369,7 @@ def test_two_launches_are_equal_to_the_bit(kernel, dim, causal):
     q, k, v = inputs((2, 8, 4, 1500, 2500, dim))
     built = implementation(kernel, "hopper", torch.float8_e4m3fn)
     config = config_of(kernel, "hopper", q, k, v, causal=causal)
-    problem = Problem(dim**-0.5, causal, "bhsd")
+    problem = AttentionParams(dim**-0.5, causal, "bhsd")
     operands = built.prepare(q, k, v, problem=problem, launch=config)
     first, first_lse = built.launch(operands, return_lse=True)
     for _ in range(20):

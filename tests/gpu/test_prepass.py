@@ -13,12 +13,12 @@ import torch
 
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.quantize import emulation
-from sage_plugin.kernels.quantize.operands import QuantisedOperands
+from sage_plugin.kernels.quantize.operands import QuantizedOperands
 from sage_plugin.kernels.support import kernels_of
 from tests.gpu.variants import poison
-from tests.kernels.calls import QUANTISED, launch
+from tests.kernels.calls import QUANTIZED, launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +41,7 @@ class Case:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    made: QuantisedOperands
+    made: QuantizedOperands
 
     @property
     def options(self) -> dict:
@@ -61,7 +61,7 @@ def case(kernel, seq_q, seq_k, dim, dtype, **fields) -> Case:
     q, k, v = (t.to(dtype) for t in (draw(4, seq_q), k, draw(2, seq_k) + 0.5))
     built = implementation(kernel, "portable", torch.float8_e4m3fn)
     poison(q)
-    problem = Problem(dim**-0.5, False, "bhsd")
+    problem = AttentionParams(dim**-0.5, False, "bhsd")
     made = built.prepare(q, k, v, problem=problem, launch=launch(64, **fields))
     return Case(q, k, v, made)
 
@@ -84,7 +84,7 @@ def same_numbers(found, expected, what):
 def check_queries(one: Case) -> None:
     made, (_, heads, seq, dim) = one.made, one.q.shape
     config = made.launch_config
-    twin = emulation.quantise_q(
+    twin = emulation.quantize_q(
         one.q, scale=dim**-0.5, hadamard=config.hadamard, granule=config.q_granule, **one.options
     )
     same_numbers(made.q8[:, :seq, :dim], twin.values.reshape(heads, seq, dim), "Q")
@@ -96,7 +96,7 @@ def check_queries(one: Case) -> None:
 def check_keys(one: Case) -> None:
     made, (_, heads, seq, dim) = one.made, one.k.shape
     config = made.launch_config
-    twin = emulation.quantise_k(
+    twin = emulation.quantize_k(
         one.k, block_n=config.block_n, smooth=config.smooth_k, hadamard=config.hadamard,
         **one.options,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def check_keys(one: Case) -> None:
 def check_values(one: Case) -> None:
     made, (_, heads, seq, dim) = one.made, one.v.shape
     config = made.launch_config
-    twin = emulation.quantise_v(
+    twin = emulation.quantize_v(
         one.v, block_n=config.block_n, smooth=config.smooth_v, **one.options
     )
     values = made.v8
@@ -136,7 +136,7 @@ def check_values(one: Case) -> None:
 CHECKS = (check_queries, check_keys, check_values)
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_n", [32, 64, 128])
@@ -146,7 +146,7 @@ def test_every_head_dim_type_and_block(kernel, dim, dtype, block_n):
         check(one)
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("fields", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

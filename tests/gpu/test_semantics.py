@@ -10,10 +10,10 @@ import torch
 
 import sage_plugin
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.kernels.attention.mask import normalised
+from sage_plugin.kernels.attention.mask import normalized
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Decision, Packed, Problem
+from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
 from tests.gpu.variants import PAIRS, config_of, each, relative, skip_what_is_left
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-QUANTISED = [(kernel, variant) for kernel, variant in PAIRS if kernel != "fav2"]
+QUANTIZED = [(kernel, variant) for kernel, variant in PAIRS if kernel != "fav2"]
 KERNELS = ("fav2", "sage", "fav3_sage", "fav3_fp8")
 BATCH, HEADS_Q, HEADS_K, SEQ_Q, SEQ_K = 2, 4, 2, 300, 421
 PARTS = {
@@ -81,7 +81,7 @@ def call_of(parts):
     causal = parts.get("causal", False)
     four = None
     if mask is not None:
-        four = normalised(mask, batch=BATCH, heads_q=HEADS_Q, seq_q=SEQ_Q, seq_k=SEQ_K)
+        four = normalized(mask, batch=BATCH, heads_q=HEADS_Q, seq_q=SEQ_Q, seq_k=SEQ_K)
     exact = {"is_causal": causal, "mask": four, **extras}
     return {"attn_mask": mask, "is_causal": causal, **extras}, exact
 
@@ -126,12 +126,12 @@ def test_every_part_of_a_call_matches_the_emulation(kernel, variant, parts, dim)
     assert (lse - exact_lse)[~dead].abs().max().item() <= limit
 
 
-@each(QUANTISED)
+@each(QUANTIZED)
 @pytest.mark.parametrize(
     "fields", [{"hadamard": 64}, {"hadamard": 32, "q_granule": 64}, {"smooth_k": False}], ids=str
 )
 @pytest.mark.parametrize("dim", [64, 128])
-def test_every_quantisation_option_matches_the_emulation(kernel, variant, fields, dim):
+def test_every_quantization_option_matches_the_emulation(kernel, variant, fields, dim):
     skip_what_is_left(kernel, variant, dim)
     q, k, v = inputs(dim)
     k[..., :2] *= 20
@@ -198,7 +198,7 @@ def test_nan_shows_in_the_rows_that_see_it_and_in_no_other(kernel, variant, whic
     assert relative(out[~sees], clean[~sees]) < 0.1
 
 
-@each(QUANTISED)
+@each(QUANTIZED)
 @pytest.mark.parametrize("two_step", [False, True], ids=["one step", "two steps"])
 def test_report_27_memory_is_inputs_operands_scales_and_output(kernel, variant, two_step):
     skip_what_is_left(kernel, variant, 128)
@@ -310,7 +310,7 @@ def test_packed_problems_and_batches_share_a_form():
     config = _config_of_packed("fav3_sage", q[0], k[0])
     results = []
     for packed in (None, Packed(cu_q, cu, SEQ_Q, SEQ_K)):
-        problem = Problem(0.125, True, "bshd", packed=packed)
+        problem = AttentionParams(0.125, True, "bshd", packed=packed)
         operands = built.prepare(q, k, v, problem=problem, launch=config)
         results.append(built.launch(operands)[0])
     assert torch.equal(*results)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.kernels.attention.mask import mask_kind, normalised
+from sage_plugin.kernels.attention.mask import mask_kind, normalized
 from sage_plugin.kernels.attention.runtime import shape_of
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.support import hopper_reason
@@ -40,7 +40,7 @@ def config_of(
     """The default launch config of a call on a variant, with some fields changed."""
     four = None
     if mask is not None:
-        four = normalised(
+        four = normalized(
             mask, batch=q.shape[0], heads_q=q.shape[1], seq_q=q.shape[2], seq_k=k.shape[2]
         )
     shape = shape_of(q, k, v, causal=causal, scale=1.0, layout=layout, mask_kind=mask_kind(four))

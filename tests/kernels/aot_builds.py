@@ -29,7 +29,7 @@ from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.runtime import shape_of
-from sage_plugin.kernels.contract import Decision, Packed, Problem
+from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
 from sage_plugin.kernels.support import ARCHITECTURES
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 
@@ -100,7 +100,7 @@ class Call:
             return [t.transpose(1, 2).contiguous() for t in every]
         return every
 
-    def problem(self) -> Problem:
+    def problem(self) -> AttentionParams:
         """The call but for Q, K and V."""
         rows = self.seq if self.mask in ("dense", "tiles") else 1
         dtype = torch.bool if self.mask in ("padding", "tiles") else getattr(torch, self.dtype)
@@ -109,7 +109,7 @@ class Call:
         cu_seqlens = torch.tensor([0, half, self.seq], dtype=torch.int32)
         every = self.form == "all"
         packed = Packed(cu_seqlens, cu_seqlens, half, half)
-        return Problem(
+        return AttentionParams(
             0.125,
             self.causal,
             "bshd" if self.form == "packed" else "bhsd",
@@ -172,7 +172,7 @@ def launches_of(call: Call) -> list[Launch]:
     built: Any = implementation(call.kernel, call.variant, fp8)
     if call.variant == "hopper":  # without the portable variant behind it
         home = importlib.import_module("sage_plugin.kernels.attention.backends.hopper.launch")
-        built = home.QuantisedHopper(built.recipe)
+        built = home.QuantizedHopper(built.recipe)
     kept: list[Launch] = []
     stock = [
         (module, name, value)
@@ -206,11 +206,11 @@ def compile_launch(launch: Launch, arch: str) -> Any:
         value, at = launch.arguments[parameter.name], (index,)
         kind, aligned = _type_of(value)
         number = type(value) is int
-        specialised = not (number and parameter.do_not_specialize)
-        one = number and specialised and value == 1
+        specialized = not (number and parameter.do_not_specialize)
+        one = number and specialized and value == 1
         if parameter.is_constexpr or value is None or one:
             kind, constants[at] = "constexpr", value
-        elif aligned and specialised:
+        elif aligned and specialized:
             attributes[at] = [["tt.divisibility", 16]]
         signature[parameter.name] = kind
     if launch.function.is_gluon():

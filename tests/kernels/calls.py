@@ -9,8 +9,8 @@ import torch
 from sage_plugin.kernels.support import TRITON_KERNELS
 from sage_plugin.schema import LaunchConfig
 
-QUANTISED = ("sage", "fav3_sage", "fav3_fp8")
-EMULATED = ("fav2", *QUANTISED)
+QUANTIZED = ("sage", "fav3_sage", "fav3_fp8")
+EMULATED = ("fav2", *QUANTIZED)
 HOPPER = tuple(kernel for kernel, variants in TRITON_KERNELS.items() if "hopper" in variants)
 """The kernels with a Gluon variant."""
 FP8_WEIGHTS = ("fav3_sage", "fav3_fp8")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import NO_WINDOW, Problem
+from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams
 from tests.kernels.calls import Shape, launch
 
 MASKS = ("none", "bool", "float", "key_bool", "key_float", "head_bool", "dead_rows")
@@ -37,7 +37,7 @@ def mask_of(kind: str, shape: Shape, seed: int = 0) -> torch.Tensor | None:
 
 
 @st.composite
-def problems(make: st.DrawFn, longest: int = 90) -> tuple[Shape, Problem]:
+def problems(make: st.DrawFn, longest: int = 90) -> tuple[Shape, AttentionParams]:
     """A shape, and a problem with any of the parts that a call may have."""
     heads_k = make(st.integers(1, 2))
     shape = Shape(
@@ -50,7 +50,7 @@ def problems(make: st.DrawFn, longest: int = 90) -> tuple[Shape, Problem]:
     )
     side = st.sampled_from([-1, 0, 1, 7, 40])
     sinks = make(st.sampled_from([None, -3.0, 0.0, 4.0]))
-    problem = Problem(
+    problem = AttentionParams(
         scale=make(st.sampled_from([shape.dim**-0.5, 0.3])),
         causal=make(st.booleans()),
         layout="bhsd",

@@ -9,12 +9,12 @@ import torch
 
 from sage_plugin.kernels.attention.backends.triton import launch, mask_blocks
 from sage_plugin.kernels.quantize.triton import key_mask
-from sage_plugin.kernels.quantize.triton import launch as quantisers
+from sage_plugin.kernels.quantize.triton import launch as quantizers
 
 LAUNCHED = (
-    (launch, "quantised_attention_kernel"),
+    (launch, "quantized_attention_kernel"),
     (launch, "plain_attention_kernel"),
-    (quantisers, "prepass_kernel"),
+    (quantizers, "prepass_kernel"),
     (mask_blocks, "classify_mask_kernel"),
     (key_mask, "seen_keys_kernel"),
 )

@@ -116,11 +116,11 @@ def test_report_118_the_bound_is_below_what_deeper_pipelines_need():
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_the_quantisers_compile_without_spills(arch):
+def test_the_quantizers_compile_without_spills(arch):
     kernel = "sage" if arch == "sm_80" else "fav3_sage"
     call = of(kernel, arch, 128, attention_only=False, with_resources=True)
     made = compiled(call)
-    assert [one["name"] for one in made] == ["prepass_kernel", "quantised_attention_kernel"]
+    assert [one["name"] for one in made] == ["prepass_kernel", "quantized_attention_kernel"]
     for one in made[:-1]:
         assert one["spill_bytes"] == 0, one
         assert one["products"] == []

@@ -29,7 +29,7 @@ SHAPE = CallShape(
     layout="bhsd",
     scale=0.1,
 )
-QUANTISED = ("sage", "fav3_sage", "fav3_fp8")
+QUANTIZED = ("sage", "fav3_sage", "fav3_fp8")
 
 
 def facts(arch: str) -> DeviceFacts:
@@ -64,7 +64,7 @@ def _alone(monkeypatch):
 
 # Architecture -> what `auto` takes (or a word of the reason), and the kernels that run by name.
 NO_INT8 = "no INT8 tensor product"
-ALL = ("fav2", *QUANTISED)
+ALL = ("fav2", *QUANTIZED)
 TABLE = {
     "sm_70": (NO_INT8, ()),
     "sm_75": (NO_INT8, ()),
@@ -147,8 +147,8 @@ def test_report_107_an_unknown_architecture_falls_back_and_never_raises(arch):
     assert decide(arch).reason.cause is Fallback.UNKNOWN_ARCHITECTURE
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
-def test_report_108_no_quantised_kernel_without_int8_tensor_cores(kernel):
+@pytest.mark.parametrize("kernel", QUANTIZED)
+def test_report_108_no_quantized_kernel_without_int8_tensor_cores(kernel):
     assert NO_INT8 in str(decide("sm_70", kernel).reason)
 
 
@@ -394,7 +394,7 @@ LEFT = [  # what the Hopper variant leaves to the portable one, and why
 
 
 def test_the_kernels_with_a_hopper_variant():
-    assert {"fav3_sage", "fav3_fp8"} <= set(HOPPER) <= set(QUANTISED)
+    assert {"fav3_sage", "fav3_fp8"} <= set(HOPPER) <= set(QUANTIZED)
 
 
 @pytest.mark.parametrize("kernel", HOPPER)

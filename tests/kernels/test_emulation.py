@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sage_plugin
 from sage_plugin.kernels.attention.oracle import oracle
-from tests.kernels.calls import EMULATED, LIMITS, QUANTISED, Shape, draw, launch, relative_l1
+from tests.kernels.calls import EMULATED, LIMITS, QUANTIZED, Shape, draw, launch, relative_l1
 
 
 @st.composite
@@ -60,7 +60,7 @@ def test_within_its_limit_of_the_oracle(shape, kernel, causal, layout, dtype, bl
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 def test_smoothing_leaves_exact_attention_alone_and_helps_a_biased_k(kernel):
     q, k, v = draw(Shape(1, 2, 2, 120, 120, 64))
     k = k + 100.0

@@ -16,7 +16,7 @@ from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention import dispatch, runtime
 from sage_plugin.kernels.attention.backends.hopper.with_fallback import HopperOrPortable
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Decision, Packed, Problem
+from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
 from sage_plugin.kernels.support import FP8_KERNELS, default_config
 from sage_plugin.schema import LaunchConfig
 from tests.kernels.calls import HOPPER, Shape, draw, hopper_launch
@@ -32,7 +32,7 @@ SHAPE = Shape(1, 4, 2, 30, 140, 64)
 
 def problem_of(**parts):
     """A call with some parts."""
-    return Problem(**{"scale": 0.125, "causal": False, "layout": "bhsd"} | parts)
+    return AttentionParams(**{"scale": 0.125, "causal": False, "layout": "bhsd"} | parts)
 
 
 class Failing:

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from sage_plugin.kernels import launch_graph
 from sage_plugin.kernels.attention.backends.hopper import launch as hopper
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.quantize.recipe import Recipe
 from tests.kernels.calls import Shape, draw, hopper_launch
 
@@ -31,8 +31,8 @@ def started(monkeypatch):
 
 
 def run(shape, *, causal=False, return_lse=False, **fields):
-    built = hopper.QuantisedHopper(Recipe("int8", "fp8"))
-    problem = Problem(0.125, causal, "bhsd")
+    built = hopper.QuantizedHopper(Recipe("int8", "fp8"))
+    problem = AttentionParams(0.125, causal, "bhsd")
     config = hopper_launch(**fields)
     operands = built.prepare(*draw(shape), problem=problem, launch=config)
     return built.launch(operands, return_lse=return_lse)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.backends.sdpa import HostKernel, host_attention
 from sage_plugin.kernels.attention.oracle import oracle
-from sage_plugin.kernels.contract import Problem, bhsd
+from sage_plugin.kernels.contract import AttentionParams, bhsd
 from tests.kernels.calls import Shape, draw
 from tests.kernels.written_out import written_out
 
@@ -78,7 +78,7 @@ def test_report_17_causal_is_bottom_right_and_dead_rows_are_zero(seq_q, seq_k, l
     boolean=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_report_41_a_mask_beside_causal_is_honoured(seq_q, seq_k, boolean, seed):
+def test_report_41_a_mask_beside_causal_is_honored(seq_q, seq_k, boolean, seed):
     q, k, v = draw(Shape(1, 2, 2, seq_q, seq_k, 8), seed=seed)
     keep = torch.rand(1, 1, seq_q, seq_k, generator=torch.Generator().manual_seed(seed)) > 0.4
     mask = keep if boolean else torch.zeros(keep.shape).masked_fill(~keep, -math.inf)
@@ -117,7 +117,7 @@ def test_a_gradient_flows_through_a_softcap_and_sinks():
 
 def test_fp64_stays_fp64_under_a_softcap_and_sinks():
     q, k, v = (x.double() for x in draw(Shape(1, 2, 2, 5, 7, 8)))
-    problem = Problem(0.25, True, "bhsd", softcap=2.0, sinks=torch.ones(2))
+    problem = AttentionParams(0.25, True, "bhsd", softcap=2.0, sinks=torch.ones(2))
     out = host_attention(q, k, v, is_causal=True, scale=0.25, softcap=2.0, sinks=torch.ones(2))
     assert out.dtype == torch.float64
     assert torch.allclose(out, written_out(q, k, v, problem)[0], rtol=1e-12, atol=1e-13)
@@ -136,7 +136,7 @@ def test_dropout_beside_a_softcap_or_sinks_is_refused():
 def test_report_35_masks_broadcast_as_in_sdpa(layout, shape, softcap):
     q, k, v = draw(Shape(2, 4, 2, 40, 70, 16))
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.3
-    problem = Problem(0.25, True, "bhsd", mask.expand(2, 4, 40, 70), (50, -1), softcap)
+    problem = AttentionParams(0.25, True, "bhsd", mask.expand(2, 4, 40, 70), (50, -1), softcap)
     expected, _ = written_out(q, k, v, problem)
     given = [x if layout == "bhsd" else x.transpose(1, 2) for x in (q, k, v)]
     out = host_attention(
@@ -155,7 +155,7 @@ def test_float_masks_of_any_dtype(dtype, mask_dtype):
     bias[..., 5, :] = torch.finfo(mask_dtype).min
     bias = bias.to(mask_dtype)
     out = host_attention(q, k, v, bias)
-    expected, _ = written_out(q, k, v, Problem(0.25, False, "bhsd", bias))
+    expected, _ = written_out(q, k, v, AttentionParams(0.25, False, "bhsd", bias))
     assert out.dtype == dtype
     assert torch.isfinite(out).all()
     assert (out[:, :, 4] == 0).all()
@@ -168,7 +168,7 @@ def test_float_masks_of_any_dtype(dtype, mask_dtype):
 def test_as_a_kernel_it_returns_the_lse_of_the_oracle(layout):
     q, k, v = draw(Shape(2, 4, 2, 20, 30, 16), torch.bfloat16, layout=layout)
     kernel = HostKernel()
-    operands = kernel.prepare(q, k, v, problem=Problem(0.2, True, layout), launch=None)
+    operands = kernel.prepare(q, k, v, problem=AttentionParams(0.2, True, layout), launch=None)
     out, lse = kernel.launch(operands, return_lse=True)
     exact, exact_lse = oracle(q, k, v, is_causal=True, scale=0.2, layout=layout)
     assert out.dtype == torch.bfloat16

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from sage_plugin.errors import DeviceError, UnknownKernelError
-from sage_plugin.kernels.attention.backends.emulation.quantized import QuantisedEmulation
+from sage_plugin.kernels.attention.backends.emulation.quantized import QuantizedEmulation
 from sage_plugin.kernels.attention.backends.sdpa import HostKernel
 from sage_plugin.kernels.attention.oracle import OracleKernel
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.support import TRITON_KERNELS
 from sage_plugin.schema import KERNELS, VARIANTS
-from tests.kernels.calls import QUANTISED, Shape, draw, launch
+from tests.kernels.calls import QUANTIZED, Shape, draw, launch
 
 PAIRS = [(kernel, variant) for kernel, variants in TRITON_KERNELS.items() for variant in variants]
 RECIPES = {"sage": ("int8", "fp16"), "fav3_sage": ("int8", "fp8"), "fav3_fp8": ("fp8", "fp8")}
@@ -47,7 +47,7 @@ def test_each_pair_builds_once_for_each_fp8_type(kernel, variant):
     assert ("Emulation" in type(built).__name__) == (variant == "emulation")
 
 
-@pytest.mark.parametrize(("kernel", "variant"), [pair for pair in PAIRS if pair[0] in QUANTISED])
+@pytest.mark.parametrize(("kernel", "variant"), [pair for pair in PAIRS if pair[0] in QUANTIZED])
 def test_report_111_the_recipe_follows_the_kernel_and_the_devices_fp8_type(kernel, variant):
     if variant == "portable":
         pytest.importorskip("triton")
@@ -95,7 +95,7 @@ def test_an_emulation_needs_no_triton(monkeypatch):
     implementation.cache_clear()
     for home in ("triton.launch", "hopper.with_fallback"):
         monkeypatch.setitem(sys.modules, f"sage_plugin.kernels.attention.backends.{home}", None)
-    assert type(implementation("sage", "emulation")) is QuantisedEmulation
+    assert type(implementation("sage", "emulation")) is QuantizedEmulation
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_report_11_operands_carry_the_config_that_they_were_made_with(kernel, va
     q, k, v = draw(Shape(seq_q=20, seq_k=50, dim=16))
     config = launch(32, 32)
     built = implementation(kernel, variant)
-    operands = built.prepare(q, k, v, problem=Problem(0.25, False, "bhsd"), launch=config)
+    operands = built.prepare(q, k, v, problem=AttentionParams(0.25, False, "bhsd"), launch=config)
     assert operands.launch_config == (None if variant == "host" else config)
     out, lse = built.launch(operands)
     assert out.shape == q.shape

@@ -62,7 +62,7 @@ def test_the_ends_of_each_range_are_legal(fields):
     assert launch_config.illegal_reason(launch(**fields), KEY, FACTS) is None
 
 
-def test_only_the_unquantised_kernel_takes_sixteen_keys_a_block():
+def test_only_the_unquantized_kernel_takes_sixteen_keys_a_block():
     """INT8 and FP8 products need 32 keys; FP16 ones need 16."""
     config = launch(block_n=16)
     assert launch_config.illegal_reason(config, key(kernel="fav2"), FACTS) is None

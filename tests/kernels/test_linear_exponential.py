@@ -19,13 +19,13 @@ from sage_plugin.kernels.attention.backends.emulation.online_softmax import (
     rounded_weights,
 )
 from sage_plugin.kernels.attention.oracle import oracle
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.quantize.recipe import LINEAR_SHIFT
 from tests.kernels.calls import FP8_WEIGHTS, Shape, draw, hopper_launch, relative_l1
 
 E4M3 = torch.float8_e4m3fn
-PLAIN = Problem(0.125, False, "bhsd")
-CAUSAL = Problem(0.125, True, "bhsd")
+PLAIN = AttentionParams(0.125, False, "bhsd")
+CAUSAL = AttentionParams(0.125, True, "bhsd")
 
 
 def e4m3(bits: int) -> float:
@@ -157,7 +157,7 @@ def test_heads_of_a_group_start_anew():
 
 def test_a_masked_call_has_no_linear_weights_and_none_at_zero_eighths():
     mask = torch.ones(1, 1, 1, 256, dtype=torch.bool)
-    masked = Problem(0.125, False, "bhsd", mask=mask)
+    masked = AttentionParams(0.125, False, "bhsd", mask=mask)
     assert not linear_at(masked, hopper_launch(exp_linear=4), seq_q=4, seq_k=256).any()
     assert not linear_at(PLAIN, hopper_launch(exp_linear=0), seq_q=4, seq_k=256).any()
     assert linear_at(PLAIN, hopper_launch(exp_linear=4), seq_q=4, seq_k=256).any()

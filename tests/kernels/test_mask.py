@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.api import attention
-from sage_plugin.kernels.attention.mask import mask_kind, normalised
+from sage_plugin.kernels.attention.mask import mask_kind, normalized
 from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, relative_l1
 from tests.kernels.written_out import naive
 
@@ -74,11 +74,11 @@ def test_report_35_an_expanded_mask_is_what_it_is_expanded_from(kernel):
 
 def test_report_35_an_expanded_mask_shrinks_and_is_never_copied():
     mask = bool_mask((2, 1, 1, 70))
-    kept = normalised(mask.expand(2, 4, 33, 70), batch=2, heads_q=4, seq_q=33, seq_k=70)
+    kept = normalized(mask.expand(2, 4, 33, 70), batch=2, heads_q=4, seq_q=33, seq_k=70)
     assert kept.shape == (2, 1, 1, 70)
     assert kept.data_ptr() == mask.data_ptr()
     assert mask_kind(kept) == "key_bias"
-    dense = normalised(bool_mask((33, 70)), batch=2, heads_q=4, seq_q=33, seq_k=70)
+    dense = normalized(bool_mask((33, 70)), batch=2, heads_q=4, seq_q=33, seq_k=70)
     assert (dense.shape, mask_kind(dense)) == ((1, 1, 33, 70), "dense")
     assert mask_kind(None) == "none"
 

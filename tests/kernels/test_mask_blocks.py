@@ -15,11 +15,11 @@ from sage_plugin.kernels.attention.backends.triton.mask_blocks import (
     TILES,
 )
 from sage_plugin.kernels.attention.backends.triton.mask_blocks import MaskArguments as Arguments
-from sage_plugin.kernels.attention.mask import normalised
+from sage_plugin.kernels.attention.mask import normalized
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.primitives import key_bit
-from tests.kernels.calls import EMULATED, QUANTISED, Shape, draw, launch, relative_l1
+from tests.kernels.calls import EMULATED, QUANTIZED, Shape, draw, launch, relative_l1
 from tests.kernels.written_out import seen_by
 from tests.kernels.written_out import written_out as naive
 
@@ -35,7 +35,7 @@ POSITIONS = {
 
 
 def problem_of(mask, *, causal=False, window=(-1, -1), **more):
-    return Problem(0.125, causal, "bhsd", mask=mask, window=window, **more)
+    return AttentionParams(0.125, causal, "bhsd", mask=mask, window=window, **more)
 
 
 def by_tiles(seq_q, seq_k, *, planes=(1, 1), tile=32, seed=0):
@@ -233,7 +233,7 @@ def test_a_mask_for_all_is_a_mask_for_each(kernel, planes, dtype):
     full = mask.expand(2, 4, 40, 70)
     turned = full.transpose(2, 3).contiguous().transpose(2, 3)
     padded = torch.zeros(2, 4, 40, 71, dtype=dtype)[..., 1:].copy_(full)
-    shrunk = normalised(full, batch=2, heads_q=4, seq_q=40, seq_k=70)
+    shrunk = normalized(full, batch=2, heads_q=4, seq_q=40, seq_k=70)
     for other in (full.contiguous(), turned, padded, shrunk):
         again, again_lse = run(kernel, tensors, problem_of(other, causal=True))
         assert torch.equal(again, out)
@@ -317,7 +317,7 @@ def test_mask_values_out_of_reach_are_not_added(kernel, bad):
     assert torch.equal(out.isnan().any(-1), (torch.arange(70) == 50).expand(1, 2, 70))
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 def test_hidden_scores_never_outweigh_and_tiny_ones_are_not_lost(kernel):
     """Scales so small that a product of two is 0, and hidden scores far above all others."""
     q, k, v = draw(Shape(1, 2, 2, 64, 96, 64))

@@ -9,7 +9,7 @@ import torch
 
 from sage_plugin.kernels.attention import oracle as home
 from sage_plugin.kernels.attention.oracle import OracleKernel, oracle
-from sage_plugin.kernels.contract import Problem, bhsd
+from sage_plugin.kernels.contract import AttentionParams, bhsd
 from tests.kernels.calls import Shape, draw
 from tests.kernels.problems import mask_of
 from tests.kernels.written_out import written_out
@@ -77,7 +77,9 @@ def test_masks_are_in_natural_log_units():
 def test_masks_windows_caps_and_sinks_follow_the_rows_asked_for(monkeypatch):
     shape = Shape(2, 4, 2, 50, 30, 16)
     q, k, v = draw(shape)
-    problem = Problem(0.3, True, "bhsd", mask_of("dead_rows", shape), (9, -1), 3.0, torch.ones(4))
+    problem = AttentionParams(
+        0.3, True, "bhsd", mask_of("dead_rows", shape), (9, -1), 3.0, torch.ones(4)
+    )
     options = {
         "is_causal": True, "scale": 0.3, "mask": problem.mask, "window": (9, -1), "softcap": 3.0,
         "sinks": torch.ones(4), "dtype": torch.float64,
@@ -101,7 +103,9 @@ def test_a_large_bias_costs_no_digits_of_the_output():
 def test_the_kernel_passes_on_everything_that_a_problem_has(layout):
     shape = Shape(2, 4, 2, 20, 30, 16)
     q, k, v = draw(shape, layout=layout)
-    problem = Problem(0.3, True, layout, mask_of("float", shape), (9, -1), 3.0, torch.ones(4))
+    problem = AttentionParams(
+        0.3, True, layout, mask_of("float", shape), (9, -1), 3.0, torch.ones(4)
+    )
     kernel = OracleKernel()
     operands = kernel.prepare(q, k, v, problem=problem, launch=None)
     out, lse = kernel.launch(operands, return_lse=True)

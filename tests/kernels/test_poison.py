@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, relative_l1
 from tests.kernels.problems import mask_of, run
 from tests.kernels.test_twins import packed_of
@@ -19,13 +19,13 @@ BAD = 37
 """A key in the middle, which a causal mask, a window and a random mask hide from some rows."""
 
 PROBLEMS = {
-    "none": Problem(0.125, False, "bhsd"),
-    "causal": Problem(0.125, True, "bhsd"),
-    "window": Problem(0.125, False, "bhsd", None, (3, 12)),
-    "mask": Problem(0.125, False, "bhsd", mask_of("bool", SHAPE)),
-    "bias": Problem(0.125, True, "bhsd", mask_of("float", SHAPE)),
-    "heads": Problem(0.125, False, "bhsd", mask_of("head_bool", SHAPE, seed=3)),
-    "capped": Problem(0.125, True, "bhsd", None, (20, -1), 5.0, torch.zeros(4)),
+    "none": AttentionParams(0.125, False, "bhsd"),
+    "causal": AttentionParams(0.125, True, "bhsd"),
+    "window": AttentionParams(0.125, False, "bhsd", None, (3, 12)),
+    "mask": AttentionParams(0.125, False, "bhsd", mask_of("bool", SHAPE)),
+    "bias": AttentionParams(0.125, True, "bhsd", mask_of("float", SHAPE)),
+    "heads": AttentionParams(0.125, False, "bhsd", mask_of("head_bool", SHAPE, seed=3)),
+    "capped": AttentionParams(0.125, True, "bhsd", None, (20, -1), 5.0, torch.zeros(4)),
 }
 
 
@@ -87,7 +87,7 @@ def test_a_key_hidden_from_everyone_is_no_part_of_anything(kernel, value, name):
         mask[..., bad] = False
     else:
         window, bad = (4, -1), [0, 7, 25]
-    problem = Problem(0.125, False, "bhsd", mask, window)
+    problem = AttentionParams(0.125, False, "bhsd", mask, window)
     k[:, :, bad], v[:, :, bad] = 0.0, 0.0
     expected, expected_lse = run(kernel, q, k, v, problem)
     k[:, :, bad], v[:, :, bad] = value, -value
@@ -100,7 +100,7 @@ def test_a_key_hidden_from_everyone_is_no_part_of_anything(kernel, value, name):
 def test_a_bad_sequence_does_not_reach_the_others(kernel):
     q, k, v = (x.transpose(1, 2) for x in draw(Shape(1, 4, 2, 134, 134, 64)))
     ends = [0, 5, 133, 134]
-    problem = Problem(0.125, True, "bshd", packed=packed_of(ends, ends))
+    problem = AttentionParams(0.125, True, "bshd", packed=packed_of(ends, ends))
     expected, _ = run(kernel, q, k, v, problem)
     k, v = k.clone(), v.clone()
     k[:, 20], v[:, 100] = math.nan, math.inf
@@ -119,7 +119,7 @@ def test_a_bad_query_is_nan_alone_and_not_even_that_where_it_sees_nothing(kernel
     q, k, v = draw(SHAPE)
     mask = torch.ones(1, 1, 40, 70, dtype=torch.bool)
     mask[:, :, 9] = False
-    problem = Problem(0.125, False, "bhsd", mask)
+    problem = AttentionParams(0.125, False, "bhsd", mask)
     fields = {"q_granule": granule, "smooth_k": True}
     q[:, :, 8:10] = 0.0
     expected, _ = run(kernel, q, k, v, problem, **fields)
@@ -141,7 +141,7 @@ def test_report_46_49_extreme_but_finite_inputs_under_a_mask(kernel, value, whic
     tensors[which] = torch.full_like(tensors[which], value)
     if which == 2:
         tensors[2][:, :, ::2] *= -0.5
-    problem = Problem(
+    problem = AttentionParams(
         0.125 if value < 1 or which == 2 else 1e-6, True, "bhsd", mask_of("bool", SHAPE)
     )
     out, lse = run(kernel, *tensors, problem, smooth_k=smooth, smooth_v=smooth)
@@ -159,5 +159,5 @@ def test_report_46_sums_of_large_values_do_not_overflow(kernel):
     q, k, v = draw(Shape(1, 1, 1, 20, 64, 64), torch.bfloat16)
     v = torch.full_like(v, 2000.0)
     v[:, :, :, ::2] = 7e4
-    out, _ = run(kernel, q * 0, k, v, Problem(0.125, False, "bhsd"))
+    out, _ = run(kernel, q * 0, k, v, AttentionParams(0.125, False, "bhsd"))
     assert torch.allclose(out, v[:, :, :1].float().expand_as(out), rtol=5e-3)

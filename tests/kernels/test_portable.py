@@ -9,8 +9,8 @@ import torch
 
 import sage_plugin
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Problem
-from tests.kernels.calls import EMULATED, QUANTISED, Shape, draw, launch, relative_l1
+from sage_plugin.kernels.contract import AttentionParams
+from tests.kernels.calls import EMULATED, QUANTIZED, Shape, draw, launch, relative_l1
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -74,11 +74,11 @@ def test_matches_the_emulation(kernel, shape, causal, layout, dtype, loads):
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
-def test_quantised_operands_are_the_twins(kernel):
+@pytest.mark.parametrize("kernel", QUANTIZED)
+def test_quantized_operands_are_the_twins(kernel):
     shape = Shape(1, 4, 2, 50, 70, 40)
     q, k, v = draw(shape, torch.float16)
-    config, problem = launch(), Problem(0.2, False, "bhsd")
+    config, problem = launch(), AttentionParams(0.2, False, "bhsd")
     made = implementation(kernel, "portable").prepare(q, k, v, problem=problem, launch=config)
     twin = implementation(kernel, "emulation").prepare(q, k, v, problem=problem, launch=config)
     [twin] = twin.sequences
@@ -169,7 +169,7 @@ def far_apart(kind):
     return q, k, v
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("kind", ["a negative row before small keys", "scores beyond fp8 products"])
 def test_hidden_keys_never_outweigh_visible_ones(kernel, kind):
     q, k, v = far_apart(kind)

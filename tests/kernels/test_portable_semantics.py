@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Packed, Problem
+from sage_plugin.kernels.contract import AttentionParams, Packed
 from tests.kernels.calls import EMULATED, Shape, draw, launch, relative_l1
 from tests.kernels.problems import mask_of
 from tests.kernels.written_out import seen_by
@@ -40,7 +40,7 @@ PARTS = {
 
 def problem_of(parts, shape=SHAPE):
     fields = {"causal": False, "layout": "bhsd", "scale": shape.dim**-0.5} | parts
-    return Problem(**fields | {"mask": mask_of(parts.get("mask", "none"), shape)})
+    return AttentionParams(**fields | {"mask": mask_of(parts.get("mask", "none"), shape)})
 
 
 def run(kernel, variant, tensors, problem, **fields):
@@ -84,7 +84,7 @@ def test_every_part_of_a_problem_is_the_twins(kernel, parts):
      {"q_granule": 128, "smooth_k": False}, {"loads": "descriptor", "hadamard": 16}],
     ids=str,
 )  # fmt: skip
-def test_every_quantisation_option_is_the_twins(kernel, fields):
+def test_every_quantization_option_is_the_twins(kernel, fields):
     problem = problem_of(PARTS["all of it"])
     assert_same(kernel, draw(SHAPE, torch.float16), problem, **fields)
 
@@ -102,7 +102,7 @@ def test_report_28_packed_sequences_are_calls_of_their_own(kernel, loads):
     )
     k += cu_k.diff().float().repeat_interleave(cu_k.diff())[None, :, None, None] / 20
     parts = {"causal": True, "layout": "bshd", "scale": 0.125, "sinks": SINKS, "window": (25, -1)}
-    packed = Problem(**parts, packed=Packed(cu_q, cu_k, 65, 60))
+    packed = AttentionParams(**parts, packed=Packed(cu_q, cu_k, 65, 60))
     out, lse = run(kernel, "portable", (q, k, v), packed, loads=loads)
     assert lse.shape == (1, 4, 104)
     for i in range(5):
@@ -110,7 +110,9 @@ def test_report_28_packed_sequences_are_calls_of_their_own(kernel, loads):
         if rows.start == rows.stop:
             continue
         alone = (q[:, rows], k[:, keys], v[:, keys])
-        expected, expected_lse = run(kernel, "portable", alone, Problem(**parts), loads=loads)
+        expected, expected_lse = run(
+            kernel, "portable", alone, AttentionParams(**parts), loads=loads
+        )
         assert torch.equal(out[:, rows], expected)
         assert torch.equal(lse[:, :, rows], expected_lse)
 

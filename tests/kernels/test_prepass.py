@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Problem
-from tests.kernels.calls import QUANTISED, Shape, draw, launch
+from sage_plugin.kernels.contract import AttentionParams
+from tests.kernels.calls import QUANTIZED, Shape, draw, launch
 from tests.kernels.test_portable import nan_scratch  # noqa: F401
 from tests.kernels.test_twins import packed_of
 
@@ -69,11 +69,11 @@ def assert_same(found, expected):
 
 
 @in_small_parts
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("shape", [Shape(2, 2, 1, 70, 90, 64), Shape(1, 3, 3, 9, 33, 40)], ids=str)
 def test_the_order_of_programs_changes_nothing(kernel, shape, monkeypatch):
     q, k, v = draw(shape, torch.bfloat16)
-    problem = Problem(0.125, False, "bhsd")
+    problem = AttentionParams(0.125, False, "bhsd")
     found = []
     for warps_ahead in LEADS.values():
         order(monkeypatch, warps_ahead)
@@ -89,14 +89,14 @@ def test_the_order_of_programs_changes_nothing(kernel, shape, monkeypatch):
 
 
 @in_small_parts
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("warps_ahead", LEADS.values(), ids=LEADS)
 def test_packed_sequences_have_the_statistics_of_each_alone(kernel, warps_ahead, monkeypatch):
     order(monkeypatch, warps_ahead)
     ends_q, ends_k = [0, 5, 5, 70, 75], [0, 70, 86, 86, 130]
     shape = Shape(1, 4, 2, ends_q[-1], ends_k[-1], 64)
     q, k, v = draw(shape, torch.float16, layout="bshd")
-    problem = Problem(0.125, True, "bshd", packed=packed_of(ends_q, ends_k))
+    problem = AttentionParams(0.125, True, "bshd", packed=packed_of(ends_q, ends_k))
     made = prepared(kernel, q, k, v, problem)
     for i in range(4):
         rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
@@ -105,7 +105,7 @@ def test_packed_sequences_have_the_statistics_of_each_alone(kernel, warps_ahead,
             assert (made["v_mean"][at] == 0).all()
             continue
         part = q[:, rows] if rows.start < rows.stop else q[:, :1]
-        alone = prepared(kernel, part, k[:, keys], v[:, keys], Problem(0.125, True, "bshd"))
+        alone = prepared(kernel, part, k[:, keys], v[:, keys], AttentionParams(0.125, True, "bshd"))
         for name in ("v_mean", "v_scale", "v_residual"):
             if name in alone:
                 assert torch.equal(made[name][at], alone[name]), name
@@ -117,11 +117,11 @@ def test_packed_sequences_have_the_statistics_of_each_alone(kernel, warps_ahead,
 
 
 @in_small_parts
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("smooth", [False, True])
 def test_a_call_leaves_nothing_to_the_next(kernel, smooth):
     q, k, v = draw(Shape(1, 2, 2, 40, 90, 64), torch.float16)
-    problem = Problem(0.125, False, "bhsd")
+    problem = AttentionParams(0.125, False, "bhsd")
     first = prepared(kernel, q, k, v, problem, smooth_k=smooth)
     prepared(kernel, q, 2 * k[:, :, :30], v[:, :, :30] - 3, problem, smooth_k=smooth)
     again = prepared(kernel, q, k, v, problem, smooth_k=smooth)
@@ -130,14 +130,14 @@ def test_a_call_leaves_nothing_to_the_next(kernel, smooth):
 
 
 @in_small_parts
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_careful_and_fast_blocks_agree_beside_a_bad_key(kernel, value, which):
     """A head with one bad key leaves the fast path, in its parts and in its blocks."""
     shape = Shape(1, 2, 2, 20, 90, 64)
     q, k, v = draw(shape, torch.bfloat16)
-    problem = Problem(0.125, False, "bhsd")
+    problem = AttentionParams(0.125, False, "bhsd")
     clean = prepared(kernel, q, k, v, problem)
     (k if which == "k" else v)[:, 1, 37, 5] = value
     made = prepared(kernel, q, k, v, problem)
@@ -193,35 +193,35 @@ def test_a_trend_of_one_channel_of_one_head_is_seen(trend, expected, monkeypatch
     q, k, v = draw(Shape(1, 2, 2, 8, 480, 64))
     v[0, 1, :240, 5] += trend
     v[0, 1, 240:, 5] -= trend
-    ops = prepared("fav3_sage", q, k, v, Problem(0.1, False, "bhsd"))
+    ops = prepared("fav3_sage", q, k, v, AttentionParams(0.1, False, "bhsd"))
     assert ops["v_drifts"].tolist() == expected
 
 
 @in_small_parts
 def test_a_trend_is_taken_for_granted_where_parts_are_few():
     q, k, v = draw(Shape(1, 2, 1, 8, 160, 64))
-    ops = prepared("fav3_fp8", q, k, v, Problem(0.1, False, "bhsd"))
+    ops = prepared("fav3_fp8", q, k, v, AttentionParams(0.1, False, "bhsd"))
     assert ops["v_drifts"].tolist() == [1]
 
 
 @in_small_parts
 def test_a_head_with_a_step_alone_drifts_where_records_are_groups():
     q, k, v = draw(Shape(1, 1, 1, 8, 1600, 64))
-    kept = Problem(0.1, False, "bhsd")
+    kept = AttentionParams(0.1, False, "bhsd")
     assert prepared("fav3_sage", q, k, v, kept)["v_drifts"].tolist() == [0]
     v[:, :, 800:] += 1.0
     assert prepared("fav3_sage", q, k, v, kept)["v_drifts"].tolist() == [1]
 
 
 @in_small_parts
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("part_values", [1024, 4096], ids=["records apart", "records in V"])
 @pytest.mark.parametrize("seq_k", [90, 96], ids=["a last block with a rest", "whole blocks"])
 def test_two_launches_make_what_one_makes(kernel, part_values, seq_k, monkeypatch):
     monkeypatch.setattr(plan, "PART_VALUES", part_values)
     plan.plan_of.cache_clear()
     q, k, v = draw(Shape(2, 4, 2, 70, seq_k, 64))
-    problem = Problem(0.1, False, "bhsd")
+    problem = AttentionParams(0.1, False, "bhsd")
     one = prepared(kernel, q, k, v, problem)
     monkeypatch.setattr(plan, "ONE_LAUNCH_VALUES", 0)
     plan.plan_of.cache_clear()
@@ -233,7 +233,7 @@ def test_two_launches_make_what_one_makes(kernel, part_values, seq_k, monkeypatc
 @pytest.mark.parametrize("shape", [Shape(1, 2, 2, 0, 90, 64), Shape(1, 2, 2, 70, 0, 64)], ids=str)
 def test_two_launches_of_a_call_without_queries_or_keys(shape, monkeypatch):
     q, k, v = draw(shape)
-    problem = Problem(0.1, False, "bhsd")
+    problem = AttentionParams(0.1, False, "bhsd")
     one = prepared("fav3_sage", q, k, v, problem)
     in_launches(monkeypatch, 2)
     two = prepared("fav3_sage", q, k, v, problem)
@@ -265,7 +265,7 @@ def test_each_block_of_queries_waits_for_its_head(launches, monkeypatch):
     in_launches(monkeypatch, launches)
     waited = counted(monkeypatch, "await_head")
     shape = Shape(2, 4, 2, 300, 90, 64)
-    prepared("fav3_sage", *draw(shape), Problem(0.1, False, "bhsd"))
+    prepared("fav3_sage", *draw(shape), AttentionParams(0.1, False, "bhsd"))
     config = launch()
     made = plan.plan_of(4, 2, 300, 90, 64, (config.block_m, config.block_n, config.q_granule))
     # The last block is not whole, and the program of its values has nothing to do.
@@ -275,13 +275,13 @@ def test_each_block_of_queries_waits_for_its_head(launches, monkeypatch):
 
 @in_small_parts
 @pytest.mark.parametrize("launches", [1, 2])
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 def test_queries_wait_for_nothing_where_nobody_needs_true_scores(launches, kernel, monkeypatch):
     in_launches(monkeypatch, launches)
     q, k, v = draw(Shape(2, 4, 2, 300, 90, 64))
-    every = prepared(kernel, q, k, v, Problem(0.1, False, "bhsd"))
+    every = prepared(kernel, q, k, v, AttentionParams(0.1, False, "bhsd"))
     waited = counted(monkeypatch, "await_head")
-    made = prepared(kernel, q, k, v, Problem(0.1, False, "bhsd", lse=False))
+    made = prepared(kernel, q, k, v, AttentionParams(0.1, False, "bhsd", lse=False))
     assert len(waited) == (0 if launches == 2 else 4 * 5)  # two whole blocks of 32 keys, a part
     assert {*every} - {*made} == {"shift"}
     for name in ("q8", "q_scale", "k8", "k_scale", "v8", "v_scale", "v_mean", "key_term"):
@@ -291,7 +291,7 @@ def test_queries_wait_for_nothing_where_nobody_needs_true_scores(launches, kerne
 @pytest.mark.parametrize("cap", [{"softcap": 3.0}, {"sinks": torch.zeros(4)}], ids=str)
 def test_caps_and_sinks_need_true_scores_without_the_lse(cap):
     q, k, v = draw(Shape(1, 4, 2, 30, 90, 64))
-    problem = Problem(0.1, False, "bhsd", lse=False, **cap)
+    problem = AttentionParams(0.1, False, "bhsd", lse=False, **cap)
     assert "shift" in prepared("sage", q, k, v, problem)
 
 
@@ -323,7 +323,7 @@ def test_the_last_part_of_a_head_counts_in_full(keys, bad, monkeypatch):
     q, k, v = draw(Shape(1, 2, 2, 8, keys, 64))
     if bad:
         v[0, 0, keys - 1, 3] = math.inf
-    made = prepared("fav3_sage", q, k, v, Problem(0.1, False, "bhsd"))
+    made = prepared("fav3_sage", q, k, v, AttentionParams(0.1, False, "bhsd"))
     right = v[0]
     mean = right.nan_to_num(0.0, 0.0, 0.0).sum(1) / keys
     torch.testing.assert_close(made["v_mean"][1], mean[1], rtol=1e-5, atol=1e-6)
@@ -339,8 +339,8 @@ def test_finite_blocks_go_the_fast_way(launches, monkeypatch):
     in_launches(monkeypatch, launches)
     slow = counted(monkeypatch, "store_block")
     q, k, v = draw(Shape(1, 2, 2, 70, 256, 64))
-    prepared("fav3_sage", q, k, v, Problem(0.1, False, "bhsd"))
+    prepared("fav3_sage", q, k, v, AttentionParams(0.1, False, "bhsd"))
     assert slow == []
     k[0, 1, 200, 3] = math.inf
-    prepared("fav3_sage", q, k, v, Problem(0.1, False, "bhsd"))
+    prepared("fav3_sage", q, k, v, AttentionParams(0.1, False, "bhsd"))
     assert len(slow) > 0

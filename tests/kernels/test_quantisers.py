@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.quantize.emulation import (
     poisoned_keys,
-    quantise_k,
-    quantise_q,
-    quantise_v,
+    quantize_k,
+    quantize_q,
+    quantize_v,
     round_to,
 )
 from sage_plugin.kernels.quantize.hadamard import hadamard_matrix, rotated
@@ -28,19 +28,19 @@ FP16 = Recipe(qk="int8", pv="fp16")
 
 def test_q_has_one_scale_a_row_with_the_softmax_scale_folded_in():
     q = torch.tensor([[[[1.0, -2.0], [0.5, 0.25]]]])
-    found = quantise_q(q, scale=0.5, recipe=INT8)
+    found = quantize_q(q, scale=0.5, recipe=INT8)
     assert found.values.tolist() == [[[[64, -127], [127, 64]]]]
     assert torch.allclose(found.scale, torch.tensor([[[2.0, 0.5]]]) * 0.5 * LOG2E / 127)
 
 
 def test_k_loses_its_mean_and_has_one_scale_a_block():
     k = torch.tensor([[[[5.0], [7.0], [5.0], [4.0], [9.0]]]])
-    found = quantise_k(k, block_n=2, smooth=True, recipe=INT8)
+    found = quantize_k(k, block_n=2, smooth=True, recipe=INT8)
     assert found.mean.item() == 6.0
     assert found.values.shape == (1, 1, 3, 2, 1)
     assert found.values.flatten().tolist() == [-127, 127, -64, -127, 127, 0]
     assert torch.allclose(found.scale.flatten(), torch.tensor([1.0, 2.0, 3.0]) / 127)
-    kept = quantise_k(k, block_n=2, smooth=False, recipe=INT8)
+    kept = quantize_k(k, block_n=2, smooth=False, recipe=INT8)
     assert kept.mean.item() == 0.0
     assert torch.allclose(kept.scale.flatten(), torch.tensor([7.0, 5.0, 9.0]) / 127)
 
@@ -49,7 +49,7 @@ def test_k_loses_its_mean_and_has_one_scale_a_block():
 @pytest.mark.parametrize(("recipe", "step"), [(INT8, 2**-4), (FP16, 2**-11)], ids=["fp8", "fp16"])
 def test_v_comes_back_within_half_a_step(recipe, step, smooth):
     v = torch.randn(1, 2, 37, 8) * 5 + 20
-    found = quantise_v(v, block_n=16, smooth=smooth, recipe=recipe)
+    found = quantize_v(v, block_n=16, smooth=smooth, recipe=recipe)
     back = (
         found.values.float().reshape(1, 2, 48, 8) * found.scale[:, :, None] + found.mean[:, :, None]
     )
@@ -62,11 +62,11 @@ def test_v_comes_back_within_half_a_step(recipe, step, smooth):
 
 def test_wide_values_get_a_scale_in_fp16():
     v = torch.tensor([7e4, -3e6, 1.0]).view(1, 1, 3, 1)
-    found = quantise_v(v, block_n=16, smooth=False, recipe=FP16)
+    found = quantize_v(v, block_n=16, smooth=False, recipe=FP16)
     assert torch.isfinite(found.values.float()).all()
     back = found.values.float().flatten()[:3] * found.scale.item()
     assert torch.allclose(back[:2], v.flatten()[:2], rtol=1e-3)
-    narrow = quantise_v(torch.randn(1, 1, 4, 3), block_n=16, smooth=False, recipe=FP16)
+    narrow = quantize_v(torch.randn(1, 1, 4, 3), block_n=16, smooth=False, recipe=FP16)
     assert (narrow.scale == 1.0).all()
 
 
@@ -76,9 +76,9 @@ def test_report_49_no_scale_is_zero_or_infinite(recipe, value):
     x = torch.full((1, 1, 20, 8), value)
     x[..., 0] = 0.0
     for found in (
-        quantise_q(x, scale=1.0, recipe=recipe),
-        quantise_k(x, block_n=16, smooth=True, recipe=recipe),
-        quantise_v(x, block_n=16, smooth=True, recipe=recipe),
+        quantize_q(x, scale=1.0, recipe=recipe),
+        quantize_k(x, block_n=16, smooth=True, recipe=recipe),
+        quantize_v(x, block_n=16, smooth=True, recipe=recipe),
     ):
         assert (found.scale > 0).all()
         assert torch.isfinite(found.scale).all()
@@ -108,7 +108,7 @@ def test_report_111_limits_follow_the_fp8_type(fp8, largest):
 @pytest.mark.parametrize("granule", [1, 2, 8])
 def test_rows_of_a_granule_share_a_scale(granule):
     q = torch.randn(2, 2, 13, 8) * torch.arange(1, 14)[:, None]
-    found = quantise_q(q, scale=0.5, recipe=INT8, granule=granule)
+    found = quantize_q(q, scale=0.5, recipe=INT8, granule=granule)
     for start in range(0, 13, granule):
         rows = slice(start, start + granule)
         expected = q[:, :, rows].abs().amax((2, 3)) * 0.5 * LOG2E / 127
@@ -122,9 +122,9 @@ def test_rows_of_a_granule_share_a_scale(granule):
 def test_a_query_that_is_not_finite_has_no_scale_and_leaves_its_granule_alone():
     q = torch.randn(1, 1, 4, 8)
     q[0, 0, 1] = 0.0
-    clean = quantise_q(q, scale=1.0, recipe=INT8, granule=4, hadamard=8)
+    clean = quantize_q(q, scale=1.0, recipe=INT8, granule=4, hadamard=8)
     q[0, 0, 1, 3] = math.inf
-    found = quantise_q(q, scale=1.0, recipe=INT8, granule=4, hadamard=8)
+    found = quantize_q(q, scale=1.0, recipe=INT8, granule=4, hadamard=8)
     assert found.scale.isnan().flatten().tolist() == [False, True, False, False]
     assert torch.equal(found.values, clean.values)
     assert torch.equal(found.scale[..., [0, 2, 3]], clean.scale[..., [0, 2, 3]])
@@ -159,7 +159,7 @@ def test_report_64_rotation_halves_the_error_of_outlying_channels(kernel):
     k = torch.randn(k.shape, generator=torch.Generator().manual_seed(4))
     k[..., [5, 41]] *= 40.0
     q[..., [5, 41]] *= 0.05  # so that softmax does not see these two channels alone
-    problem = Problem(0.125, False, "bhsd")
+    problem = AttentionParams(0.125, False, "bhsd")
     expected, expected_lse = written_out(q, k, v, problem)
     rough, rough_lse = run(kernel, q, k, v, problem)
     turned, turned_lse = run(kernel, q, k, v, problem, hadamard=64)
@@ -177,21 +177,21 @@ def test_keys_that_nobody_sees_are_zeros_and_part_of_no_statistic(hidden):
     x = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(0)) + 5
     seen = x[:, :, ALIVE[0, 0]]
     x[:, :, ~ALIVE[0, 0]] = hidden
-    k = quantise_k(x, block_n=16, smooth=True, recipe=INT8, alive=ALIVE)
-    v = quantise_v(x, block_n=16, smooth=True, recipe=INT8, alive=ALIVE)
+    k = quantize_k(x, block_n=16, smooth=True, recipe=INT8, alive=ALIVE)
+    v = quantize_v(x, block_n=16, smooth=True, recipe=INT8, alive=ALIVE)
     mean = seen.mean(2)
     assert torch.allclose(k.mean, mean, atol=1e-6)
     assert torch.allclose(v.mean, mean, atol=1e-6)
-    centred = (seen - mean[:, :, None]).abs()
-    assert torch.allclose(k.scale[..., 0], centred.amax((2, 3)) / 127, rtol=1e-5)
-    assert torch.allclose(v.scale, centred.amax(2) / 448, rtol=1e-5)
+    centered = (seen - mean[:, :, None]).abs()
+    assert torch.allclose(k.scale[..., 0], centered.amax((2, 3)) / 127, rtol=1e-5)
+    assert torch.allclose(v.scale, centered.amax(2) / 448, rtol=1e-5)
     for found in (k, v):
         assert (found.values.float()[:, :, 0, [1, 4]] == 0).all()
         assert torch.isfinite(found.values.float()).all()
     nobody = torch.zeros_like(ALIVE)
     for found in (
-        quantise_k(x, block_n=16, smooth=True, recipe=INT8, alive=nobody),
-        quantise_v(x, block_n=16, smooth=True, recipe=INT8, alive=nobody),
+        quantize_k(x, block_n=16, smooth=True, recipe=INT8, alive=nobody),
+        quantize_v(x, block_n=16, smooth=True, recipe=INT8, alive=nobody),
     ):
         assert (found.mean == 0).all()
         assert (found.values.float() == 0).all()
@@ -204,11 +204,11 @@ def test_values_that_are_not_finite_are_left_out_and_their_rows_are_zeros(value)
     k[0, 0, 1, 0] = value
     poison = poisoned_keys(k, v)
     assert poison.tolist() == poisoned_keys(v, k).tolist() == [[[False, True, False]]]
-    found = quantise_k(k, block_n=16, smooth=True, recipe=INT8, poison=poison)
+    found = quantize_k(k, block_n=16, smooth=True, recipe=INT8, poison=poison)
     assert torch.allclose(found.mean, torch.tensor([[[6.0 / 3, 15.0 / 3]]]))
     assert (found.values[0, 0, 0, 1] == 0).all()
     assert torch.isclose(found.scale.squeeze(), torch.tensor(4.0 / 127))
-    values = quantise_v(k, block_n=16, smooth=False, recipe=INT8, poison=poison)
+    values = quantize_v(k, block_n=16, smooth=False, recipe=INT8, poison=poison)
     assert torch.allclose(values.scale * 448, torch.tensor([[[5.0, 9.0]]]))
     assert (values.values.float()[0, 0, 0, 1] == 0).all()
 

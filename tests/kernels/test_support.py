@@ -17,7 +17,7 @@ from sage_plugin.kernels.support import (
     ARCHITECTURES,
     LOWEST_TRITON,
     NEWEST_TRITON,
-    UNQUANTISED,
+    UNQUANTIZED,
     Support,
     architecture,
     hopper_reason,
@@ -39,9 +39,9 @@ TABLE = {
     "sm_70": ((), None, 64, NO_PRODUCT),
     "sm_72": ((), None, 64, NO_PRODUCT),
     "sm_75": ((), None, 64, NO_PRODUCT),
-    "sm_80": (UNQUANTISED, None, 163, NO_FP8),
-    "sm_86": (UNQUANTISED, None, 99, NO_FP8),
-    "sm_87": (UNQUANTISED, None, 163, NO_FP8),
+    "sm_80": (UNQUANTIZED, None, 163, NO_FP8),
+    "sm_86": (UNQUANTIZED, None, 99, NO_FP8),
+    "sm_87": (UNQUANTIZED, None, 163, NO_FP8),
     "sm_89": (ALL, FN, 99, ""),
     "sm_90": (ALL, FN, 227, ""),
     "sm_100": (ALL, FN, 227, ""),
@@ -49,18 +49,18 @@ TABLE = {
     "sm_110": (ALL, FN, 227, ""),
     "sm_120": (ALL, FN, 99, ""),
     "sm_121": (ALL, FN, 99, ""),
-    "gfx908": (UNQUANTISED, None, 64, NO_FP8),
-    "gfx90a": (UNQUANTISED, None, 64, NO_FP8),
+    "gfx908": (UNQUANTIZED, None, 64, NO_FP8),
+    "gfx90a": (UNQUANTIZED, None, 64, NO_FP8),
     "gfx942": (ALL, FNUZ, 64, ""),
     "gfx950": (ALL, FN, 160, ""),
-    "gfx1100": (UNQUANTISED, None, 64, NO_FP8),
-    "gfx1101": (UNQUANTISED, None, 64, NO_FP8),
-    "gfx1102": (UNQUANTISED, None, 64, NO_FP8),
-    "gfx1103": (UNQUANTISED, None, 64, NO_FP8),
-    "gfx1150": (UNQUANTISED, None, 64, NO_FP8),
-    "gfx1151": (UNQUANTISED, None, 64, NO_FP8),
-    "gfx1152": (UNQUANTISED, None, 64, NO_FP8),
-    "gfx1153": (UNQUANTISED, None, 64, NO_FP8),
+    "gfx1100": (UNQUANTIZED, None, 64, NO_FP8),
+    "gfx1101": (UNQUANTIZED, None, 64, NO_FP8),
+    "gfx1102": (UNQUANTIZED, None, 64, NO_FP8),
+    "gfx1103": (UNQUANTIZED, None, 64, NO_FP8),
+    "gfx1150": (UNQUANTIZED, None, 64, NO_FP8),
+    "gfx1151": (UNQUANTIZED, None, 64, NO_FP8),
+    "gfx1152": (UNQUANTIZED, None, 64, NO_FP8),
+    "gfx1153": (UNQUANTIZED, None, 64, NO_FP8),
     "gfx1200": (ALL, FN, 64, ""),
     "gfx1201": (ALL, FN, 64, ""),
 }
@@ -268,7 +268,7 @@ def test_report_110_every_reason_is_one_sentence_that_names_the_device(monkeypat
 )
 def test_report_110_what_a_triton_cannot_compile_is_named(monkeypatch, version, arch, reason):
     monkeypatch.setattr(device, "triton_version", lambda: version)
-    for kernel in UNQUANTISED:
+    for kernel in UNQUANTIZED:
         assert support(kernel, facts(arch)).reason == reason
 
 

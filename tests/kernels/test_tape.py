@@ -13,7 +13,7 @@ import torch
 from sage_plugin.kernels import launch_config, launch_graph
 from sage_plugin.kernels.attention import executor
 from sage_plugin.kernels.attention import executor as plans
-from sage_plugin.kernels.contract import Packed, Problem
+from sage_plugin.kernels.contract import AttentionParams, Packed
 from tests.kernels.calls import EMULATED, Shape, draw, launch
 from tests.kernels.raw_builds import LAUNCHED, RawKernel
 
@@ -76,7 +76,7 @@ def mask_of(kind, seed):
 @pytest.mark.parametrize("kernel", EMULATED)
 def test_the_third_call_is_replayed_with_its_own_tensors(kernel, loads, mask, runs):
     calls = [draw(SHAPE, torch.float16, seed=seed) for seed in range(3)]
-    problems = [Problem(0.125, False, "bhsd", mask_of(mask, seed)) for seed in range(3)]
+    problems = [AttentionParams(0.125, False, "bhsd", mask_of(mask, seed)) for seed in range(3)]
     plan = planned(*calls[0], kernel, loads=loads)
     out, lse = repeated(plan, calls, problems)
     assert runs[-1].endswith("attention_kernel")
@@ -87,16 +87,16 @@ def test_the_third_call_is_replayed_with_its_own_tensors(kernel, loads, mask, ru
     assert out.stride() == right.stride()
 
 
-def test_a_long_call_quantises_in_two_launches_from_zeroed_counters(runs, monkeypatch):
+def test_a_long_call_quantizes_in_two_launches_from_zeroed_counters(runs, monkeypatch):
     from sage_plugin.kernels.quantize import schedule as prepass
 
     monkeypatch.setattr(prepass, "ONE_LAUNCH_VALUES", 0)
     prepass.plan_of.cache_clear()
     calls = [draw(Shape(1, 2, 2, 300, 2100, 32), torch.float16, seed=seed) for seed in range(4)]
-    problem = Problem(0.2, False, "bhsd")
+    problem = AttentionParams(0.2, False, "bhsd")
     plan = planned(*calls[0], "fav3_sage")
     out, _ = repeated(plan, calls, [problem] * 3)
-    assert runs == ["prepass_kernel", "prepass_kernel", "quantised_attention_kernel"]
+    assert runs == ["prepass_kernel", "prepass_kernel", "quantized_attention_kernel"]
     assert torch.equal(out, fresh(plan, *calls[2], problem)[0])
     again, _ = called(plan, *calls[3], problem)
     assert torch.equal(again, fresh(plan, *calls[3], problem)[0])
@@ -111,7 +111,7 @@ def test_packed_sequences_and_sinks_are_inputs_too(runs):
     for seed, ends in enumerate(lengths):
         sinks = torch.randn(4, generator=torch.Generator().manual_seed(seed))
         cu = [torch.tensor(ends, dtype=torch.int32) for _ in "qk"]
-        problems.append(Problem(0.2, True, "bshd", sinks=sinks, packed=Packed(*cu, 70, 70)))
+        problems.append(AttentionParams(0.2, True, "bshd", sinks=sinks, packed=Packed(*cu, 70, 70)))
     plan = planned(*draw(Shape(1, 4, 2, 70, 70, 32), torch.float16), "sage")
     out, lse = repeated(plan, calls, problems)
     assert runs
@@ -133,10 +133,10 @@ def test_packed_sequences_and_sinks_are_inputs_too(runs):
 def test_another_problem_is_another_key(change, runs):
     tensors = draw(SHAPE, torch.float16)
     plan = planned(*tensors, "sage")
-    usual = Problem(0.125, False, "bhsd")
+    usual = AttentionParams(0.125, False, "bhsd")
     repeated(plan, [tensors] * 3, [usual] * 3)
     runs.clear()
-    other = Problem(**{"scale": 0.125, "causal": False, "layout": "bhsd", **change})
+    other = AttentionParams(**{"scale": 0.125, "causal": False, "layout": "bhsd", **change})
     out, _ = called(plan, *tensors, other)
     assert runs == []
     assert torch.equal(out, fresh(plan, *tensors, other)[0])
@@ -144,7 +144,7 @@ def test_another_problem_is_another_key(change, runs):
 
 def test_other_strides_dtypes_and_outputs_are_other_keys(runs):
     q, k, v = draw(SHAPE, torch.float16)
-    problem = Problem(0.125, False, "bhsd")
+    problem = AttentionParams(0.125, False, "bhsd")
     plan = planned(q, k, v, "fav3_fp8")
     repeated(plan, [(q, k, v)] * 3, [problem] * 3)
     runs.clear()
@@ -161,7 +161,7 @@ def test_other_strides_dtypes_and_outputs_are_other_keys(runs):
 
 def test_unaligned_inputs_run_anew(runs):
     q, k, v = draw(SHAPE, torch.float16)
-    problem = Problem(0.125, False, "bhsd")
+    problem = AttentionParams(0.125, False, "bhsd")
     plan = planned(q, k, v, "sage")
     repeated(plan, [(q, k, v)] * 3, [problem] * 3)
     runs.clear()
@@ -176,7 +176,7 @@ def test_unaligned_inputs_run_anew(runs):
 def test_one_tensor_in_two_places_is_not_recorded_as_one(runs):
     shape = Shape(1, 2, 2, 64, 64, 32)
     q, k, v = draw(shape, torch.float16)
-    problem = Problem(0.2, False, "bhsd")
+    problem = AttentionParams(0.2, False, "bhsd")
     plan = planned(q, q, v, "sage")
     for _ in range(3):
         called(plan, q, q, v, problem)
@@ -188,14 +188,14 @@ def test_one_tensor_in_two_places_is_not_recorded_as_one(runs):
 
 
 def test_a_call_with_a_tensor_of_unknown_origin_is_never_replayed(runs, monkeypatch):
-    from sage_plugin.kernels.quantize.triton import launch as quantisers
+    from sage_plugin.kernels.quantize.triton import launch as quantizers
 
     stock = launch_graph.empty
     monkeypatch.setattr(
-        quantisers.tape, "empty", lambda device, dtype, *shape: torch.empty(shape, dtype=dtype)
+        quantizers.tape, "empty", lambda device, dtype, *shape: torch.empty(shape, dtype=dtype)
     )
     tensors = draw(SHAPE, torch.float16)
-    problem = Problem(0.125, False, "bhsd")
+    problem = AttentionParams(0.125, False, "bhsd")
     plan = planned(*tensors, "sage")
     for _ in range(4):
         called(plan, *tensors, problem)
@@ -217,7 +217,7 @@ def test_a_function_in_place_of_triton_s_hooks_is_one(name, monkeypatch):
 def test_a_launch_hook_sees_every_launch(runs, monkeypatch):
     from triton import knobs
 
-    tensors, problem = draw(SHAPE, torch.float16), Problem(0.125, False, "bhsd")
+    tensors, problem = draw(SHAPE, torch.float16), AttentionParams(0.125, False, "bhsd")
     plan = planned(*tensors, "sage")
     repeated(plan, [tensors] * 3, [problem] * 3)
     runs.clear()
@@ -236,7 +236,7 @@ def test_a_launch_hook_sees_every_launch(runs, monkeypatch):
 
 
 def test_a_tape_keeps_no_tensor_alive(runs):
-    tensors, problem = draw(SHAPE, torch.float16), Problem(0.125, False, "bhsd")
+    tensors, problem = draw(SHAPE, torch.float16), AttentionParams(0.125, False, "bhsd")
     plan = planned(*tensors, "fav3_sage", loads="descriptor")
     out, lse = repeated(plan, [tensors] * 3, [problem] * 3)
     storages = [weakref.ref(t) for t in (*tensors, out, lse)]
@@ -277,7 +277,7 @@ def test_every_launch_is_one_that_a_tape_knows():
 
 
 def test_forget_drops_tapes(runs):
-    tensors, problem = draw(SHAPE, torch.float16), Problem(0.125, False, "bhsd")
+    tensors, problem = draw(SHAPE, torch.float16), AttentionParams(0.125, False, "bhsd")
     plan = planned(*tensors, "sage")
     repeated(plan, [tensors] * 3, [problem] * 3)
     assert executor._entries
@@ -290,7 +290,7 @@ def test_forget_drops_tapes(runs):
 
 def test_tapes_do_not_grow_for_ever(runs, monkeypatch):
     monkeypatch.setattr(executor._entries, "_limit", 4)
-    problem = Problem(0.125, False, "bhsd")
+    problem = AttentionParams(0.125, False, "bhsd")
     for seq in range(1, 12):
         tensors = draw(Shape(1, 1, 1, seq, seq, 16), torch.float16)
         called(planned(*tensors, "fav2"), *tensors, problem)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Packed, Problem
-from tests.kernels.calls import EMULATED, LIMITS, QUANTISED, Shape, draw, launch, relative_l1
+from sage_plugin.kernels.contract import AttentionParams, Packed
+from tests.kernels.calls import EMULATED, LIMITS, QUANTIZED, Shape, draw, launch, relative_l1
 from tests.kernels.problems import MASKS, mask_of, problems, run
 from tests.kernels.written_out import seen_by, written_out
 
@@ -66,7 +66,7 @@ def test_emulations_are_within_their_limits(made, kernel, block_n, smooth):
 @pytest.mark.parametrize("kind", MASKS[1:])
 def test_report_35_masks_of_every_form(kernel, kind):
     shape = Shape(2, 4, 2, 33, 70, 64)
-    problem = Problem(0.125, False, "bhsd", mask_of(kind, shape))
+    problem = AttentionParams(0.125, False, "bhsd", mask_of(kind, shape))
     check(kernel, *draw(shape), problem)
 
 
@@ -75,7 +75,7 @@ def test_report_41_causal_and_padding_hold_together(kernel):
     shape = Shape(2, 4, 2, 40, 70, 64)
     padding = torch.ones(2, 1, 1, 70, dtype=torch.bool)
     padding[1, ..., :35] = False  # left padding, past the diagonal of the first rows
-    problem = Problem(0.125, True, "bhsd", padding)
+    problem = AttentionParams(0.125, True, "bhsd", padding)
     q, k, v = draw(shape)
     check(kernel, q, k, v, problem)
     out, lse = run(kernel, q, k, v, problem)
@@ -89,9 +89,9 @@ def test_report_34_padded_sequences_equal_the_ones_alone(kernel):
     q, k, v = draw(Shape(2, 2, 2, 16, 16, 64))
     padding = torch.ones(2, 1, 1, 16, dtype=torch.bool)
     padding[0, ..., :9] = False
-    out, lse = run(kernel, q, k, v, Problem(0.125, True, "bhsd", padding))
+    out, lse = run(kernel, q, k, v, AttentionParams(0.125, True, "bhsd", padding))
     alone, alone_lse = run(
-        kernel, q[:1, :, 9:], k[:1, :, 9:], v[:1, :, 9:], Problem(0.125, True, "bhsd")
+        kernel, q[:1, :, 9:], k[:1, :, 9:], v[:1, :, 9:], AttentionParams(0.125, True, "bhsd")
     )
     assert relative_l1(out[:1, :, 9:], alone) < LIMIT[kernel]
     assert (lse[:1, :, 9:] - alone_lse).abs().max() < 0.05
@@ -103,7 +103,7 @@ def test_report_32_a_hidden_value_is_not_in_the_output(kernel):
     v[:, :, -1] = 1e3
     mask = torch.ones(1, 1, 1, 50, dtype=torch.bool)
     mask[..., -1] = False
-    problem = Problem(0.125, False, "bhsd", mask)
+    problem = AttentionParams(0.125, False, "bhsd", mask)
     check(kernel, q, k, v, problem)
     assert run(kernel, q, k, v, problem)[0].abs().max() < 5
 
@@ -114,10 +114,10 @@ def test_report_36_additive_bias_is_in_natural_log_units(kernel):
     bias = torch.zeros(1, 1, 1, 60)
     bias[..., ::2] = -2.0
     v[:, :, ::2] += 4.0
-    problem = Problem(0.125, False, "bhsd", bias)
+    problem = AttentionParams(0.125, False, "bhsd", bias)
     check(kernel, q, k, v, problem)
-    constant = Problem(0.125, False, "bhsd", torch.full((1, 1, 1, 60), -2.0))
-    plain = run(kernel, q, k, v, Problem(0.125, False, "bhsd"))[1]
+    constant = AttentionParams(0.125, False, "bhsd", torch.full((1, 1, 1, 60), -2.0))
+    plain = run(kernel, q, k, v, AttentionParams(0.125, False, "bhsd"))[1]
     assert torch.allclose(run(kernel, q, k, v, constant)[1], plain - 2.0, atol=1e-4)
 
 
@@ -132,7 +132,7 @@ def test_report_37_39_large_and_infinite_biases(kernel, dtype):
     bias[:, :, 3, :128] = -math.inf
     bias[:, :, 4, :128] = torch.finfo(dtype).min
     bias[:, :, 4, 128:] = -3e4
-    problem = Problem(0.125, False, "bhsd", bias.to(dtype))
+    problem = AttentionParams(0.125, False, "bhsd", bias.to(dtype))
     q, k, v = draw(shape)
     out, lse = run(kernel, q, k, v, problem)
     assert torch.isfinite(out).all()
@@ -151,7 +151,7 @@ def test_a_finite_value_just_above_the_threshold_is_still_a_bias(kernel):
     q, k, v = draw(Shape(1, 1, 1, 3, 20, 64))
     bias = torch.full((1, 1, 1, 20), -0.9e38)
     bias[..., 5:] = -1.1e38
-    out, lse = run(kernel, q, k, v, Problem(0.0, False, "bhsd", bias))
+    out, lse = run(kernel, q, k, v, AttentionParams(0.0, False, "bhsd", bias))
     assert relative_l1(out, v[:, :, :5].mean(2, keepdim=True).expand_as(out)) < LIMIT[kernel]
     assert torch.allclose(lse, torch.full_like(lse, -0.9e38), rtol=1e-5)
 
@@ -162,7 +162,7 @@ def test_a_finite_value_just_above_the_threshold_is_still_a_bias(kernel):
 def test_windows(kernel, window, lengths):
     q, k, v = draw(Shape(1, 2, 1, *lengths, 64))
     for causal in (False, True):
-        check(kernel, q, k, v, Problem(0.125, causal, "bhsd", None, window), limit=2)
+        check(kernel, q, k, v, AttentionParams(0.125, causal, "bhsd", None, window), limit=2)
 
 
 @pytest.mark.parametrize("kernel", [*HOSTS, *EMULATED])
@@ -170,7 +170,7 @@ def test_windows(kernel, window, lengths):
 def test_report_54_softcap_with_a_mean_of_k(kernel, smooth):
     q, k, v = draw(Shape(1, 4, 2, 40, 70, 64))
     k = k * 0.1 + 50.0
-    problem = Problem(0.125, True, "bhsd", softcap=20.0)
+    problem = AttentionParams(0.125, True, "bhsd", softcap=20.0)
     expected, expected_lse = written_out(q, k, v, problem)
     out, lse = run(kernel, q, k, v, problem, smooth_k=smooth)
     assert torch.isfinite(out).all()
@@ -188,15 +188,15 @@ def test_report_54_softcap_with_a_mean_of_k(kernel, smooth):
 def test_sinks_are_weighed_against_true_scores(kernel, smooth, level):
     q, k, v = draw(Shape(1, 4, 2, 40, 70, 64))
     q, k = q + 0.05, k + 1.0
-    problem = Problem(0.125, False, "bhsd", sinks=level + torch.arange(4.0))
+    problem = AttentionParams(0.125, False, "bhsd", sinks=level + torch.arange(4.0))
     check(kernel, q, k, v, problem, limit=2.5, smooth_k=smooth, smooth_v=smooth)
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 def test_a_sink_takes_weight_from_the_mean_of_v(kernel):
     q, k, v = draw(Shape(1, 1, 1, 10, 40, 64))
     v = v * 0.01 + 100.0
-    problem = Problem(0.0, False, "bhsd", sinks=torch.tensor([math.log(40.0)]))
+    problem = AttentionParams(0.0, False, "bhsd", sinks=torch.tensor([math.log(40.0)]))
     out, lse = run(kernel, q, k, v, problem, smooth_v=True)
     assert torch.allclose(out, torch.full_like(out, 50.0), rtol=1e-3)
     assert torch.allclose(lse, torch.full_like(lse, math.log(80.0)), atol=1e-4)
@@ -218,7 +218,7 @@ def test_report_28_packed_sequences_equal_calls_of_each(kernel, causal, ends_k):
     q = draw(Shape(1, 4, 2, ends_q[-1], 1, 64), layout="bshd")[0]
     _, k, v = draw(Shape(1, 4, 2, 1, ends_k[-1], 64), layout="bshd")
     k[:, : ends_k[2]] += 20.0  # a mean for each sequence
-    problem = Problem(
+    problem = AttentionParams(
         0.125, causal, "bshd", None, (60, -1), 30.0, torch.arange(4.0), packed_of(ends_q, ends_k)
     )
     out, lse = run(kernel, q, k, v, problem, smooth_k=True, smooth_v=True)
@@ -241,7 +241,7 @@ def test_report_28_packed_sequences_equal_calls_of_each(kernel, causal, ends_k):
 def test_rows_and_keys_of_no_sequence_are_not_read(kernel):
     ends = [0, 7, 20]
     q, k, v = (x.transpose(1, 2) for x in draw(Shape(1, 2, 2, 30, 30, 64)))
-    problem = Problem(0.125, False, "bshd", packed=packed_of(ends, ends))
+    problem = AttentionParams(0.125, False, "bshd", packed=packed_of(ends, ends))
     expected, _ = run(kernel, q, k, v, problem)
     q, k, v = (torch.cat([x[:, :20], torch.full_like(x[:, 20:], math.nan)], 1) for x in (q, k, v))
     out, _ = run(kernel, q, k, v, problem)
@@ -254,9 +254,15 @@ def test_report_67_two_halves_of_k_merge_to_the_whole_under_a_mask(kernel):
     q, k, v = draw(shape)
     k = k + 50.0
     mask = mask_of("dead_rows", shape)
-    whole, lse = run(kernel, q, k, v, Problem(0.125, False, "bhsd", mask))
+    whole, lse = run(kernel, q, k, v, AttentionParams(0.125, False, "bhsd", mask))
     halves = [
-        run(kernel, q, k[:, :, part], v[:, :, part], Problem(0.125, False, "bhsd", mask[..., part]))
+        run(
+            kernel,
+            q,
+            k[:, :, part],
+            v[:, :, part],
+            AttentionParams(0.125, False, "bhsd", mask[..., part]),
+        )
         for part in (slice(0, 40), slice(40, 90))
     ]
     total = torch.logaddexp(halves[0][1], halves[1][1])
@@ -269,13 +275,13 @@ def test_report_67_two_halves_of_k_merge_to_the_whole_under_a_mask(kernel):
     assert (total - lse)[~dead].abs().max() < 0.1
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("packed", [False, True])
 def test_operands_do_not_keep_the_inputs_alive(kernel, packed):
     q, k, v = draw(Shape(1, 2, 2, 20, 20, 64), torch.float16, layout="bshd")
     bounds = packed_of([0, 7, 20], [0, 7, 20]) if packed else None
     built = implementation(kernel, "emulation")
-    problem = Problem(0.125, True, "bshd", packed=bounds)
+    problem = AttentionParams(0.125, True, "bshd", packed=bounds)
     operands = built.prepare(q, k, v, problem=problem, launch=launch())
     out, lse = built.launch(operands, return_lse=True)
     storages = [weakref.ref(x.untyped_storage()) for x in (q, k, v)]

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 import sage_plugin
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.attention.api import attention
-from sage_plugin.kernels.attention.backends.emulation.quantized import QuantisedEmulation
+from sage_plugin.kernels.attention.backends.emulation.quantized import QuantizedEmulation
 from sage_plugin.kernels.attention.prepare import Prepared, prepare
 from sage_plugin.kernels.attention.prepare import launch as finish
-from tests.kernels.calls import EMULATED, QUANTISED, Shape, draw, launch
+from tests.kernels.calls import EMULATED, QUANTIZED, Shape, draw, launch
 
 EVERY = (*EMULATED, "torch", "sdpa", "auto")
 GROUPED = Shape(2, 4, 2, 33, 70, 64)
@@ -60,7 +60,7 @@ def test_two_steps_give_what_one_call_gives(kernel, options, layout):
     )
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_q_k_and_v_are_free_after_the_first_step(kernel, options):
     tensors = list(draw(GROUPED))
@@ -99,8 +99,8 @@ def test_kernels_that_read_in_place_keep_their_inputs(kernel):
     torch.testing.assert_close(finish(prepared), 2 * expected)
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
-def test_quantised_operands_are_smaller(kernel):
+@pytest.mark.parametrize("kernel", QUANTIZED)
+def test_quantized_operands_are_smaller(kernel):
     tensors = draw(Shape(1, 2, 2, 256, 256, 64))
     held = prepare(*tensors, kernel=kernel).held_bytes
     assert 0 < held < 0.6 * sum(x.nbytes for x in tensors)
@@ -145,13 +145,13 @@ def test_a_call_that_was_prepared_without_the_lse_cannot_give_it(kernel):
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_one_call_prepares_for_the_lse_where_it_is_asked_for(return_lse, monkeypatch):
     asked = []
-    stock = QuantisedEmulation.prepare
+    stock = QuantizedEmulation.prepare
 
     def noted(self, q, k, v, *, problem, launch):
         asked.append(problem.lse)
         return stock(self, q, k, v, problem=problem, launch=launch)
 
-    monkeypatch.setattr(QuantisedEmulation, "prepare", noted)
+    monkeypatch.setattr(QuantizedEmulation, "prepare", noted)
     attention(*draw(GROUPED), kernel="fav3_sage", variant="emulation", return_lse=return_lse)
     assert asked == [return_lse]
 

@@ -15,7 +15,7 @@ from sage_plugin.kernels.attention.visibility import (
     hidden_by_mask,
     hidden_by_position,
 )
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from tests.kernels.problems import problems
 from tests.kernels.written_out import seen_by, visible
 
@@ -35,7 +35,7 @@ def test_alive_keys_are_those_that_a_row_of_the_group_sees(made):
 
 def test_a_dense_mask_is_read_in_chunks(monkeypatch):
     mask = torch.rand(2, 3, 50, 20, generator=torch.Generator().manual_seed(0)) > 0.97
-    problem = Problem(1.0, True, "bhsd", mask)
+    problem = AttentionParams(1.0, True, "bhsd", mask)
     expected = seen_by(problem, 2, 3, 50, 20).any(2)
     assert not expected.all()
     monkeypatch.setattr(visibility, "CHUNK_ELEMENTS", 700)

@@ -1,4 +1,4 @@
-"""A `Problem` written out in fp64: the whole score matrix, what each row sees spelled out."""
+"""`AttentionParams` written out in fp64: the whole score matrix, and what each row sees."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 
 
-def visible(seq_q: int, seq_k: int, problem: Problem) -> torch.Tensor:
+def visible(seq_q: int, seq_k: int, problem: AttentionParams) -> torch.Tensor:
     """`(Sq, Sk)` bool by position: row i stands at key i + Sk - Sq."""
     seen = torch.ones(seq_q, seq_k, dtype=torch.bool)
     left, right = problem.window
@@ -24,7 +24,9 @@ def visible(seq_q: int, seq_k: int, problem: Problem) -> torch.Tensor:
     return seen
 
 
-def seen_by(problem: Problem, batch: int, heads: int, seq_q: int, seq_k: int) -> torch.Tensor:
+def seen_by(
+    problem: AttentionParams, batch: int, heads: int, seq_q: int, seq_k: int
+) -> torch.Tensor:
     """`(B, Hq, Sq, Sk)` bool, position and mask together."""
     seen = visible(seq_q, seq_k, problem).expand(batch, heads, seq_q, seq_k)
     if problem.mask is None:
@@ -34,7 +36,7 @@ def seen_by(problem: Problem, batch: int, heads: int, seq_q: int, seq_k: int) ->
 
 
 def written_out(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: AttentionParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of `(B, H, S, D)` tensors, fp64; dead rows are 0."""
     batch, heads, seq_q, _ = q.shape
@@ -72,5 +74,5 @@ def naive(
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    problem = Problem(factor, causal, "bhsd", mask, window, softcap, sinks)
+    problem = AttentionParams(factor, causal, "bhsd", mask, window, softcap, sinks)
     return written_out(q, k, v, problem)

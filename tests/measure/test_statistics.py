@@ -9,7 +9,7 @@ import pytest
 
 from sage_plugin.measure import statistics
 from sage_plugin.measure.statistics import gain_interval, median_interval
-from sage_plugin.measure.timing import Limits, interleave
+from sage_plugin.measure.timing import TimingLimits, interleave
 
 
 def test_median_interval_by_hand():
@@ -94,7 +94,7 @@ def noisy_round(seed, spread):
 def test_d8_the_same_function_is_rarely_promoted_over_itself(pairs):
     promoted = 0
     for seed in range(200):
-        limits = Limits(warmup=0, warmup_s=0, min_samples=pairs, max_samples=pairs)
+        limits = TimingLimits(warmup=0, warmup_s=0, min_samples=pairs, max_samples=pairs)
         ms = interleave(["a", "b"], noisy_round(seed, 0.02), limits=limits, seed=seed)
         promoted += gain_interval(ms["a"], ms["b"])[1] > 0
     assert promoted < 0.05 * 200
@@ -103,7 +103,7 @@ def test_d8_the_same_function_is_rarely_promoted_over_itself(pairs):
 def test_d8_stopping_at_a_precision_does_not_promote_either():
     promoted = 0
     for seed in range(200):
-        limits = Limits(warmup=0, warmup_s=0, min_samples=10, max_samples=40, precision=0.02)
+        limits = TimingLimits(warmup=0, warmup_s=0, min_samples=10, max_samples=40, precision=0.02)
         ms = interleave(["a", "b"], noisy_round(seed, 0.02), limits=limits, seed=seed)
         promoted += gain_interval(ms["a"], ms["b"])[1] > 0
     assert promoted < 0.05 * 200
@@ -114,7 +114,7 @@ def test_d3_the_luckiest_of_many_does_not_survive_a_second_measurement():
     for seed in range(200):
         rng = random.Random(seed)
         lucky = min(range(500), key=lambda _: rng.gauss(1, 0.02))
-        limits = Limits(warmup=0, warmup_s=0, min_samples=12, max_samples=12)
+        limits = TimingLimits(warmup=0, warmup_s=0, min_samples=12, max_samples=12)
         names = ["incumbent", str(lucky)]
         ms = interleave(names, noisy_round(seed, 0.02), limits=limits, seed=seed)
         kept += gain_interval(ms["incumbent"], ms[str(lucky)])[1] <= 0

@@ -10,7 +10,7 @@ import torch
 
 from sage_plugin.errors import DeviceError, UsageError
 from sage_plugin.measure import timers
-from sage_plugin.measure.timing import Limits, Samples, interleave, measure
+from sage_plugin.measure.timing import Samples, TimingLimits, interleave, measure
 
 
 class FakeDevice:
@@ -43,14 +43,14 @@ def median_of(ms):
 @pytest.mark.parametrize("order", [["a", "b", "c"], ["c", "b", "a"]])
 def test_d1_a_clock_ramp_does_not_punish_the_early_ones(order):
     device = FakeDevice({"a": 1.0, "b": 1.01, "c": 1.02}, ramp=0.3)
-    limits = Limits(warmup=0, warmup_s=0, min_samples=30, max_samples=30)
+    limits = TimingLimits(warmup=0, warmup_s=0, min_samples=30, max_samples=30)
     ms = interleave(order, device, limits=limits, now=device.now)
     assert min(ms, key=lambda name: median_of(ms[name])) == "a"
 
 
 def test_each_round_has_every_function_once_in_a_seeded_random_order():
     devices = [FakeDevice({"a": 1.0, "b": 1.0, "c": 1.0}) for _ in range(3)]
-    limits = Limits(warmup=2, warmup_s=0, min_samples=20, max_samples=20)
+    limits = TimingLimits(warmup=2, warmup_s=0, min_samples=20, max_samples=20)
     for device, seed in zip(devices, (5, 5, 6), strict=True):
         interleave(["a", "b", "c"], device, limits=limits, seed=seed, now=device.now)
     first, again, other = (device.orders for device in devices)
@@ -62,34 +62,34 @@ def test_each_round_has_every_function_once_in_a_seeded_random_order():
 
 def test_warm_up_lasts_its_time_and_is_thrown_away():
     device = FakeDevice({"a": 1.0}, ramp=1.0)
-    limits = Limits(warmup=1, warmup_s=0.3, min_samples=5, max_samples=400)
+    limits = TimingLimits(warmup=1, warmup_s=0.3, min_samples=5, max_samples=400)
     ms = interleave(["a"], device, limits=limits, now=device.now)
     assert max(ms["a"]) < 1.01
 
 
 def test_d5_pure_noise_stops_at_the_cap_of_samples():
     device = FakeDevice({"a": 1.0}, noise=0.3)
-    limits = Limits(warmup=0, warmup_s=0, min_samples=5, max_samples=60, budget_s=1e9)
+    limits = TimingLimits(warmup=0, warmup_s=0, min_samples=5, max_samples=60, budget_s=1e9)
     assert len(interleave(["a"], device, limits=limits, now=device.now)["a"]) == 60
 
 
 def test_d5_pure_noise_stops_at_the_budget():
     device = FakeDevice({"a": 10.0, "b": 10.0}, noise=0.3)
-    limits = Limits(warmup_s=0.2, max_samples=10**6, budget_s=1.0)
+    limits = TimingLimits(warmup_s=0.2, max_samples=10**6, budget_s=1.0)
     interleave(["a", "b"], device, limits=limits, now=device.now)
     assert device.elapsed_s < 1.1
 
 
 def test_a_slow_function_is_measured_twice_and_warmed_up_once():
     device = FakeDevice({"a": 60_000.0})
-    ms = interleave(["a"], device, limits=Limits(), now=device.now)
+    ms = interleave(["a"], device, limits=TimingLimits(), now=device.now)
     assert len(ms["a"]) == 2
     assert len(device.orders) == 3
 
 
 def test_steady_times_end_early():
     device = FakeDevice({"a": 1.0})
-    ms = interleave(["a"], device, limits=Limits(min_samples=7), now=device.now)
+    ms = interleave(["a"], device, limits=TimingLimits(min_samples=7), now=device.now)
     assert len(ms["a"]) == 7
 
 

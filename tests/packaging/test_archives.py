@@ -90,7 +90,7 @@ def test_the_wheel_holds_nothing_else(wheel_names: set[str]) -> None:
     assert not [name for name in wheel_names if any(cache in name for cache in CACHES)]
 
 
-def test_the_wheel_names_both_commands_and_the_licence(unpacked: Path) -> None:
+def test_the_wheel_names_both_commands_and_the_license(unpacked: Path) -> None:
     (info,) = unpacked.glob("*.dist-info")
     scripts = (info / "entry_points.txt").read_text()
     assert "sage = sage_plugin.cli:main" in scripts

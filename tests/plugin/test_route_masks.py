@@ -21,7 +21,7 @@ MASKS = [(24, 24), (2, 1, 1, 24), (2, 1, 24, 24), (2, 2, 24, 24), (1, 24)]
 @pytest.mark.parametrize("shape", MASKS, ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float", "expanded"])
 @pytest.mark.parametrize("kernel", ["sage", "fav2"])
-def test_report_32_35_a_mask_is_honoured_by_the_kernel(processor, shape, kind, kernel):
+def test_report_32_35_a_mask_is_honored_by_the_kernel(processor, shape, kind, kernel):
     layer, handle = patched_toy(processor, kernel=kernel)
     q, k, v = qkv()
     v[:, :, -1] = 1e3

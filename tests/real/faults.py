@@ -24,10 +24,10 @@ from sage_plugin.kernels.attention.backends.emulation.online_softmax import (
 )
 from sage_plugin.kernels.attention.backends.emulation.quantized import (
     EmulatedSequence,
-    QuantisedEmulation,
+    QuantizedEmulation,
 )
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.quantize.recipe import Recipe
 from sage_plugin.schema import LaunchConfig
 from tests.real.captured import Captured
@@ -64,7 +64,7 @@ class Fault:
     name: str
     kernels: tuple[str, ...] = ALL_KERNELS
     operands: Callable[[EmulatedSequence], EmulatedSequence] = lambda part: part
-    problem: Callable[[Problem, int], Problem] = lambda problem, seq_k: problem
+    problem: Callable[[AttentionParams, int], AttentionParams] = lambda problem, seq_k: problem
     sums: Callable[..., RowSums] = blockwise
     recipe: type[Recipe] = Recipe
     launch: Callable[[LaunchConfig], LaunchConfig] = lambda launch: launch
@@ -76,8 +76,8 @@ def output(
     """fp32 output and LSE of a kernel with a mistake."""
     call = one.call
     right = implementation(kernel, "emulation")
-    assert isinstance(right, QuantisedEmulation)
-    wrong = QuantisedEmulation(fault.recipe(**_fields(right.recipe)))
+    assert isinstance(right, QuantizedEmulation)
+    wrong = QuantizedEmulation(fault.recipe(**_fields(right.recipe)))
     problem = fault.problem(problem_of(call), call.k.shape[2])
     operands = wrong.prepare(call.q, call.k, call.v, problem=problem, launch=fault.launch(launch))
     parts = tuple(fault.operands(part) for part in operands.sequences)
@@ -126,7 +126,7 @@ def _sees_padding(sequence: EmulatedSequence) -> EmulatedSequence:
     return dataclasses.replace(sequence, seq_k=blocks * block_n, poison=poison)
 
 
-def _one_key_off(problem: Problem, seq_k: int) -> Problem:
+def _one_key_off(problem: AttentionParams, seq_k: int) -> AttentionParams:
     """The mask moved by one key: the diagonal, the padding, or the end of the keys."""
     if problem.causal:
         return dataclasses.replace(problem, causal=False, window=(-1, 1))

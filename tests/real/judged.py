@@ -14,7 +14,7 @@ from sage_plugin.accuracy.metrics import compare
 from sage_plugin.accuracy.reference import sample_rows, visible_mean
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.oracle import oracle
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.schema import CallKey, ErrorMetrics, LaunchConfig
 from tests.real.captured import Captured
 from tests.real.hook import Call
@@ -56,10 +56,10 @@ def exact(one: Captured) -> Exact:
     return Exact(rows, out, lse, mean)
 
 
-def problem_of(call: Call) -> Problem:
+def problem_of(call: Call) -> AttentionParams:
     """The call without its tensors, as implementations take it."""
     scale = 1 / math.sqrt(call.q.shape[3]) if call.scale is None else call.scale
-    return Problem(scale, call.causal, "bhsd", call.mask)
+    return AttentionParams(scale, call.causal, "bhsd", call.mask)
 
 
 def default_launch(one: Captured, kernel: str) -> LaunchConfig:

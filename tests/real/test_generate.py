@@ -51,7 +51,7 @@ def test_exact_attention_of_ours_writes_the_same_tokens(min_seq):
     assert {row.kernel_calls() for row in rows} == {1 if min_seq == 1024 else WRITTEN}
 
 
-def test_a_quantised_kernel_reads_the_prompt_and_nothing_else():
+def test_a_quantized_kernel_reads_the_prompt_and_nothing_else():
     network, prompt, expected = prepared()
     with patched(network, kernel="sage") as handle:
         found = written(network, prompt)

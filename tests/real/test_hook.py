@@ -39,7 +39,7 @@ def test_every_layer_runs_on_the_kernel_with_unexpanded_heads(model):
     assert call.scale == pytest.approx(0.25)
 
 
-def test_a_quantised_kernel_differs_from_the_host_a_little(model):
+def test_a_quantized_kernel_differs_from_the_host_a_little(model):
     expected = model(IDS, use_cache=False).logits
     with running_on(model, "fav3_fp8") as hook:
         found = model(IDS, use_cache=False).logits

@@ -7,8 +7,8 @@ import dataclasses
 from sage_plugin.schema import (
     CallKey,
     DeviceFacts,
+    EntryEvidence,
     ErrorMetrics,
-    Evidence,
     LaunchConfig,
     RegistryEntry,
     RegistryFile,
@@ -83,9 +83,9 @@ def timing(median_ms: float = 1.0, method: str = "events") -> Timing:
     return Timing(median_ms, 0.99 * median_ms, 1.01 * median_ms, 20, method)
 
 
-def evidence(gain_low: float = 0.05, **changes: object) -> Evidence:
+def evidence(gain_low: float = 0.05, **changes: object) -> EntryEvidence:
     """Evidence of captures with the given lower bound of the gain."""
-    sound = Evidence(
+    sound = EntryEvidence(
         time=timing(0.9),
         baseline_time=timing(1.0),
         baseline="default",
@@ -104,7 +104,7 @@ def entry(
     of: CallKey = KEY,
     launch: LaunchConfig = CONFIG,
     *,
-    because: Evidence | None = None,
+    because: EntryEvidence | None = None,
     seq_q_range: tuple[int, int] | None = None,
     seq_k_range: tuple[int, int] | None = None,
 ) -> RegistryEntry:

@@ -115,7 +115,7 @@ def test_a_place_that_cannot_be_written_is_an_output_error(tmp_path):
         put_in(tmp_path / "taken" / FACTS.slug / "attention.json", samples.entry())
 
 
-def test_entries_reach_towards_measured_neighbours_only(path, tmp_path, monkeypatch):
+def test_entries_reach_towards_measured_neighbors_only(path, tmp_path, monkeypatch):
     monkeypatch.setattr(load, "shipped_dir", lambda: None)
 
     def square(seq: int, **changes: object) -> RegistryEntry:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from tests.kernels.calls import launch
 
 
@@ -35,7 +35,9 @@ class _Recorder:
         return lambda *arguments, **_: self.plan.launch(grid, arguments)
 
 
-def plan(monkeypatch, kernel: str, q, k, v, *, problem: Problem | None = None, **fields) -> Plan:
+def plan(
+    monkeypatch, kernel: str, q, k, v, *, problem: AttentionParams | None = None, **fields
+) -> Plan:
     """The plan of a call on meta tensors."""
     from triton.runtime.jit import KernelInterface
 
@@ -46,7 +48,7 @@ def plan(monkeypatch, kernel: str, q, k, v, *, problem: Problem | None = None, *
         for name, value in list(vars(module).items()):
             if isinstance(value, KernelInterface):
                 monkeypatch.setattr(module, name, _Recorder(made))
-    problem = problem or Problem(q.shape[-1] ** -0.5, False, "bhsd")
+    problem = problem or AttentionParams(q.shape[-1] ** -0.5, False, "bhsd")
     operands = built.prepare(q, k, v, problem=problem, launch=launch(**fields))
     built.launch(operands, return_lse=True)
     return made

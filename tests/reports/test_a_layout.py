@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_plugin
-from sage_plugin.kernels.contract import OutputForm, Problem
-from tests.kernels.calls import EMULATED, QUANTISED, Shape, launch, relative_l1
+from sage_plugin.kernels.contract import AttentionParams, OutputForm
+from tests.kernels.calls import EMULATED, QUANTIZED, Shape, launch, relative_l1
 from tests.reports.machine import allowed, assert_close, exact
 from tests.reports.plan import plan
 
@@ -244,7 +244,7 @@ def test_report_10_every_grid_has_one_dimension(monkeypatch, kernel, interpreter
     """Only the first may pass 65,535; the product of the others and it stays under 2^31."""
     q = torch.empty(70_000, 1, 16, 64, dtype=torch.float16, device="meta")
     mask = torch.empty(70_000, 1, 16, 16, dtype=torch.bool, device="meta")
-    problem = Problem(0.125, False, "bhsd", mask)
+    problem = AttentionParams(0.125, False, "bhsd", mask)
     made = plan(monkeypatch, kernel, q, q.clone(), q.clone(), problem=problem)
     assert made.grids
     for grid in made.grids:
@@ -285,7 +285,7 @@ def test_report_10_seventy_thousand_sequences(gpu, kernel):
 # -- blocks of the quantiser and of attention --------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", QUANTISED)
+@pytest.mark.parametrize("kernel", QUANTIZED)
 def test_report_11_blocks_cannot_change_between_the_two_steps(machine, kernel, monkeypatch):
     q, k, v = machine.draw(Shape(1, 1, 1, 40, 70, 32))
     made = launch(16, 32)

@@ -16,11 +16,11 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.schema import CallShape, DeviceFacts
-from tests.kernels.calls import EMULATED, QUANTISED, Shape, launch
+from tests.kernels.calls import EMULATED, QUANTIZED, Shape, launch
 from tests.reports.machine import assert_close, exact
 
 kernels = pytest.mark.parametrize("kernel", EMULATED)
-quantised = pytest.mark.parametrize("kernel", QUANTISED)
+quantized = pytest.mark.parametrize("kernel", QUANTIZED)
 
 
 def facts(kind, arch):
@@ -90,7 +90,7 @@ def test_report_17_causal_is_aligned_at_the_last_key(machine, kernel, seq_q, seq
     assert (out[:, :, ~alive] == 0).all()
 
 
-@quantised
+@quantized
 @pytest.mark.parametrize("block_n", [32, 64, 128, 256])
 def test_report_22_and_23_tails_of_every_block_beside_nan(machine, kernel, block_n):
     config = launch(16, block_n, num_warps=4, num_stages=1)
@@ -242,7 +242,7 @@ def operand_bytes(kernel, shape, padded_dim):
     return rows * (padded_dim + 8) + keys * ((1 + v_bytes) * padded_dim + 5)
 
 
-@quantised
+@quantized
 @pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize("masked", [False, True])
 def test_report_27_peak_memory_of_a_long_call(gpu, kernel, masked):
@@ -263,7 +263,7 @@ def test_report_27_peak_memory_of_a_long_call(gpu, kernel, masked):
     assert inputs + used <= 1.05 * (inputs + needed)
 
 
-@quantised
+@quantized
 @pytest.mark.usefixtures("large_memory")
 def test_report_27_inputs_may_be_freed_between_the_two_steps(gpu, kernel):
     shape = Shape(1, 16, 16, 16_384, 16_384, 128)
@@ -285,7 +285,7 @@ def test_report_27_inputs_may_be_freed_between_the_two_steps(gpu, kernel):
     assert torch.equal(out.cpu(), expected)
 
 
-@quantised
+@quantized
 @pytest.mark.parametrize("parts", [{}, {"is_causal": True, "window": (50, -1)}], ids=str)
 def test_report_27_what_the_first_step_holds(machine, kernel, parts):
     """Whole blocks of 8-bit copies and their scales; nothing of Q, K and V."""

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import sage_plugin
-from tests.kernels.calls import EMULATED, QUANTISED, Shape, launch, relative_l1
+from tests.kernels.calls import EMULATED, QUANTIZED, Shape, launch, relative_l1
 from tests.reports.machine import allowed, assert_close, exact
 
 kernels = pytest.mark.parametrize("kernel", EMULATED)
-quantised = pytest.mark.parametrize("kernel", QUANTISED)
+quantized = pytest.mark.parametrize("kernel", QUANTIZED)
 
 
 def shape_of(machine):
@@ -162,7 +162,7 @@ def test_report_55_kernel_variant_and_launch_are_chosen_by_call_and_by_environme
     assert relative_l1(by_call["sage"], host) < allowed("sage", 4)
 
 
-@quantised
+@quantized
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_report_46_what_is_not_finite_shows_and_stays_where_it_is_seen(machine, kernel, bad):
     q, k, v = machine.draw(shape_of(machine))

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import sage_plugin
-from tests.kernels.calls import EMULATED, QUANTISED, Shape, launch, relative_l1
+from tests.kernels.calls import EMULATED, QUANTIZED, Shape, launch, relative_l1
 from tests.reports.machine import allowed, assert_close, exact
 
 kernels = pytest.mark.parametrize("kernel", EMULATED)
-quantised = pytest.mark.parametrize("kernel", QUANTISED)
+quantized = pytest.mark.parametrize("kernel", QUANTIZED)
 
 
 def with_outliers(machine, channels, factor, shape):
@@ -26,7 +26,7 @@ def with_outliers(machine, channels, factor, shape):
     return q, k + mean, v
 
 
-@quantised
+@quantized
 def test_report_56_outlying_channels_with_and_without_smoothing(machine, kernel):
     shape = machine.pick(Shape(1, 1, 1, 20, 100, 128), Shape(1, 4, 4, 300, 4000, 128))
     q, k, v = with_outliers(machine, 16, 50.0, shape)
@@ -60,7 +60,7 @@ def test_report_56_and_57_nothing_is_lost_beyond_160_thousand_keys(gpu, kernel):
     assert abs(gain.item() - 1.0) < 0.003
 
 
-@quantised
+@quantized
 def test_report_57_the_gain_of_a_long_call(interpreter, kernel):
     q, k, v = interpreter.draw(Shape(1, 1, 1, 16, 2000, 32))
     v = (1.0 + 0.1 * v.float()).half()
@@ -101,7 +101,7 @@ def test_report_60_no_tensor_of_the_caller_is_written(machine, kernel, parts):
     assert ends.tolist() == [0, 3, 20]
 
 
-@quantised
+@quantized
 @pytest.mark.parametrize("seq_k", [1, 9, 476])
 def test_report_61_smoothing_is_on_or_off_at_every_length(machine, kernel, seq_k):
     shape = Shape(1, 1, 1, 16, seq_k if machine.on_gpu else min(seq_k, 100), 32)
@@ -200,7 +200,7 @@ def test_report_69_scratch_is_not_reused_while_a_side_stream_works(gpu, kernel):
         assert torch.equal(out, expected)
 
 
-@quantised
+@quantized
 def test_report_69_the_second_step_after_the_inputs_are_overwritten(gpu, kernel):
     q, k, v = gpu.draw(Shape(1, 4, 2, 1000, 1000, 64))
     expected = gpu.attention(kernel, q, k, v)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import sage_plugin
 from sage_plugin.kernels.attention import runtime
-from tests.kernels.calls import EMULATED, QUANTISED, Shape
+from tests.kernels.calls import EMULATED, QUANTIZED, Shape
 from tests.reports.machine import ON_GPU, assert_close, exact
 
 kernels = pytest.mark.parametrize("kernel", EMULATED)
@@ -151,7 +151,7 @@ def test_report_84_tensors_of_an_offloaded_module(beside_a_gpu):
     out = sage_plugin.attention(q, k, v)
     assert out.device.type == "cpu"
     assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
-    for kernel in QUANTISED:
+    for kernel in QUANTIZED:
         assert_close(
             kernel, sage_plugin.attention(q, k, v, kernel=kernel), exact(q, k, v)[0], times=3
         )

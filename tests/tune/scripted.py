@@ -10,10 +10,10 @@ from sage_plugin.accuracy.gate import gate_for
 from sage_plugin.measure.timing import Samples
 from sage_plugin.schema import CallShape, LaunchConfig, Trial
 from sage_plugin.tune import trial as trials
-from sage_plugin.tune.inputs import Inputs
-from sage_plugin.tune.plan import Plan, Request
+from sage_plugin.tune.inputs import TuningInputs
+from sage_plugin.tune.plan import TuningPlan, TuningRequest
 from sage_plugin.tune.runner import Contest
-from sage_plugin.tune.search import Limits
+from sage_plugin.tune.search import SearchLimits
 from sage_plugin.tune.study import Source, Study, Timer
 from tests.registry import samples
 
@@ -65,15 +65,15 @@ def study(configs: tuple[LaunchConfig, ...] | int = 8, *, synthetic: bool = Fals
     )
 
 
-def plan(folder: Path, *studies: Study, **request) -> Plan:
+def plan(folder: Path, *studies: Study, **request) -> TuningPlan:
     """A plan that writes below `folder`."""
-    made = Request(
-        inputs=Inputs(()),
+    made = TuningRequest(
+        inputs=TuningInputs(()),
         config_dir=folder / "configs",
         runs_dir=folder / "runs",
-        **{"limits": Limits(), **request},
+        **{"limits": SearchLimits(), **request},
     )
-    return Plan(
+    return TuningPlan(
         request=made,
         studies=studies or (study(),),
         calls=(0,) * max(1, len(studies)),

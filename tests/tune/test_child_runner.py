@@ -15,7 +15,7 @@ from sage_plugin.registry import lookup
 from sage_plugin.tune import child_runner
 from sage_plugin.tune.child_runner import ChildRunner, classify
 from sage_plugin.tune.inputs import from_captures
-from sage_plugin.tune.plan import Request, build
+from sage_plugin.tune.plan import TuningRequest, build
 from sage_plugin.tune.runner import Contest
 from sage_plugin.tune.session import tune
 from sage_plugin.tune.study import Timer
@@ -100,7 +100,7 @@ def folder(tmp_path) -> Path:
 
 
 def test_a_session_with_real_children_writes_what_the_runtime_finds(tmp_path, folder):
-    request = Request(
+    request = TuningRequest(
         from_captures(folder),
         device="cpu",
         timer=FAST,

@@ -14,15 +14,15 @@ from sage_plugin.kernels.attention import dispatch
 from sage_plugin.tune import plan as plans
 from sage_plugin.tune import space_file
 from sage_plugin.tune.inputs import from_captures, from_shapes
-from sage_plugin.tune.plan import Request, build
-from sage_plugin.tune.search import Limits
+from sage_plugin.tune.plan import TuningRequest, build
+from sage_plugin.tune.search import SearchLimits
 from tests.registry import samples
 from tests.tune import captures
 from tests.tune.captures import DENSE, GROUPED, MASKED, SELF, WIDE
 
 
-def request(*shapes, **changes) -> Request:
-    return Request(from_shapes(shapes or (SELF,)), **{"device": "cpu", **changes})
+def request(*shapes, **changes) -> TuningRequest:
+    return TuningRequest(from_shapes(shapes or (SELF,)), **{"device": "cpu", **changes})
 
 
 def test_on_a_cpu_the_emulation_of_the_default_kernel_is_tuned(tmp_path):
@@ -50,7 +50,7 @@ def test_on_a_gpu_the_kernel_is_what_the_chip_gets(monkeypatch, arch, fp8, kerne
 
 def test_the_key_has_the_layout_and_the_full_size_of_the_record(tmp_path):
     folder = captures.write(tmp_path / "c", [(SELF, (0,)), (GROUPED, (0,))])
-    plan = build(Request(from_captures(folder), device="cpu", kernels=("sage", "fav2")))
+    plan = build(TuningRequest(from_captures(folder), device="cpu", kernels=("sage", "fav2")))
     keys = [study.key for study in plan.studies]
     assert [key.layout for key in keys] == ["bshd", "bshd", "bhsd", "bhsd"]
     assert [key.batch_heads for key in keys] == [4, 4, 4, 4]
@@ -71,7 +71,7 @@ def test_kernel_names_and_variants(tmp_path):
 
 def test_calls_that_go_to_the_hosts_attention_are_notes(tmp_path):
     folder = captures.write(tmp_path / "c", [(SELF, (0,)), (WIDE, (0,))])
-    plan = build(Request(from_captures(folder), device="cpu"))
+    plan = build(TuningRequest(from_captures(folder), device="cpu"))
     assert len(plan.studies) == 1
     assert "head dim 264" in plan.notes[0]
 
@@ -80,7 +80,7 @@ def test_masked_calls_have_studies_of_their_own_and_are_named_by_their_mask(tmp_
     folder = captures.write(
         tmp_path / "c", [(SELF, (0,)), (MASKED, (0,)), (MASKED, (1,)), (DENSE, (1,))]
     )
-    plan = build(Request(from_captures(folder), device="cpu"))
+    plan = build(TuningRequest(from_captures(folder), device="cpu"))
     assert plan.notes == ()
     kinds = {study.key.mask_kind: len(study.sources) for study in plan.studies}
     assert kinds == {"none": 1, "key_bias": 2, "dense": 1}
@@ -107,7 +107,7 @@ def test_a_cpu_with_a_number_is_a_cpu():
 def test_H4_nothing_that_can_be_tuned_is_an_error_with_the_reasons(tmp_path):
     folder = captures.write(tmp_path / "c", [(WIDE, (0,))])
     with pytest.raises(CaptureError, match=r"nothing can be tuned: .*head dim 264") as caught:
-        build(Request(from_captures(folder), device="cpu"))
+        build(TuningRequest(from_captures(folder), device="cpu"))
     assert caught.value.exit_code == 2
 
 
@@ -153,9 +153,9 @@ def test_a_study_is_another_one_when_anything_changes_that_a_result_depends_on()
         {"timeout_s": float("inf")},
         {"timeout_s": 1e30},
         {"timeout_s": float("nan")},
-        {"limits": Limits(budget_s=0.0)},
-        {"limits": Limits(max_trials=0)},
-        {"limits": Limits(patience=0)},
+        {"limits": SearchLimits(budget_s=0.0)},
+        {"limits": SearchLimits(max_trials=0)},
+        {"limits": SearchLimits(patience=0)},
         {"min_gain": -0.1},
         {"min_gain": 1.0},
         {"run_name": "../elsewhere"},

@@ -16,7 +16,7 @@ from tests.tune.scripted import ScriptedRunner
 STUDIES = {count: scripted.study(count) for count in (2, 6, 40)}
 
 
-def verdict(count: int, runner: ScriptedRunner, *, min_gain: float) -> promote.Verdict:
+def verdict(count: int, runner: ScriptedRunner, *, min_gain: float) -> promote.StudyVerdict:
     """Search and race without files."""
     study = STUDIES[count]
     screens = {c: runner.screen(study, c, study.default) for c in study.space}
@@ -56,7 +56,7 @@ def test_a_real_gain_is_found_in_spite_of_noise_and_drift():
         assert 0.01 < found.entry.evidence.gain_low < 0.07
 
 
-def decide(finals: dict[LaunchConfig, dict[str, float]], **keywords) -> promote.Verdict:
+def decide(finals: dict[LaunchConfig, dict[str, float]], **keywords) -> promote.StudyVerdict:
     study = STUDIES[6]
     runner = ScriptedRunner()
     screens = {c: runner.screen(study, c, study.default) for c in study.space}

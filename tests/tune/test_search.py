@@ -40,7 +40,7 @@ def test_seeds_give_different_orders():
 
 
 def test_patience_counts_valid_trials_only():
-    limits = search.Limits(patience=2)
+    limits = search.SearchLimits(patience=2)
     first = [ok(SPACE[0], 1.0)]
     assert not search.exhausted([*first, *map(bad, SPACE[1:20])], limits)
     assert not search.exhausted([*first, ok(SPACE[1], 1.1)], limits)
@@ -49,7 +49,7 @@ def test_patience_counts_valid_trials_only():
 
 
 def test_no_limit_never_ends_a_search():
-    assert not search.exhausted([ok(c, 1.0) for c in SPACE], search.Limits())
+    assert not search.exhausted([ok(c, 1.0) for c in SPACE], search.SearchLimits())
 
 
 def test_finalists_are_the_best_few_within_the_band_with_the_default_first():

@@ -20,7 +20,7 @@ from sage_plugin.tune import run_folder
 from sage_plugin.tune.in_flight import InFlight
 from sage_plugin.tune.ledger import Ledger
 from sage_plugin.tune.observer import Silent
-from sage_plugin.tune.search import Limits
+from sage_plugin.tune.search import SearchLimits
 from sage_plugin.tune.session import tune
 from tests.registry import samples
 from tests.tune import scripted
@@ -212,7 +212,7 @@ def test_a_default_that_fails_its_gate_is_replaced_by_the_fastest_that_passes(tm
     assert outcome.entry.evidence.baseline.startswith("unusable")
 
 
-def test_D1_a_clock_ramp_does_not_favour_those_who_come_late(tmp_path):
+def test_D1_a_clock_ramp_does_not_favor_those_who_come_late(tmp_path):
     configs = scripted.space(16)
     winner = configs[7]
     for name, listed in (("forward", configs), ("backward", (configs[0], *configs[:0:-1]))):
@@ -229,7 +229,7 @@ def test_B4_what_was_measured_is_what_is_reported_and_written(tmp_path):
     plan = scripted.plan(tmp_path, study)
     foreign = samples.entry(study.key, samples.config(block_m=1024, num_warps=3))
 
-    class Neighbour(Silent):
+    class Neighbor(Silent):
         def race_started(self, study, finalists):
             merge(
                 plan.registry_path,
@@ -239,7 +239,7 @@ def test_B4_what_was_measured_is_what_is_reported_and_written(tmp_path):
                 toolchain=samples.TOOLCHAIN,
             )
 
-    report = tune(plan, ScriptedRunner(faster(study.space[2])), Neighbour())
+    report = tune(plan, ScriptedRunner(faster(study.space[2])), Neighbor())
     assert report.outcomes[0].entry.config == study.space[2]
     assert [entry.config for entry in entries(plan)] == [study.space[2]]
 
@@ -285,7 +285,9 @@ def test_what_the_registry_holds_is_raced_and_stays_where_nothing_is_surely_fast
     assert outcome.entry.config == incumbent
 
 
-@pytest.mark.parametrize("limits", [Limits(max_trials=1), Limits(budget_s=1e-9)], ids=str)
+@pytest.mark.parametrize(
+    "limits", [SearchLimits(max_trials=1), SearchLimits(budget_s=1e-9)], ids=str
+)
 def test_what_the_registry_holds_is_measured_however_short_the_search(tmp_path, limits):
     study = scripted.study(12)
     incumbent = study.space[9]
@@ -353,14 +355,14 @@ def test_a_single_challenger_that_kills_the_race_leaves_the_default(tmp_path):
 def test_max_trials_and_patience_and_more_of_them_later(tmp_path):
     study = scripted.study(16)
     runner = ScriptedRunner()
-    tune(scripted.plan(tmp_path, study, limits=Limits(max_trials=5)), runner)
+    tune(scripted.plan(tmp_path, study, limits=SearchLimits(max_trials=5)), runner)
     assert len(runner.screened) == 5
     assert runner.screened[0] == study.default
     more = ScriptedRunner()
-    tune(scripted.plan(tmp_path, study, limits=Limits(max_trials=9)), more)
+    tune(scripted.plan(tmp_path, study, limits=SearchLimits(max_trials=9)), more)
     assert len(more.screened) == 4
     patient = ScriptedRunner()
-    plan = scripted.plan(tmp_path, study, limits=Limits(patience=3), run_name="patient")
+    plan = scripted.plan(tmp_path, study, limits=SearchLimits(patience=3), run_name="patient")
     tune(plan, patient)
     assert len(patient.screened) == 4
 
@@ -368,7 +370,7 @@ def test_max_trials_and_patience_and_more_of_them_later(tmp_path):
 def test_a_spent_budget_still_tries_the_default_of_every_call(tmp_path):
     one, two = scripted.study(8), scripted.study(8, seq_q=2048)
     runner = ScriptedRunner()
-    report = tune(scripted.plan(tmp_path, one, two, limits=Limits(budget_s=1e-9)), runner)
+    report = tune(scripted.plan(tmp_path, one, two, limits=SearchLimits(budget_s=1e-9)), runner)
     assert runner.screened == [one.default, two.default]
     assert [outcome.verdict for outcome in report.outcomes] == ["confirmed", "confirmed"]
 

@@ -11,7 +11,7 @@ import torch
 from sage_plugin.accuracy import output
 from sage_plugin.tune import replayed_call, trial
 from sage_plugin.tune.inputs import from_captures, from_shapes
-from sage_plugin.tune.plan import Request, build
+from sage_plugin.tune.plan import TuningRequest, build
 from sage_plugin.tune.runner import Contest
 from sage_plugin.tune.study import Timer
 from sage_plugin.tune.trial import RaceJob, ScreenJob
@@ -31,7 +31,7 @@ def _forget():
 @pytest.fixture
 def study(tmp_path):
     folder = captures.write(tmp_path / "c", [(SELF, (0, 1)), (SELF, (2,))])
-    return build(Request(from_captures(folder), device="cpu", timer=FAST)).studies[0]
+    return build(TuningRequest(from_captures(folder), device="cpu", timer=FAST)).studies[0]
 
 
 def test_a_sound_candidate_is_judged_on_all_captures_and_timed(study):
@@ -46,7 +46,7 @@ def test_a_sound_candidate_is_judged_on_all_captures_and_timed(study):
 
 @pytest.mark.parametrize("shape", [SELF, GROUPED], ids=["bshd", "bhsd gqa causal"])
 def test_synthetic_inputs_and_every_layout_run(shape):
-    (study,) = build(Request(from_shapes([shape]), device="cpu", timer=FAST)).studies
+    (study,) = build(TuningRequest(from_shapes([shape]), device="cpu", timer=FAST)).studies
     assert ScreenJob(study, study.default, study.default)().status == "ok"
 
 
@@ -149,7 +149,7 @@ def test_a_race_goes_on_where_the_host_s_attention_fails(study, monkeypatch):
 @pytest.fixture(params=[(MASKED, (0, 2)), (DENSE, (1,))], ids=["key_bias", "dense"])
 def masked(request, tmp_path):
     folder = captures.write(tmp_path / "m", [request.param])
-    return build(Request(from_captures(folder), device="cpu", timer=FAST)).studies[0]
+    return build(TuningRequest(from_captures(folder), device="cpu", timer=FAST)).studies[0]
 
 
 def test_masked_captures_are_judged_and_timed_with_their_mask(masked, monkeypatch):
@@ -200,7 +200,7 @@ def test_elsewhere_the_mask_is_timed_at_the_full_size(masked, monkeypatch):
 @pytest.mark.parametrize("kind", ["key_bias", "dense"])
 def test_synthetic_masks_reach_the_gate(kind, monkeypatch):
     shape = dataclasses.replace(GROUPED, mask_kind=kind)
-    (study,) = build(Request(from_shapes([shape]), device="cpu", timer=FAST)).studies
+    (study,) = build(TuningRequest(from_shapes([shape]), device="cpu", timer=FAST)).studies
     assert ScreenJob(study, study.default, study.default)().status == "ok"
     real = replayed_call.attention
     cheat(monkeypatch, lambda q, k, v, attn_mask=None, **others: real(q, k, v, **others))

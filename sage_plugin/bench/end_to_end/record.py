@@ -12,7 +12,7 @@ from sage_plugin.schema import JsonRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Row(JsonRecord):
+class ClipRow(JsonRecord):
     """One way of running.
 
     Attributes:
@@ -62,12 +62,12 @@ class Proof(JsonRecord):
         notes: sentences on what keeps foreseen and real from being compared.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ClipRow, ...]
     aa_ratio: float | None
     stamp: str
     notes: tuple[str, ...]
 
-    def of(self, name: str) -> Row | None:
+    def of(self, name: str) -> ClipRow | None:
         """The row of a way, `None` where there is none."""
         return next((row for row in self.rows if row.name == name), None)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sage_plugin.bench.end_to_end.record import Proof, Row
+from sage_plugin.bench.end_to_end.record import ClipRow, Proof
 
 SCHEMA_VERSION = 1
 
@@ -38,7 +38,7 @@ def json_text(proof: Proof, facts: Mapping[str, Any]) -> str:
     return json.dumps(whole, indent=1, allow_nan=False) + "\n"
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: ClipRow) -> dict[str, Any]:
     found = row.quality
     return {
         **row.to_json(),

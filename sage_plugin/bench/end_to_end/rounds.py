@@ -11,9 +11,9 @@ from torch import nn
 
 from sage_plugin.bench.end_to_end.draw import Draw
 from sage_plugin.bench.end_to_end.stopwatch import RunTime, Stopwatch, run_time
-from sage_plugin.measure.timing import Limits, interleave
+from sage_plugin.measure.timing import TimingLimits, interleave
 
-LIMITS = Limits(warmup=0, warmup_s=0.0, min_samples=5, max_samples=30, budget_s=60.0)
+LIMITS = TimingLimits(warmup=0, warmup_s=0.0, min_samples=5, max_samples=30, budget_s=60.0)
 """No warm-up: each clip was drawn before. Two rounds are taken at least, whatever the budget."""
 
 Patched = Callable[[], contextlib.AbstractContextManager[object]]
@@ -25,7 +25,7 @@ def time_runs(
     denoisers: Sequence[nn.Module],
     *,
     device: torch.device,
-    limits: Limits = LIMITS,
+    limits: TimingLimits = LIMITS,
     seed: int = 0,
     on_run: Callable[[str, int], None] = lambda name, number: None,
     now: Callable[[], float] = time.perf_counter,

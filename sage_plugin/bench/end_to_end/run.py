@@ -16,7 +16,7 @@ from sage_plugin import device as devices
 from sage_plugin.bench.end_to_end import foresight
 from sage_plugin.bench.end_to_end.curve import Curve
 from sage_plugin.bench.end_to_end.draw import Draw, Drawn, Frames, draw_once
-from sage_plugin.bench.end_to_end.record import Proof, Row
+from sage_plugin.bench.end_to_end.record import ClipRow, Proof
 from sage_plugin.bench.end_to_end.rounds import LIMITS, Patched, time_runs
 from sage_plugin.bench.end_to_end.stopwatch import RunTime
 from sage_plugin.bench.end_to_end.way import Way
@@ -24,7 +24,7 @@ from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.demo.quality import check_installed, quality
 from sage_plugin.errors import UsageError
 from sage_plugin.measure.clocks import snapshot, stamp
-from sage_plugin.measure.timing import Limits
+from sage_plugin.measure.timing import TimingLimits
 from sage_plugin.plugin.patch import MIN_SEQ, PatchHandle
 from sage_plugin.plugin.policy import Policy
 
@@ -72,7 +72,7 @@ def prove(
     ways: Sequence[Way],
     *,
     timed: bool = True,
-    limits: Limits = LIMITS,
+    limits: TimingLimits = LIMITS,
     seed: int = 0,
     tell: Callable[[str], None] = lambda words: None,
     now: Callable[[], float] = time.perf_counter,
@@ -156,11 +156,11 @@ def _row(
     drawn: Mapping[str, Drawn],
     times: Mapping[str, RunTime],
     device: torch.device,
-) -> Row:
+) -> ClipRow:
     host, policy = ways[0], _policy_of(ways)
     one, time_of = drawn[way.name], times.get(way.name)
     foreseen_ms, foreseen_error = foresight.parts(way.foreseen(policy))
-    return Row(
+    return ClipRow(
         name=way.name,
         quality=quality(one.frames, drawn[host.name].frames),
         step_error=one.step_error,

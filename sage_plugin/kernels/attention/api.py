@@ -10,11 +10,11 @@ import torch
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import torch_ops, validate
 from sage_plugin.kernels.attention.backends.sdpa import host_attention
-from sage_plugin.kernels.attention.executor import Plan, decided, settled
+from sage_plugin.kernels.attention.executor import Executor, decided, settled
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher, shape_of
 from sage_plugin.kernels.attention.torch_ops import text_of
-from sage_plugin.kernels.contract import NO_WINDOW, Decision, Problem, plain_problem
+from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams, Decision, plain_problem
 from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.schema import LaunchConfig
 
@@ -105,7 +105,7 @@ def attention(
     validate.check_out_dtype(out_dtype)
     needs_grad = validate.wants_gradient(q, k, v, attn_mask, sinks)
     special = validate.is_special(window, softcap, sinks)
-    plan: Plan | None = None
+    plan: Executor | None = None
     if can_bypass_dispatcher(q, k, v, attn_mask, sinks):
         plan, mask = settled(
             q, k, v, attn_mask, is_causal, layout, kernel, variant, launch, config_dir, min_seq,
@@ -137,7 +137,7 @@ def attention(
         if mask is None and sinks is None:
             problem = plain_problem(factor, is_causal, layout, sides, cap)
         else:
-            problem = Problem(factor, is_causal, layout, mask, sides, cap, sinks)
+            problem = AttentionParams(factor, is_causal, layout, mask, sides, cap, sinks)
         out, lse = plan.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
         return out if lse is None else (out, lse)
     return run_decided(

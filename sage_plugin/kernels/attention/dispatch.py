@@ -10,7 +10,7 @@ import torch
 
 from sage_plugin import device, settings
 from sage_plugin.errors import UnknownKernelError
-from sage_plugin.kernels.contract import HOST, Decision, Found
+from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.launch_config import (
     candidates,
@@ -40,7 +40,7 @@ from sage_plugin.schema import (
 
 __all__ = [
     "Decision",
-    "Found",
+    "ResolvedConfig",
     "automatic_kernel",
     "call_key",
     "candidates",

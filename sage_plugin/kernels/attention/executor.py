@@ -16,14 +16,14 @@ import torch
 from sage_plugin import settings
 from sage_plugin.kernels.attention import dispatch, runtime, validate
 from sage_plugin.kernels.attention.mask import is_added, mask_kind, of_heads
-from sage_plugin.kernels.contract import HOST, Decision, Implementation, Packed, Problem
+from sage_plugin.kernels.contract import HOST, AttentionParams, Decision, Implementation, Packed
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.launch_graph import Outputs, Tape, aligned, hooked, recording, tape_of
 from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.schema import CallShape, LaunchConfig
 
 
-class Plan(NamedTuple):
+class Executor(NamedTuple):
     """What a call runs on.
 
     Attributes:
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        problem: Problem,
+        problem: AttentionParams,
         *,
         out_dtype: torch.dtype | None,
         return_lse: bool,
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
         return (runtime.as_promised(q, out) if self.decision.variant == HOST else out), lse
 
 
-_plans: Memo[Plan] = Memo()
+_plans: Memo[Executor] = Memo()
 
 
 def planned(
@@ -61,8 +61,8 @@ def planned(
     k: torch.Tensor,
     v: torch.Tensor,
     asked: tuple[object, ...],
-    make: Callable[[], Plan],
-) -> Plan:
+    make: Callable[[], Executor],
+) -> Executor:
     """The plan of a call, made where there is none yet; eager mode only.
 
     Args:
@@ -102,7 +102,7 @@ def settled(
     dropout: float = 0.0,
     needs_grad: bool = False,
     special: bool = False,
-) -> tuple[Plan, torch.Tensor | None]:
+) -> tuple[Executor, torch.Tensor | None]:
     """The plan of a call as `attention` takes it, and its mask as kernels take it; eager mode only.
 
     Raises:
@@ -111,7 +111,7 @@ def settled(
         ConfigError: the environment's launch config is not legal.
     """
 
-    def make() -> Plan:
+    def make() -> Executor:
         decision, shape, _ = decided(
             q, k, v, attn_mask, causal=causal, layout=layout, kernel=kernel, variant=variant,
             min_seq=min_seq, dropout=dropout, needs_grad=needs_grad, special=special,
@@ -181,7 +181,7 @@ def plan_of(
     device: torch.device,
     launch: LaunchConfig | None,
     config_dir: str | None,
-) -> Plan:
+) -> Executor:
     """The plan of a call that is decided.
 
     Raises:
@@ -193,7 +193,7 @@ def plan_of(
     if launch is None and decision.variant != HOST:
         key = dispatch.call_key(shape, decision)
         launch = dispatch.find_launch(key, facts, config_dir=config_dir).config
-    return Plan(decision, runtime.built(decision, facts), launch)
+    return Executor(decision, runtime.built(decision, facts), launch)
 
 
 MOST_TAPES = 1024
@@ -209,7 +209,7 @@ class _Entry(NamedTuple):
         recordable: whether a call is worth recording.
     """
 
-    plan: Plan
+    plan: Executor
     tape: Tape | None
     recordable: bool
 
@@ -218,11 +218,11 @@ _entries: Memo[_Entry] = Memo(MOST_TAPES)
 
 
 def run_uncached(
-    plan: Plan,
+    plan: Executor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    problem: Problem,
+    problem: AttentionParams,
     *,
     out_dtype: torch.dtype | None,
     return_lse: bool,
@@ -235,11 +235,11 @@ def run_uncached(
 
 
 def run_cached(
-    plan: Plan,
+    plan: Executor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    problem: Problem,
+    problem: AttentionParams,
     *,
     out_dtype: torch.dtype | None,
     return_lse: bool,
@@ -275,7 +275,7 @@ def _no_aliasing(addresses: Sequence[int]) -> bool:
     return len(set(given)) == len(given)
 
 
-def _extra_tensors(problem: Problem) -> tuple[torch.Tensor | None, ...]:
+def _extra_tensors(problem: AttentionParams) -> tuple[torch.Tensor | None, ...]:
     """The inputs of a call besides Q, K and V; none of them where all would be `None`."""
     mask, sinks, packed = problem.mask, problem.sinks, problem.packed
     if packed is not None:

@@ -9,7 +9,7 @@ from sage_plugin.errors import UnsupportedInputError
 MASK_DTYPES = (torch.bool, torch.float16, torch.bfloat16, torch.float32)
 
 
-def normalised(
+def normalized(
     attn_mask: torch.Tensor, *, batch: int, heads_q: int, seq_q: int, seq_k: int
 ) -> torch.Tensor:
     """A `(B or 1, Hq or 1, Sq or 1, Sk)` view of a mask; stride-0 dimensions shrink to one.

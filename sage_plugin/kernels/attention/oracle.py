@@ -17,7 +17,13 @@ from sage_plugin.kernels.attention.visibility import (
     hidden_by_mask,
     hidden_by_position,
 )
-from sage_plugin.kernels.contract import NO_WINDOW, PlainOperands, Problem, ReadsInPlace, bhsd
+from sage_plugin.kernels.contract import (
+    NO_WINDOW,
+    AttentionParams,
+    PlainOperands,
+    ReadsInPlace,
+    bhsd,
+)
 
 _lock = threading.RLock()
 """The switches belong to the process: two oracles at once must not restore each other's."""
@@ -75,7 +81,7 @@ def oracle(
     ratio = heads_q // k.shape[1]
     rows = torch.arange(seq_q, device=q.device) if rows is None else rows.to(q.device)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    problem = Problem(scale, is_causal, "bhsd", mask, window, softcap, sinks)
+    problem = AttentionParams(scale, is_causal, "bhsd", mask, window, softcap, sinks)
     out = torch.empty((batch, heads_q, len(rows), v.shape[3]), dtype=dtype, device=q.device)
     lse = torch.empty((batch, heads_q, len(rows)), dtype=dtype, device=q.device)
     step = max(1, CHUNK_ELEMENTS // max(1, k.shape[2]))
@@ -124,7 +130,7 @@ def _scores(
     queries: torch.Tensor,
     rows: torch.Tensor,
     keys: _Keys,
-    problem: Problem,
+    problem: AttentionParams,
     seq_q: int,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -208,7 +214,7 @@ class OracleKernel(ReadsInPlace):
         return out.to(dtype), (lse.contiguous() if return_lse else None)
 
 
-def exact(operands: PlainOperands, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def exact(operands: PlainOperands, problem: AttentionParams) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle on a whole problem, in fp32; rows of no sequence are 0 with LSE `-inf`."""
     q, v = operands.q, operands.v
     heads, seq_q = bhsd(q, problem.layout).shape[1:3]

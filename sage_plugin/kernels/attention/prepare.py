@@ -12,7 +12,7 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch, validate
 from sage_plugin.kernels.attention import runtime as runs
 from sage_plugin.kernels.attention.executor import settled
-from sage_plugin.kernels.contract import HOST, Decision, Operands, OutputForm, Problem
+from sage_plugin.kernels.contract import HOST, AttentionParams, Decision, Operands, OutputForm
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["Prepared", "launch", "prepare"]
@@ -118,7 +118,7 @@ def prepare(
         needs_grad=needs_grad, special=validate.is_special(window, softcap, sinks),
     )  # fmt: skip
     sides, cap, factor = validate.checked_rest(q, layout, window, softcap, scale, sinks)
-    problem = Problem(factor, is_causal, layout, mask, sides, cap, sinks, lse=with_lse)
+    problem = AttentionParams(factor, is_causal, layout, mask, sides, cap, sinks, lse=with_lse)
     with runs.on_device(q.device), runs.without_autocast(q.device):
         operands = plan.kernel.prepare(q, k, v, problem=problem, launch=plan.launch)
     return Prepared(plan.decision, operands, OutputForm.of(q, layout), needs_grad, with_lse)

@@ -43,7 +43,7 @@ def implementation(
 
     Example:
         >>> type(implementation("sage", "emulation")).__name__
-        'QuantisedEmulation'
+        'QuantizedEmulation'
     """
     if variant == HOST and kernel in ("torch", "sdpa"):
         return OracleKernel() if kernel == "torch" else HostKernel()
@@ -71,16 +71,16 @@ def _built(kernel: str, variant: str, fp8: torch.dtype) -> Any:  # noqa: ANN401
         recipe = Recipe(qk=qk, pv=pv, fp8=fp8)
     if variant == "emulation":
         from sage_plugin.kernels.attention.backends.emulation.flash import PlainEmulation
-        from sage_plugin.kernels.attention.backends.emulation.quantized import QuantisedEmulation
+        from sage_plugin.kernels.attention.backends.emulation.quantized import QuantizedEmulation
 
-        return PlainEmulation() if recipe is None else QuantisedEmulation(recipe)
+        return PlainEmulation() if recipe is None else QuantizedEmulation(recipe)
     if variant == "portable":
         from sage_plugin.kernels.attention.backends.triton.launch import (
             PlainPortable,
-            QuantisedPortable,
+            QuantizedPortable,
         )
 
-        return PlainPortable() if recipe is None else QuantisedPortable(recipe)
+        return PlainPortable() if recipe is None else QuantizedPortable(recipe)
     from sage_plugin.kernels.attention.backends.hopper.with_fallback import HopperOrPortable
 
     assert recipe is not None, "TRITON_KERNELS has no Hopper variant of an unquantized kernel"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from sage_plugin.kernels.contract import Problem, bhsd
+from sage_plugin.kernels.contract import AttentionParams, bhsd
 
 
 def sequences(
-    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    problem: AttentionParams, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Rows of the output, and `(B, H, S, D)` views of Q, K and V; reads the bounds on the host.
 
@@ -19,7 +19,7 @@ def sequences(
     Example:
         >>> from sage_plugin.kernels.contract import Packed
         >>> ends = torch.tensor([0, 2, 5], dtype=torch.int32)
-        >>> problem = Problem(1.0, False, "bshd", packed=Packed(ends, ends, 3, 3))
+        >>> problem = AttentionParams(1.0, False, "bshd", packed=Packed(ends, ends, 3, 3))
         >>> x = torch.ones(1, 5, 1, 8)
         >>> [(rows, tuple(q.shape)) for rows, q, _, _ in sequences(problem, x, x, x)]
         [(slice(0, 2, None), (1, 1, 2, 8)), (slice(2, 5, None), (1, 1, 3, 8))]

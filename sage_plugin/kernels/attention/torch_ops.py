@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention.executor import Plan, plan_of, planned
+from sage_plugin.kernels.attention.executor import Executor, plan_of, planned
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.runtime import empty_as, shape_of
 from sage_plugin.kernels.attention.validate import (
@@ -27,7 +27,7 @@ from sage_plugin.kernels.attention.validate import (
     check_tensors,
     wants_gradient,
 )
-from sage_plugin.kernels.contract import HOST, Decision, Packed, Problem, lse_shape
+from sage_plugin.kernels.contract import HOST, AttentionParams, Decision, Packed, lse_shape
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["attention_now", "attention_with_lse_now", "library", "shape_of", "text_of"]
@@ -75,13 +75,13 @@ def _refuse_gradient(
 
 
 def _plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, decision: Decision,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: AttentionParams, decision: Decision,
     launch: str, config_dir: str,
-) -> Plan:  # fmt: skip
+) -> Executor:  # fmt: skip
     """The plan of a call that somebody decided, who may have called an op themselves."""
     packed, layout, kind = problem.packed, problem.layout, mask_kind(problem.mask)
 
-    def make() -> Plan:
+    def make() -> Executor:
         check_tensors(q, k, v, layout)
         if decision.variant != HOST and v.shape[3] != q.shape[3]:
             raise UnsupportedInputError(
@@ -108,7 +108,7 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     _refuse_gradient(q, k, v, mask, sinks)
     check_out_dtype(out_dtype)
-    problem = Problem(scale, causal, layout, mask, (left, right), softcap, sinks)
+    problem = AttentionParams(scale, causal, layout, mask, (left, right), softcap, sinks)
     plan = _plan(q, k, v, problem, Decision(kernel, variant), launch, config_dir)
     return plan.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
 
@@ -123,7 +123,7 @@ def _run_varlen(
     check_out_dtype(out_dtype)
     q, k, v = q[None], k[None], v[None]
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    problem = Problem(scale, causal, "bshd", None, (left, right), softcap, sinks, packed)
+    problem = AttentionParams(scale, causal, "bshd", None, (left, right), softcap, sinks, packed)
     plan = _plan(q, k, v, problem, Decision(kernel, variant), launch, config_dir)
     if q.device.type == "cpu":  # reading them on a GPU would wait for it
         _check_lengths("q", cu_seqlens_q.tolist(), max_seqlen_q, q.shape[1])

@@ -9,7 +9,7 @@ import torch
 from sage_plugin import settings
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.kernels.attention.mask import normalised
+from sage_plugin.kernels.attention.mask import normalized
 from sage_plugin.kernels.contract import NO_WINDOW, UNBOUNDED, Decision
 from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.schema import LAYOUTS, CallShape, LaunchConfig
@@ -117,7 +117,7 @@ def checked_mask(
         attn_mask = attn_mask.to(torch.float32)
     heads, seq = (1, 2) if layout == "bhsd" else (2, 1)
     of_q = q.shape
-    return normalised(
+    return normalized(
         attn_mask, batch=of_q[0], heads_q=of_q[heads], seq_q=of_q[seq], seq_k=k.shape[seq]
     )
 

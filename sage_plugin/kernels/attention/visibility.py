@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin.kernels.contract import HIDES, Problem
+from sage_plugin.kernels.contract import HIDES, AttentionParams
 
 CHUNK_ELEMENTS = 1 << 26
 """Mask values looked at together where a dense mask is reduced to the keys that anyone sees."""
@@ -67,7 +67,7 @@ def added_by_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None
 
 
 def alive_keys(
-    problem: Problem, *, heads_k: int, seq_q: int, seq_k: int, device: torch.device
+    problem: AttentionParams, *, heads_k: int, seq_q: int, seq_k: int, device: torch.device
 ) -> torch.Tensor | None:
     """`(B or 1, Hk or 1, Sk)` bool of the keys that some row of a group's heads sees.
 
@@ -90,7 +90,7 @@ def alive_keys(
     return seen if heads == 1 else seen.unflatten(1, (heads_k, heads // heads_k)).any(2)
 
 
-def _seen_in(mask: torch.Tensor, problem: Problem, seq_q: int, seq_k: int) -> torch.Tensor:
+def _seen_in(mask: torch.Tensor, problem: AttentionParams, seq_q: int, seq_k: int) -> torch.Tensor:
     """`(B or 1, Hq or 1, Sk)` of a dense mask, a chunk of rows at a time."""
     batch, heads = mask.shape[:2]
     seen = mask.new_zeros((batch, heads, seq_k), dtype=torch.bool)

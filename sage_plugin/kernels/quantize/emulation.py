@@ -15,7 +15,7 @@ HUGE = 1e37
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedQ:
+class QuantizedQ:
     """Quantised queries.
 
     Attributes:
@@ -29,7 +29,7 @@ class QuantisedQ:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedK:
+class QuantizedK:
     """Quantised keys, padded with zeros to whole blocks.
 
     Attributes:
@@ -44,7 +44,7 @@ class QuantisedK:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedV:
+class QuantizedV:
     """Quantised values, padded with zeros to whole blocks.
 
     Attributes:
@@ -61,9 +61,9 @@ class QuantisedV:
     owed: torch.Tensor
 
 
-def quantise_q(
+def quantize_q(
     q: torch.Tensor, *, scale: float, recipe: Recipe, hadamard: int = 0, granule: int = 1
-) -> QuantisedQ:
+) -> QuantizedQ:
     """Quantise queries, one scale a granule of rows; `scale` and log2 e are folded in before.
 
     Source: SageAttention (arXiv 2410.02367) section 4.3, where a granule is a block.
@@ -83,10 +83,10 @@ def quantise_q(
         amax = _blocks(amax[..., None], granule).amax((3, 4)).repeat_interleave(granule, 2)
         amax = amax[:, :, : q.shape[2]]
     values = round_to(x * (recipe.qk_max / amax)[..., None], recipe.qk_dtype)
-    return QuantisedQ(values, (amax / recipe.qk_max).where(finite, math.nan))
+    return QuantizedQ(values, (amax / recipe.qk_max).where(finite, math.nan))
 
 
-def quantise_k(
+def quantize_k(
     k: torch.Tensor,
     *,
     block_n: int,
@@ -95,7 +95,7 @@ def quantise_k(
     hadamard: int = 0,
     alive: torch.Tensor | None = None,
     poison: torch.Tensor | None = None,
-) -> QuantisedK:
+) -> QuantizedK:
     """Quantise keys, one scale a block of `block_n`, after removing their mean over the sequence.
 
     Source: SageAttention (arXiv 2410.02367) section 4.2: softmax does not see a constant added to
@@ -117,10 +117,10 @@ def quantise_k(
     blocks = _blocks(x, block_n)
     amax = blocks.abs().amax((3, 4)).clamp_min(TINY)
     values = round_to(blocks * (recipe.qk_max / amax)[..., None, None], recipe.qk_dtype)
-    return QuantisedK(values, amax / recipe.qk_max, mean)
+    return QuantizedK(values, amax / recipe.qk_max, mean)
 
 
-def quantise_v(
+def quantize_v(
     v: torch.Tensor,
     *,
     block_n: int,
@@ -128,13 +128,13 @@ def quantise_v(
     recipe: Recipe,
     alive: torch.Tensor | None = None,
     poison: torch.Tensor | None = None,
-) -> QuantisedV:
+) -> QuantizedV:
     """Quantise values, one scale a channel, after removing their mean over the sequence.
 
     The mean is added back to the output, which is exact because the weights of a row sum to one.
     So is, with its sign changed, the mean rounding error of FP8 values: a mean near zero breaks the
     ties of 16-bit inputs all to one side, and broad weights carry that into every row.
-    `alive` and `poison` are as in `quantise_k`.
+    `alive` and `poison` are as in `quantize_k`.
     Source: SageAttention2 (arXiv 2411.10958) section 3.3.
     """
     x = v.float()
@@ -149,9 +149,9 @@ def quantise_v(
     x = _blocks(_kept(x / scale[:, :, None], alive, poison), block_n)
     values = round_to(x, recipe.pv_dtype)
     if recipe.pv == "fp16":
-        return QuantisedV(values, scale, mean, mean)
+        return QuantizedV(values, scale, mean, mean)
     gained = (values.float() - x).sum((2, 3)) / _count(v, alive)
-    return QuantisedV(values, scale, mean, mean - gained * scale)
+    return QuantizedV(values, scale, mean, mean - gained * scale)
 
 
 def poisoned_keys(

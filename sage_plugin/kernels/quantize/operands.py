@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_plugin.kernels.contract import OutputForm, Problem
+from sage_plugin.kernels.contract import AttentionParams, OutputForm
 from sage_plugin.kernels.quantize.recipe import Recipe
 from sage_plugin.schema import LaunchConfig
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedOperands:
+class QuantizedOperands:
     """Quantised Q, K and V on a GPU, with the blocks that they were quantised by.
 
     Attributes:
@@ -54,7 +54,7 @@ class QuantisedOperands:
     seq_k: int
     head_dim: int
     v_dtype: torch.dtype
-    problem: Problem
+    problem: AttentionParams
     recipe: Recipe
     launch_config: LaunchConfig
 
@@ -80,7 +80,9 @@ class Sizes:
     k_rows: int
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, problem: Problem, launch: LaunchConfig) -> Sizes:
+    def of(
+        cls, q: torch.Tensor, k: torch.Tensor, problem: AttentionParams, launch: LaunchConfig
+    ) -> Sizes:
         """Sizes of a call from Q and K in bhsd."""
         block_m, block_n = launch.block_m, launch.block_n
         seq_q, seq_k = q.shape[2], k.shape[2]

@@ -34,7 +34,7 @@ and values."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class QuantizeSchedule:
     """How a call is cut into the programs of `prepass_kernel`, and in which order they start.
 
     Attributes:
@@ -73,7 +73,7 @@ def plan_of(
     width: int,
     blocks: tuple[int, int, int],
     waits: bool = True,
-) -> Plan:
+) -> QuantizeSchedule:
     """The plan of a call.
 
     Args:
@@ -110,7 +110,7 @@ def plan_of(
             (2, 2 * heads * k_blocks, warps),
         )
     groups = -(-parts // group_parts)
-    return Plan(
+    return QuantizeSchedule(
         warps, q_tile, part_keys, parts, groups, group_parts, q_blocks, k_blocks, lead, ahead,
         launches,
     )  # fmt: skip

@@ -19,7 +19,7 @@ LAST_BITS = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class PolicyProblem:
     """The cells of a run and what they count.
 
     Attributes:
@@ -81,7 +81,7 @@ class Assignment:
     slack: float
 
 
-def most_saved(problem: Problem, max_error: float) -> Assignment:
+def most_saved(problem: PolicyProblem, max_error: float) -> Assignment:
     """The assignment that saves the most within a mean error.
 
     Raises:
@@ -96,7 +96,7 @@ def most_saved(problem: Problem, max_error: float) -> Assignment:
     return assignment
 
 
-def least_error(problem: Problem, max_ms: float) -> Assignment:
+def least_error(problem: PolicyProblem, max_ms: float) -> Assignment:
     """The assignment of least mean error whose attention takes at most so long a run.
 
     Raises:
@@ -123,7 +123,7 @@ def least_error(problem: Problem, max_ms: float) -> Assignment:
     return assignment
 
 
-def front_of(problem: Problem) -> tuple[Assignment, ...]:
+def front_of(problem: PolicyProblem) -> tuple[Assignment, ...]:
     """Assignments from no error to the most that is worth having, each saving more than before."""
     groups = _saving_groups(problem)
     greatest = math.fsum(max(group, key=lambda a: (a.value, -a.weight)).weight for group in groups)
@@ -139,14 +139,14 @@ def front_of(problem: Problem) -> tuple[Assignment, ...]:
     return tuple(found)
 
 
-def _saving_groups(problem: Problem) -> list[list[Alternative]]:
+def _saving_groups(problem: PolicyProblem) -> list[list[Alternative]]:
     return [
         [Alternative(one.estimates[0].ms - e.ms, share) for e, share in problem.shares(number)]
         for number, one in enumerate(problem.cells)
     ]
 
 
-def _assignment(problem: Problem, solution: Solution) -> Assignment:
+def _assignment(problem: PolicyProblem, solution: Solution) -> Assignment:
     shares = [problem.shares(i)[pick] for i, pick in enumerate(solution.picks)]
     return Assignment(
         tuple(Chosen(c, e) for c, (e, _) in zip(problem.cells, shares, strict=True)),
@@ -157,7 +157,9 @@ def _assignment(problem: Problem, solution: Solution) -> Assignment:
     )
 
 
-def _nothing(problem: Problem, groups: Sequence[Sequence[Alternative]], max_error: float) -> str:
+def _nothing(
+    problem: PolicyProblem, groups: Sequence[Sequence[Alternative]], max_error: float
+) -> str:
     """Why the host's attention is left everywhere."""
     worth = [a.weight for group in groups for a in group if a.value > 0]
     if worth:

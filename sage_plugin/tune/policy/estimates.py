@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sage_plugin.plugin.policy import HOST
 from sage_plugin.schema import CallShape
-from sage_plugin.tune.policy.grid import Cell, Grid, Place, kind
+from sage_plugin.tune.policy.grid import Grid, Place, PolicyCell, kind
 from sage_plugin.tune.policy.option import Option
 
 
@@ -46,7 +46,7 @@ class CellEstimates:
     """A cell and what may run there, the host's attention first."""
 
     place: Place
-    cell: Cell
+    cell: PolicyCell
     estimates: tuple[Estimate, ...]
 
     def of(self, label: str) -> Estimate:
@@ -82,7 +82,7 @@ def estimates_of(
         host_ms = _milliseconds(cell, times, HOST)
         if host_ms is None:
             continue
-        near = [place] if place in errors else list(neighbours(grid, errors, place))
+        near = [place] if place in errors else list(neighbors(grid, errors, place))
         files = tuple(file for p in near for file in errors[p].files)
         estimates = [Estimate(HOST, 0.0, host_ms)]
         for option in options if near else ():
@@ -94,13 +94,14 @@ def estimates_of(
     return tuple(found)
 
 
-def neighbours(grid: Grid, captured: Mapping[Place, object], place: Place) -> Iterator[Place]:
+def neighbors(grid: Grid, captured: Mapping[Place, object], place: Place) -> Iterator[Place]:
     """Captured cells that stand in for one without a capture; none where no layer is of its kind.
 
     Example:
-        >>> cells = {(i, b): Cell(f"blocks.{i}.attn", "", ()) for i in range(4) for b in range(3)}
+        >>> places = [(i, b) for i in range(4) for b in range(3)]
+        >>> cells = {(i, b): PolicyCell(f"blocks.{i}.attn", "", ()) for i, b in places}
         >>> grid = Grid(tuple(f"blocks.{i}.attn" for i in range(4)), ("", "", ""), cells, 3, 12)
-        >>> list(neighbours(grid, {(0, 0): 1, (3, 1): 1, (1, 2): 1}, (1, 1)))
+        >>> list(neighbors(grid, {(0, 0): 1, (3, 1): 1, (1, 2): 1}, (1, 1)))
         [(1, 2), (3, 1)]
     """
     layer, band = place
@@ -118,7 +119,7 @@ def neighbours(grid: Grid, captured: Mapping[Place, object], place: Place) -> It
 
 
 def _milliseconds(
-    cell: Cell, times: Mapping[CallShape, Mapping[str, float]], label: str
+    cell: PolicyCell, times: Mapping[CallShape, Mapping[str, float]], label: str
 ) -> float | None:
     """Of all calls of a cell in one run; `None` where a shape was not timed."""
     total = 0.0

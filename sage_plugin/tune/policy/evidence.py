@@ -14,7 +14,7 @@ from sage_plugin.accuracy.gate import failures, gate_for
 from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.capture.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
-from sage_plugin.measure.timing import Limits, measure
+from sage_plugin.measure.timing import TimingLimits, measure
 from sage_plugin.plugin.policy import HOST
 from sage_plugin.schema import (
     CallShape,
@@ -36,10 +36,12 @@ ERRORS, TIMES = "screen", "final"
 MS = "ms "
 """In front of an option's label, the milliseconds of a call in the ledger's `extra`."""
 
-TIMING = Limits(warmup=2, warmup_s=0.1, min_samples=8, max_samples=60, budget_s=4.0, precision=0.01)
+TIMING = TimingLimits(
+    warmup=2, warmup_s=0.1, min_samples=8, max_samples=60, budget_s=4.0, precision=0.01
+)
 
 
-class Evidence:
+class PolicyEvidence:
     """Measures options on one device.
 
     Args:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from sage_plugin.measure import figure
 from sage_plugin.plugin.policy import Foreseen
-from sage_plugin.tune.policy.search import Found
+from sage_plugin.tune.policy.search import PolicySearchResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def save(found: Found, path: Path) -> str:
+def save(found: PolicySearchResult, path: Path) -> str:
     """Save the plot as a PNG; a sentence where there is none, because matplotlib is missing.
 
     Raises:
@@ -22,7 +22,7 @@ def save(found: Found, path: Path) -> str:
     return figure.save(lambda canvas: _draw(canvas, found), path, width=8.0, height=5.0)
 
 
-def _draw(canvas: Figure, found: Found) -> None:
+def _draw(canvas: Figure, found: PolicySearchResult) -> None:
     axes = canvas.add_subplot()
     front = found.front
     axes.plot(
@@ -47,7 +47,7 @@ def _draw(canvas: Figure, found: Found) -> None:
     axes.legend()
 
 
-def _ways(found: Found) -> tuple[Foreseen, ...]:
+def _ways(found: PolicySearchResult) -> tuple[Foreseen, ...]:
     prediction = found.policy.prediction
     assert prediction is not None, "a searched policy holds what was foreseen"
     return tuple(way for way in prediction.ways if way.way != "policy")

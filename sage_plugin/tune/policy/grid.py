@@ -20,7 +20,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PolicyCell:
     """One layer in one band.
 
     Attributes:
@@ -56,7 +56,7 @@ class Grid:
 
     layers: tuple[str, ...]
     bands: tuple[str, ...]
-    cells: dict[Place, Cell]
+    cells: dict[Place, PolicyCell]
     steps: int | None
     total_calls: float
     min_seq: int = 0
@@ -71,7 +71,7 @@ class Grid:
         return tuple(sorted(cost, key=lambda shape: -cost[shape]))
 
     @property
-    def captured(self) -> dict[Place, Cell]:
+    def captured(self) -> dict[Place, PolicyCell]:
         """The cells that hold a capture."""
         return {place: cell for place, cell in self.cells.items() if cell.records}
 
@@ -124,7 +124,7 @@ def grid_of(captures: CaptureFolder, *, bands: int, min_seq: int) -> Grid:
         if record.layer in layers:
             records.setdefault((layers.index(record.layer), band), []).append(record)
     cells = {
-        place: Cell(
+        place: PolicyCell(
             layers[place[0]],
             names[place[1]],
             tuple(sorted(by_shape.items(), key=lambda item: -pairs(item[0]))),

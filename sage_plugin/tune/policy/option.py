@@ -14,7 +14,7 @@ from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
 
 TYPES: dict[str, type] = typing.get_type_hints(LaunchConfig)
 MAX_DIGITS = 6
-QUANTISED = ("sage", "fav3_sage", "fav3_fp8")
+QUANTIZED = ("sage", "fav3_sage", "fav3_fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def default_options(facts: DeviceFacts, head_dim: int) -> tuple[Option, ...]:
         if kernel in (HOST, "torch"):
             continue
         options.append(Option(kernel))
-        if kernel in QUANTISED and rotated > 1:
+        if kernel in QUANTIZED and rotated > 1:
             options.append(Option(kernel, launch=(("hadamard", rotated),)))
     return tuple(options)
 

@@ -16,7 +16,7 @@ BANDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PolicyRequest:
     """What is searched for.
 
     Attributes:

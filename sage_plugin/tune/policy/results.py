@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from sage_plugin.tune import run_folder
-from sage_plugin.tune.policy.choice import Assignment, Problem
+from sage_plugin.tune.policy.choice import Assignment, PolicyProblem
 
 
-def write(path: Path, problem: Problem, assignment: Assignment) -> None:
+def write(path: Path, problem: PolicyProblem, assignment: Assignment) -> None:
     """Replace the file in one step.
 
     Raises:
@@ -33,7 +33,7 @@ def write(path: Path, problem: Problem, assignment: Assignment) -> None:
     )
 
 
-def _cell(problem: Problem, number: int, chosen: str) -> dict[str, Any]:
+def _cell(problem: PolicyProblem, number: int, chosen: str) -> dict[str, Any]:
     one = problem.cells[number]
     return {
         "layer": one.cell.layer,

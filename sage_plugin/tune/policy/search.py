@@ -20,16 +20,16 @@ from sage_plugin.tune.plan import chosen_device
 from sage_plugin.tune.policy import results, times_file
 from sage_plugin.tune.policy.choice import (
     Assignment,
-    Problem,
+    PolicyProblem,
     front_of,
     least_error,
     most_saved,
 )
 from sage_plugin.tune.policy.estimates import CellErrors, CellEstimates, estimates_of, worst_of
-from sage_plugin.tune.policy.evidence import Evidence
+from sage_plugin.tune.policy.evidence import PolicyEvidence
 from sage_plugin.tune.policy.grid import Grid, Place, grid_of
 from sage_plugin.tune.policy.option import Option, default_options
-from sage_plugin.tune.policy.request import Request
+from sage_plugin.tune.policy.request import PolicyRequest
 from sage_plugin.tune.policy.rules import rules_of
 from sage_plugin.tune.policy.weights import weights_of
 from sage_plugin.tune.study import digest
@@ -42,7 +42,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PolicySearchResult:
     """What a search came to.
 
     Attributes:
@@ -72,11 +72,11 @@ class Found:
 class _Search:
     """One search, step by step."""
 
-    request: Request
+    request: PolicyRequest
     captures: CaptureFolder
     grid: Grid
     options: tuple[Option, ...]
-    evidence: Evidence
+    evidence: PolicyEvidence
     elsewhere: times_file.Times | None
     progress: Progress
     notes: list[str] = field(default_factory=list)
@@ -148,7 +148,9 @@ class _Search:
                 )
 
 
-def search(request: Request, progress: Progress = lambda what, done, total: None) -> Found:
+def search(
+    request: PolicyRequest, progress: Progress = lambda what, done, total: None
+) -> PolicySearchResult:
     """Search a policy; measurements go to the run folder, and a later search goes on from them.
 
     Args:
@@ -163,7 +165,7 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
         OutputError: the run folder cannot be written.
 
     Example:
-        >>> found = search(Request(Path("captured_inputs"), max_error=0.03))  # doctest: +SKIP
+        >>> found = search(PolicyRequest(Path("captured_inputs"), max_error=0.03))  # doctest: +SKIP
         >>> found.policy.prediction.of("policy").error <= 0.03  # doctest: +SKIP
         True
     """
@@ -186,7 +188,7 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
     with run_folder.claimed(folder):
         if request.fresh:
             run_folder.set_aside(folder)
-        evidence = Evidence(captures, name, config_dir, folder / run_folder.LEDGER)
+        evidence = PolicyEvidence(captures, name, config_dir, folder / run_folder.LEDGER)
         running = _Search(request, captures, grid, options, evidence, elsewhere, progress)
         running.notes += captures.problems
         if request.min_seq < MIN_SEQ:
@@ -209,7 +211,7 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
         assignment = most_saved(problem, request.max_error or 0.0)
     results.write(folder / run_folder.RESULTS, problem, assignment)
     prediction = _prediction(problem, assignment, grid, options, device)
-    return Found(
+    return PolicySearchResult(
         policy=_policy(captures, assignment, grid, options, prediction),
         assignment=assignment,
         front=front_of(problem),
@@ -223,7 +225,7 @@ def search(request: Request, progress: Progress = lambda what, done, total: None
 
 
 def _options(
-    request: Request, facts: DeviceFacts, grid: Grid, elsewhere: times_file.Times | None
+    request: PolicyRequest, facts: DeviceFacts, grid: Grid, elsewhere: times_file.Times | None
 ) -> tuple[Option, ...]:
     """The options that were asked for, or all of the device; with a file of times, those in it."""
     asked = tuple(dict.fromkeys(Option.parse(text) for text in request.kernels))
@@ -245,8 +247,8 @@ def _run_name(captures: CaptureFolder, facts: DeviceFacts) -> str:
 
 
 def _problem(
-    request: Request, grid: Grid, cells: tuple[CellEstimates, ...], notes: list[str]
-) -> Problem:
+    request: PolicyRequest, grid: Grid, cells: tuple[CellEstimates, ...], notes: list[str]
+) -> PolicyProblem:
     weights: Sequence[float] = [1.0] * len(cells)
     if request.effects is not None:
         measured = effects_file.read(request.effects)
@@ -254,11 +256,11 @@ def _problem(
         notes.append(
             f"errors are weighted by what the clip feels of each layer, as {request.effects} says"
         )
-    return Problem(cells, tuple(weights), grid.total_calls, request.max_layer_error)
+    return PolicyProblem(cells, tuple(weights), grid.total_calls, request.max_layer_error)
 
 
 def _prediction(
-    problem: Problem,
+    problem: PolicyProblem,
     assignment: Assignment,
     grid: Grid,
     options: Sequence[Option],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sage_plugin.bench.end_to_end.record import Proof, Row
+from sage_plugin.bench.end_to_end.record import ClipRow, Proof
 from sage_plugin.bench.end_to_end.stopwatch import RunTime
 from sage_plugin.demo.quality import Quality
 
@@ -18,7 +18,7 @@ def row(name, psnr_db, *, step_ms=None, error=0.0, foreseen=(None, None, None)):
         time = RunTime(step_ms, 0.99 * step_ms, 1.01 * step_ms, (step_ms,) * STEPS, 4 * step_ms + 1,
                        4 * step_ms, 4 * step_ms + 2, 5)  # fmt: skip
     ms, mean_error, saved = foreseen
-    return Row(
+    return ClipRow(
         name=name,
         quality=Quality((psnr_db - 0.5, psnr_db + 0.5), (0.9, 0.95)),
         step_error=tuple(error * 2**step for step in range(STEPS)),

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from sage_plugin.bench.end_to_end.rounds import time_runs
-from sage_plugin.measure.timing import Limits
+from sage_plugin.measure.timing import TimingLimits
 
 STEP_S = {"sdpa": 0.010, "sage": 0.004}
-LIMITS = Limits(warmup=0, warmup_s=0.0, min_samples=6, max_samples=6, budget_s=1e9)
+LIMITS = TimingLimits(warmup=0, warmup_s=0.0, min_samples=6, max_samples=6, budget_s=1e9)
 
 
 class Machine:
@@ -77,7 +77,7 @@ def test_rounds_are_interleaved_in_an_order_of_the_seed():
 
 def test_the_budget_ends_the_rounds_after_two_at_least():
     machine = Machine()
-    spent = Limits(warmup=0, warmup_s=0.0, min_samples=6, max_samples=30, budget_s=0.5)
+    spent = TimingLimits(warmup=0, warmup_s=0.0, min_samples=6, max_samples=30, budget_s=0.5)
     assert times(machine, limits=spent)["sage"].runs == 2
 
 

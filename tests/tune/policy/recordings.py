@@ -12,8 +12,8 @@ from sage_plugin.capture.writer import CaptureWriter
 from sage_plugin.measure.inputs import Tensors, self_attention, synthetic
 from sage_plugin.plugin.band import Band
 from sage_plugin.schema import CallShape
-from sage_plugin.tune.policy.grid import Cell, Grid
-from sage_plugin.tune.policy.request import Request
+from sage_plugin.tune.policy.grid import Grid, PolicyCell
+from sage_plugin.tune.policy.request import PolicyRequest
 from tests.bench.folders import record_of
 
 LAYERS = tuple(f"transformer.blocks.{i}.attn1" for i in range(3))
@@ -108,9 +108,9 @@ def times(path: Path, ms: Mapping[str, float] = MS, shapes: Sequence[CallShape] 
     return path
 
 
-def request(folder: Path, **changes: object) -> Request:
+def request(folder: Path, **changes: object) -> PolicyRequest:
     """A search on the recording `folder/captures` with the times `folder/times.json`."""
-    base = Request(
+    base = PolicyRequest(
         folder / "captures",
         times=folder / "times.json",
         device="cpu",
@@ -136,7 +136,7 @@ def grid(
                 continue
             band = Band.parse(text)
             calls = sum(band.contains(step, steps) for step in range(steps or 1))
-            cells[layer, number] = Cell(names[layer], text, ((SHAPE, float(calls)),))
+            cells[layer, number] = PolicyCell(names[layer], text, ((SHAPE, float(calls)),))
     total = sum(cell.weight for cell in cells.values())
     return Grid(names, tuple(bands), cells, steps, total)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sage_plugin.errors import TuningError
-from sage_plugin.tune.policy.choice import Problem, front_of, least_error, most_saved
+from sage_plugin.tune.policy.choice import PolicyProblem, front_of, least_error, most_saved
 from sage_plugin.tune.policy.estimates import CellEstimates, Estimate
 from tests.tune.policy import recordings
 
@@ -32,7 +32,7 @@ def problem_of(rows, *, weights=None, total=None, max_layer_error=0.15, host=4.0
         for (place, cell), given in zip(grid.cells.items(), rows, strict=True)
     )  # fmt: skip
     weights = weights or [1.0] * len(cells)
-    return Problem(cells, tuple(weights), total or float(len(cells)), max_layer_error)
+    return PolicyProblem(cells, tuple(weights), total or float(len(cells)), max_layer_error)
 
 
 def every(problem):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sage_plugin.tune.policy.estimates import CellErrors, estimates_of, neighbours, worst_of
-from sage_plugin.tune.policy.grid import Cell
+from sage_plugin.tune.policy.estimates import CellErrors, estimates_of, neighbors, worst_of
+from sage_plugin.tune.policy.grid import PolicyCell
 from sage_plugin.tune.policy.option import Option
 from tests.tune.policy import recordings
 from tests.tune.policy.recordings import CROSS, SHAPE
@@ -43,7 +43,7 @@ def test_times_are_those_of_all_calls_and_errors_those_of_one():
 
 def test_several_shapes_of_a_cell_are_added_up_and_all_must_be_timed():
     grid = recordings.grid(1, ("",), None)
-    cell = Cell(grid.layers[0], "", ((SHAPE, 3.0), (CROSS, 2.0)))
+    cell = PolicyCell(grid.layers[0], "", ((SHAPE, 3.0), (CROSS, 2.0)))
     grid = dataclasses.replace(grid, cells={(0, 0): cell})
     times = {**TIMES, CROSS: {"sdpa": 1.0, "sage": 0.5}}
     (found,) = estimates_of(grid, {(0, 0): errors()}, times, OPTIONS)
@@ -64,7 +64,7 @@ def test_worst_of_is_the_greatest_error_or_a_reason():
     assert worst_of([0.1, "no", 0.9, "never"]) == "no"
 
 
-def test_a_cell_without_capture_takes_the_worst_of_its_neighbours():
+def test_a_cell_without_capture_takes_the_worst_of_its_neighbors():
     grid = recordings.grid(3, BANDS, 4)
     judged = {
         (0, 0): errors(sage=0.05),
@@ -81,13 +81,13 @@ def test_a_cell_without_capture_takes_the_worst_of_its_neighbours():
     assert found[0, 0].of("fav3_fp8").error == 0.1
 
 
-def test_an_option_that_is_out_in_a_neighbour_is_out():
+def test_an_option_that_is_out_in_a_neighbor_is_out():
     grid = recordings.grid(2, ("",), None)
     (_, other) = estimates_of(grid, {(0, 0): errors(fav3_fp8="gate")}, TIMES, OPTIONS)
     assert [e.label for e in other.estimates] == ["sdpa", "sage"]
 
 
-def test_a_layer_of_another_kind_is_no_neighbour_and_keeps_the_hosts_attention():
+def test_a_layer_of_another_kind_is_no_neighbor_and_keeps_the_hosts_attention():
     grid = recordings.grid(2, ("",), None)
     grid = dataclasses.replace(grid, layers=(grid.layers[0], "transformer.blocks.1.attn2"))
     (_, other) = estimates_of(grid, {(0, 0): errors()}, TIMES, OPTIONS)
@@ -99,11 +99,11 @@ def test_a_layer_of_another_kind_is_no_neighbour_and_keeps_the_hosts_attention()
     captured=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1),
     place=st.tuples(st.integers(0, 3), st.integers(0, 2)),
 )
-def test_neighbours_are_the_nearest_captured_ones_on_each_side(captured, place):
+def test_neighbors_are_the_nearest_captured_ones_on_each_side(captured, place):
     grid = recordings.grid(4, BANDS, 4)
     layer, band = place
     captured.discard(place)
-    near = list(neighbours(grid, dict.fromkeys(captured), place))
+    near = list(neighbors(grid, dict.fromkeys(captured), place))
     assert len(set(near)) == len(near)
     assert set(near) <= captured
     assert bool(near) == bool(captured)

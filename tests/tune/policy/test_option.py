@@ -71,7 +71,7 @@ def test_unknown_fields_and_values_are_refused(text, says):
         Option.parse(text)
 
 
-def test_by_default_every_kernel_is_tried_and_the_quantised_ones_rotated_too():
+def test_by_default_every_kernel_is_tried_and_the_quantized_ones_rotated_too():
     labels = [option.label for option in default_options(CPU, 64)]
     kernels = [k for k in dispatch.kernels_of(CPU) if k not in ("sdpa", "torch")]
     rotated = [f"{k}+hadamard=64" for k in kernels if k != "fav2"]

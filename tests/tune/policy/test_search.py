@@ -151,7 +151,7 @@ def test_a_kernel_that_fails_its_gate_on_a_capture_is_never_chosen_there(
     assert any(note.startswith("sage is out in 1 of 6") for note in found.notes)
 
 
-def test_a_cell_without_capture_takes_the_worst_of_its_neighbours(tmp_path):
+def test_a_cell_without_capture_takes_the_worst_of_its_neighbors(tmp_path):
     captured = {(0, 0): "biased", (2, 0): "normal", (1, 3): "biased"}
     recordings.write(tmp_path / "captures", captured)
     recordings.times(tmp_path / "times.json")

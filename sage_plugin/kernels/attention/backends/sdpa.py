@@ -6,11 +6,17 @@ import torch
 import torch.nn.functional as F
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention.mask import normalised
+from sage_plugin.kernels.attention.mask import normalized
 from sage_plugin.kernels.attention.oracle import exact, oracle
 from sage_plugin.kernels.attention.sequences import sequences
 from sage_plugin.kernels.attention.visibility import hidden_by_mask, hidden_by_position
-from sage_plugin.kernels.contract import NO_WINDOW, PlainOperands, Problem, ReadsInPlace, bhsd
+from sage_plugin.kernels.contract import (
+    NO_WINDOW,
+    AttentionParams,
+    PlainOperands,
+    ReadsInPlace,
+    bhsd,
+)
 
 
 def host_attention(
@@ -44,7 +50,7 @@ def host_attention(
         torch.Size([1, 3, 2, 4])
     """
     q, k, v = bhsd(q, layout), bhsd(k, layout), bhsd(v, layout)
-    problem = Problem(0.0, is_causal, "bhsd", None, window, softcap, sinks)
+    problem = AttentionParams(0.0, is_causal, "bhsd", None, window, softcap, sinks)
     if softcap or sinks is not None:
         out = _capped(q, k, v, attn_mask, dropout_p, scale, problem)
     else:
@@ -59,7 +65,7 @@ def _capped(
     attn_mask: torch.Tensor | None,
     dropout_p: float,
     scale: float | None,
-    problem: Problem,
+    problem: AttentionParams,
 ) -> torch.Tensor:
     if dropout_p:
         raise UnsupportedInputError(
@@ -67,7 +73,7 @@ def _capped(
         )
     if attn_mask is not None:
         batch, heads_q, seq_q = q.shape[:3]
-        attn_mask = normalised(
+        attn_mask = normalized(
             attn_mask, batch=batch, heads_q=heads_q, seq_q=seq_q, seq_k=k.shape[2]
         )
     out, _ = oracle(
@@ -86,7 +92,7 @@ def _sdpa(
     dropout_p: float,
     scale: float | None,
     enable_gqa: bool,
-    problem: Problem,
+    problem: AttentionParams,
 ) -> torch.Tensor:
     is_causal = problem.causal
     bounded = problem.left >= 0 or (problem.right >= 0 and not is_causal)
@@ -115,7 +121,7 @@ def _sdpa(
     return out.masked_fill(dead, 0.0)
 
 
-def _in_reach(q: torch.Tensor, k: torch.Tensor, problem: Problem) -> torch.Tensor:
+def _in_reach(q: torch.Tensor, k: torch.Tensor, problem: AttentionParams) -> torch.Tensor:
     """`(Sq, Sk)` bool of the keys that the causal mask and the window leave to each row."""
     seq_q, seq_k = q.shape[2], k.shape[2]
     hidden = hidden_by_position(

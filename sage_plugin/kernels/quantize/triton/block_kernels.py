@@ -87,7 +87,7 @@ def _shared_scale(magnitude, ROWS: tl.constexpr, GRANULE: tl.constexpr):
 
 
 @triton.jit
-def quantise_queries(
+def quantize_queries(
     x, to, q_scale, inside, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr, TURNS: tl.constexpr,
     GRANULE: tl.constexpr, MASKED: tl.constexpr,

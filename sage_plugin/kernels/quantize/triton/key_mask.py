@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.kernels import launch_graph
-from sage_plugin.kernels.quantize.operands import QuantisedOperands
+from sage_plugin.kernels.quantize.operands import QuantizedOperands
 from sage_plugin.kernels.quantize.triton.statistics_kernels import seen_keys_kernel
 
 SEEN_ROWS, SEEN_KEYS, SEEN_WARPS = 32, 128, 4
@@ -26,7 +26,7 @@ class KeyMask:
     strides: tuple[int, int, int]
 
     @classmethod
-    def of(cls, operands: QuantisedOperands) -> KeyMask:
+    def of(cls, operands: QuantizedOperands) -> KeyMask:
         """The key mask of a call."""
         mask = operands.problem.mask
         if mask is None:

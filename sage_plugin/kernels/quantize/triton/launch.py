@@ -14,8 +14,8 @@ import functools
 import torch
 
 from sage_plugin.kernels import launch_graph
-from sage_plugin.kernels.contract import OutputForm, Problem, bhsd
-from sage_plugin.kernels.quantize.operands import QuantisedOperands, Sizes
+from sage_plugin.kernels.contract import AttentionParams, OutputForm, bhsd
+from sage_plugin.kernels.quantize.operands import QuantizedOperands, Sizes
 from sage_plugin.kernels.quantize.recipe import FP16_FLOOR, FP16_HEADROOM, LOG2E, TINY, Recipe
 from sage_plugin.kernels.quantize.schedule import plan_of
 from sage_plugin.kernels.quantize.triton.key_mask import KeyMask
@@ -43,15 +43,15 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def quantise(
+def quantize(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    problem: Problem,
+    problem: AttentionParams,
     launch: LaunchConfig,
     recipe: Recipe,
-) -> QuantisedOperands:
+) -> QuantizedOperands:
     """Quantise Q, K and V by the blocks of `launch`; inputs are read in place, never written."""
     q4, k4, v4 = (bhsd(t, problem.layout) for t in (q, k, v))
     sizes = Sizes.of(q4, k4, problem, launch)
@@ -66,7 +66,7 @@ def quantise(
     k_blocks = sizes.k_rows // launch.block_n
     v_scale, v_mean, v_unit = new(torch.float32, 3, heads, width).unbind()
     k_mean = new(torch.float32, heads, width)
-    operands = QuantisedOperands(
+    operands = QuantizedOperands(
         q8=new(recipe.qk_dtype, rows_q, sizes.q_rows, width),
         k8=new(recipe.qk_dtype, rows_k, sizes.k_rows, width),
         v8=new(recipe.pv_dtype, *v_shape),
@@ -96,7 +96,7 @@ def quantise(
     return operands
 
 
-def _needs_shift(problem: Problem, launch: LaunchConfig) -> bool:
+def _needs_shift(problem: AttentionParams, launch: LaunchConfig) -> bool:
     """Whether something of a call needs scores with what smoothing K took from them."""
     capped = problem.softcap > 0.0 or problem.sinks is not None
     return launch.smooth_k and (problem.lse or capped)
@@ -115,7 +115,7 @@ def _launch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    operands: QuantisedOperands,
+    operands: QuantizedOperands,
     k_mean: torch.Tensor,
 ) -> None:
     """Fill the operands, after one small launch that zeroes the counters."""

@@ -16,7 +16,7 @@ import triton.language as tl
 from sage_plugin.kernels.primitives import scratch_row, sequence
 from sage_plugin.kernels.quantize.triton.block_kernels import (
     READ_ONCE,
-    quantise_queries,
+    quantize_queries,
     store_block,
     store_whole_keys,
     store_whole_values,
@@ -37,7 +37,7 @@ def _tile(x, n, stride_s, stride_d, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _quantise_q(
+def _quantize_q(
     q, q8, q_scale, shift, k_mean, counters, cu_seqlens, stride_qb, stride_qh, stride_qs,
     stride_qd, head, member, heads, ratio, seq, q_rows, groups, block, multiplier,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, QK8: tl.constexpr,
@@ -72,12 +72,12 @@ def _quantise_q(
             mean = tl.load(k_mean + head * DP + d)
         x = x.to(tl.float32) * multiplier
         if whole:
-            quantise_queries(
+            quantize_queries(
                 x, to, q_scale + row + n, inside, ROWS, D, DP, QK8, QMAX, TINY, TURNS, GRANULE,
                 False,
             )  # fmt: skip
         else:
-            quantise_queries(
+            quantize_queries(
                 x, to, q_scale + row + n, inside, ROWS, D, DP, QK8, QMAX, TINY, TURNS, GRANULE,
                 True,
             )  # fmt: skip
@@ -94,7 +94,7 @@ def _all_finite(counters, ARRIVALS: tl.constexpr, WAITS: tl.constexpr):
 
 
 @triton.jit
-def _quantise_kv(
+def _quantize_kv(
     k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual, counters,
     key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb,
     stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk, head, index, heads, seq_q,
@@ -250,7 +250,7 @@ def prepass_kernel(
                 MASKED, LEFT, PACKED,
             )  # fmt: skip
     elif PHASE == 2:
-        _quantise_kv(
+        _quantize_kv(
             k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
             counters, key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks,
             stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
@@ -258,7 +258,7 @@ def prepass_kernel(
             QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, False,
         )  # fmt: skip
     elif (PHASE == 0) & (index >= ahead) & (index < ahead + 2 * k_blocks):
-        _quantise_kv(
+        _quantize_kv(
             k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
             counters, key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks,
             stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
@@ -268,7 +268,7 @@ def prepass_kernel(
     else:
         if (PHASE == 0) & (index >= ahead):
             index -= 2 * k_blocks
-        _quantise_q(
+        _quantize_q(
             q, q8, q_scale, shift, k_mean, counters, cu_seqlens_q, stride_qb, stride_qh, stride_qs,
             stride_qd, slot, index // q_blocks, heads, ratio, seq_q, q_rows, groups,
             index % q_blocks, multiplier, D, DP, Q_ROWS, BM, QK8, QMAX, TINY, SHIFT, TURNS,

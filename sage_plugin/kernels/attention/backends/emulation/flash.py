@@ -11,7 +11,13 @@ from sage_plugin.kernels.attention.backends.emulation.online_softmax import (
 )
 from sage_plugin.kernels.attention.backends.emulation.scores import ScoreRules
 from sage_plugin.kernels.attention.sequences import sequences
-from sage_plugin.kernels.contract import OutputForm, PlainOperands, Problem, ReadsInPlace, bhsd
+from sage_plugin.kernels.contract import (
+    AttentionParams,
+    OutputForm,
+    PlainOperands,
+    ReadsInPlace,
+    bhsd,
+)
 from sage_plugin.kernels.quantize.emulation import poisoned_keys
 from sage_plugin.kernels.quantize.recipe import LOG2E
 
@@ -38,7 +44,7 @@ class PlainEmulation(ReadsInPlace):
 
 
 def _attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, block_n: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: AttentionParams, block_n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads_q, seq_q, head_dim = q.shape
     heads_k, seq_k = k.shape[1], k.shape[2]

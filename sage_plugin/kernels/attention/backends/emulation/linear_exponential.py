@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from sage_plugin.kernels.attention.backends.emulation.online_softmax import Weights, rounded_weights
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.quantize.recipe import LINEAR_SHIFT
 from sage_plugin.schema import LaunchConfig
 
@@ -48,7 +48,7 @@ def linear_keys(block_n: int, exp_linear: int) -> int:
 
 
 def linear_weights(
-    problem: Problem, launch: LaunchConfig, p_dtype: torch.dtype, *, seq_q: int, seq_k: int
+    problem: AttentionParams, launch: LaunchConfig, p_dtype: torch.dtype, *, seq_q: int, seq_k: int
 ) -> Weights:
     """Weights as a Hopper kernel with `exp_linear` makes them; row sums are of rounded ones.
 
@@ -79,7 +79,7 @@ def linear_weights(
 
 
 def _blocks_seen_whole(
-    rows: torch.Tensor, problem: Problem, launch: LaunchConfig, *, seq_q: int, seq_k: int
+    rows: torch.Tensor, problem: AttentionParams, launch: LaunchConfig, *, seq_q: int, seq_k: int
 ) -> torch.Tensor:
     """How many key blocks all rows of each row's program see whole."""
     if problem.right < 0:

@@ -20,15 +20,15 @@ from sage_plugin.kernels.attention.backends.emulation.online_softmax import (
 from sage_plugin.kernels.attention.backends.emulation.scores import ScoreRules
 from sage_plugin.kernels.attention.sequences import sequences
 from sage_plugin.kernels.attention.visibility import alive_keys
-from sage_plugin.kernels.contract import OutputForm, Problem, bhsd
+from sage_plugin.kernels.contract import AttentionParams, OutputForm, bhsd
 from sage_plugin.kernels.quantize.emulation import (
-    QuantisedK,
-    QuantisedQ,
-    QuantisedV,
+    QuantizedK,
+    QuantizedQ,
+    QuantizedV,
     poisoned_keys,
-    quantise_k,
-    quantise_q,
-    quantise_v,
+    quantize_k,
+    quantize_q,
+    quantize_v,
 )
 from sage_plugin.kernels.quantize.recipe import LOG2E, Recipe
 from sage_plugin.schema import LaunchConfig
@@ -49,9 +49,9 @@ class EmulatedSequence:
     """
 
     rows: slice
-    queries: QuantisedQ
-    keys: QuantisedK
-    values: QuantisedV
+    queries: QuantizedQ
+    keys: QuantizedK
+    values: QuantizedV
     shift: torch.Tensor
     poison: torch.Tensor
     seq_k: int
@@ -64,11 +64,11 @@ class EmulatedOperands:
     sequences: tuple[EmulatedSequence, ...]
     form: OutputForm
     v_dtype: torch.dtype
-    problem: Problem
+    problem: AttentionParams
     launch_config: LaunchConfig
 
 
-class QuantisedEmulation:
+class QuantizedEmulation:
     """The emulation of a kernel that quantises by a `Recipe`."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -80,24 +80,24 @@ class QuantisedEmulation:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        problem: Problem,
+        problem: AttentionParams,
         launch: LaunchConfig,
     ) -> EmulatedOperands:
         """Quantise with the torch twins, by the blocks of `launch`."""
         parts = tuple(
-            self._quantised(rows, *qkv, problem=problem, launch=launch)
+            self._quantized(rows, *qkv, problem=problem, launch=launch)
             for rows, *qkv in sequences(problem, q, k, v)
         )
         return EmulatedOperands(parts, OutputForm.of(q, problem.layout), v.dtype, problem, launch)
 
-    def _quantised(
+    def _quantized(
         self,
         rows: slice,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        problem: Problem,
+        problem: AttentionParams,
         launch: LaunchConfig,
     ) -> EmulatedSequence:
         recipe, seq_k = self.recipe, k.shape[2]
@@ -108,15 +108,15 @@ class QuantisedEmulation:
             k, v = (x.new_zeros((*x.shape[:2], 1, x.shape[3])) for x in (k, v))
             alive = None
         poison = poisoned_keys(k, v, alive)
-        queries = quantise_q(
+        queries = quantize_q(
             q, scale=problem.scale, recipe=recipe, hadamard=launch.hadamard,
             granule=launch.q_granule,
         )  # fmt: skip
-        keys = quantise_k(
+        keys = quantize_k(
             k, block_n=launch.block_n, smooth=launch.smooth_k, recipe=recipe,
             hadamard=launch.hadamard, alive=alive, poison=poison,
         )  # fmt: skip
-        values = quantise_v(
+        values = quantize_v(
             v, block_n=launch.block_n, smooth=launch.smooth_v, recipe=recipe, alive=alive,
             poison=poison,
         )  # fmt: skip
@@ -141,7 +141,7 @@ class QuantisedEmulation:
         return result, (lse if return_lse else None)
 
     def _attended(
-        self, part: EmulatedSequence, problem: Problem, launch: LaunchConfig
+        self, part: EmulatedSequence, problem: AttentionParams, launch: LaunchConfig
     ) -> tuple[torch.Tensor, torch.Tensor]:
         queries, keys, values = part.queries, part.keys, part.values
         batch, heads_q, seq_q, head_dim = queries.values.shape

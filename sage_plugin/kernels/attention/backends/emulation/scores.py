@@ -12,7 +12,7 @@ from sage_plugin.kernels.attention.visibility import (
     hidden_by_mask,
     hidden_by_position,
 )
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.quantize.recipe import LOG2E
 
 
@@ -29,7 +29,7 @@ class ScoreRules:
         poison: `(B, Hk, Sk)` bool of the keys that make NaN of the rows that see them, or `None`.
     """
 
-    problem: Problem
+    problem: AttentionParams
     seq_q: int
     seq_k: int
     block_n: int

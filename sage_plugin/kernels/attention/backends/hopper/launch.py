@@ -13,9 +13,9 @@ from sage_plugin.kernels.attention.backends.hopper.attention_kernel import hoppe
 from sage_plugin.kernels.attention.backends.hopper.combine_kernel import merge_kernel
 from sage_plugin.kernels.attention.backends.hopper.gluon_compat import TensorDescriptor, gl
 from sage_plugin.kernels.attention.backends.hopper.scheduler import Shares, shared, single
-from sage_plugin.kernels.attention.backends.triton.launch import QuantisedPortable
+from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
 from sage_plugin.kernels.contract import bhsd
-from sage_plugin.kernels.quantize.operands import QuantisedOperands
+from sage_plugin.kernels.quantize.operands import QuantizedOperands
 
 GROUP_ROWS = 64
 """Query rows of a warpgroup."""
@@ -38,7 +38,7 @@ _GLUON_TYPES = {
 }
 
 
-class QuantisedHopper(QuantisedPortable):
+class QuantizedHopper(QuantizedPortable):
     """The Hopper variant of a kernel that quantises by a `Recipe`.
 
     It takes causal calls, biases and padding by key, grouped heads and any lengths; the decision
@@ -47,7 +47,7 @@ class QuantisedHopper(QuantisedPortable):
 
     def launch(
         self,
-        operands: QuantisedOperands,
+        operands: QuantizedOperands,
         *,
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
@@ -91,7 +91,7 @@ class QuantisedHopper(QuantisedPortable):
         return out, lse
 
 
-def _shares(ops: QuantisedOperands, device: torch.device) -> Shares:
+def _shares(ops: QuantizedOperands, device: torch.device) -> Shares:
     """Who walks what; causal tiles, which differ in length, have a program each."""
     config = ops.launch_config
     tiles = -(-ops.seq_q // config.block_m) * ops.sequences * ops.heads_q
@@ -102,7 +102,7 @@ def _shares(ops: QuantisedOperands, device: torch.device) -> Shares:
 
 
 def _pieces(
-    shares: Shares, block_m: int, ops: QuantisedOperands
+    shares: Shares, block_m: int, ops: QuantizedOperands
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Scratch for what pieces of tiles leave: fp32 outputs, and log2 of their rows' sums."""
     if not shares.cut:
@@ -114,7 +114,7 @@ def _pieces(
     )
 
 
-def _descriptors(ops: QuantisedOperands) -> tuple[Any, Any, Any]:
+def _descriptors(ops: QuantizedOperands) -> tuple[Any, Any, Any]:
     """TMA descriptors of Q by a warpgroup's rows, and of K and V by blocks of keys."""
     width, block_n = ops.q8.shape[-1], ops.launch_config.block_n
     transposed = ops.recipe.pv == "fp8"

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from sage_plugin.kernels.attention.backends.triton.launch import QuantisedPortable
+from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
 from sage_plugin.kernels.build_error import build_failure
-from sage_plugin.kernels.contract import NO_WINDOW, Problem
+from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams
 from sage_plugin.kernels.fallback import FallbackReason
-from sage_plugin.kernels.quantize.operands import QuantisedOperands
+from sage_plugin.kernels.quantize.operands import QuantizedOperands
 from sage_plugin.kernels.quantize.recipe import Recipe
 from sage_plugin.kernels.quantize.triton.key_mask import by_key
 from sage_plugin.kernels.support import HOPPER_ARCH, default_config
@@ -23,7 +23,7 @@ from sage_plugin.schema import LaunchConfig
 logger = logging.getLogger(__name__)
 
 
-class HopperOrPortable(QuantisedPortable):
+class HopperOrPortable(QuantizedPortable):
     """The Hopper variant of a kernel; once it could not be built, the portable one.
 
     Gluon is experimental and its names move, so that a release of Triton may not build it. Both
@@ -42,9 +42,9 @@ class HopperOrPortable(QuantisedPortable):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        problem: Problem,
+        problem: AttentionParams,
         launch: LaunchConfig,
-    ) -> QuantisedOperands:
+    ) -> QuantizedOperands:
         """As the portable variant does; with its blocks where the decision table was not asked.
 
         A caller that knows the shape of a call alone, such as a tuner, may ask for the Hopper
@@ -56,7 +56,7 @@ class HopperOrPortable(QuantisedPortable):
 
     def launch(
         self,
-        operands: QuantisedOperands,
+        operands: QuantizedOperands,
         *,
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
@@ -79,7 +79,7 @@ class HopperOrPortable(QuantisedPortable):
     @functools.cached_property
     def _hopper(self) -> Any:
         home = importlib.import_module("sage_plugin.kernels.attention.backends.hopper.launch")
-        return home.QuantisedHopper(self.recipe)
+        return home.QuantizedHopper(self.recipe)
 
 
 @functools.lru_cache(maxsize=256)
@@ -93,7 +93,7 @@ def _portable_config(kernel: str, given: LaunchConfig, head_dim: int) -> LaunchC
     )  # fmt: skip
 
 
-def _takes(problem: Problem) -> bool:
+def _takes(problem: AttentionParams) -> bool:
     """Whether the Hopper variant takes a call."""
     plain = problem.window == NO_WINDOW and problem.packed is None and problem.sinks is None
     return plain and not problem.softcap and (problem.mask is None or by_key(problem.mask))

@@ -11,18 +11,18 @@ from sage_plugin.kernels import launch_graph
 from sage_plugin.kernels.attention.backends.triton.flash_kernel import plain_attention_kernel
 from sage_plugin.kernels.attention.backends.triton.mask_blocks import MaskArguments
 from sage_plugin.kernels.attention.backends.triton.quantized_kernel import (
-    quantised_attention_kernel,
+    quantized_attention_kernel,
 )
 from sage_plugin.kernels.contract import (
+    AttentionParams,
     OutputForm,
     PlainOperands,
-    Problem,
     ReadsInPlace,
     bhsd,
 )
-from sage_plugin.kernels.quantize.operands import QuantisedOperands, Sizes
+from sage_plugin.kernels.quantize.operands import QuantizedOperands, Sizes
 from sage_plugin.kernels.quantize.recipe import LOG2E, Recipe
-from sage_plugin.kernels.quantize.triton.launch import quantise
+from sage_plugin.kernels.quantize.triton.launch import quantize
 from sage_plugin.schema import LaunchConfig
 
 P_TYPES = {
@@ -32,7 +32,7 @@ P_TYPES = {
 }
 
 
-class QuantisedPortable:
+class QuantizedPortable:
     """The portable variant of a kernel that quantises by a `Recipe`."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -44,15 +44,15 @@ class QuantisedPortable:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        problem: Problem,
+        problem: AttentionParams,
         launch: LaunchConfig,
-    ) -> QuantisedOperands:
+    ) -> QuantizedOperands:
         """Quantise on the current stream, in one Triton launch or two and one for counters."""
-        return quantise(q, k, v, problem=problem, launch=launch, recipe=self.recipe)
+        return quantize(q, k, v, problem=problem, launch=launch, recipe=self.recipe)
 
     def launch(
         self,
-        operands: QuantisedOperands,
+        operands: QuantizedOperands,
         *,
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
@@ -73,7 +73,7 @@ class QuantisedPortable:
         mask = MaskArguments.of(problem, seq_q=ops.seq_q, launch=config, terms_by_key=True)
         cu_q, cu_k = _cu_seqlens(problem)
         launch_graph.launch(
-            quantised_attention_kernel, row_blocks * ops.sequences * ops.heads_q,
+            quantized_attention_kernel, row_blocks * ops.sequences * ops.heads_q,
             q8, k8, v8, view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term,
             ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.shift,
             mask.values, mask.bits, mask.lists, problem.sinks, cu_q, cu_k,
@@ -125,7 +125,7 @@ class PlainPortable(ReadsInPlace):
         return out, lse
 
 
-def _switches(problem: Problem) -> dict[str, bool]:
+def _switches(problem: AttentionParams) -> dict[str, bool]:
     """What a kernel is compiled for besides its mask."""
     return {
         "LEFT": problem.left >= 0,
@@ -136,12 +136,12 @@ def _switches(problem: Problem) -> dict[str, bool]:
     }
 
 
-def _cu_seqlens(problem: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _cu_seqlens(problem: AttentionParams) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     packed = problem.packed
     return (packed.cu_seqlens_q, packed.cu_seqlens_k) if packed else (None, None)
 
 
-def _descriptors(ops: QuantisedOperands) -> tuple[Any, Any, Any]:
+def _descriptors(ops: QuantizedOperands) -> tuple[Any, Any, Any]:
     """TMA descriptors of the quantised operands."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -10,7 +10,7 @@ import torch
 from sage_plugin.kernels import launch_graph
 from sage_plugin.kernels.attention.backends.triton.mask_kernel import classify_mask_kernel
 from sage_plugin.kernels.attention.mask import mask_kind
-from sage_plugin.kernels.contract import Problem
+from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.quantize.triton.key_mask import as_readable, broadcast_stride, by_key
 from sage_plugin.schema import LaunchConfig
 
@@ -60,7 +60,7 @@ class MaskArguments:
 
     @classmethod
     def of(
-        cls, problem: Problem, *, seq_q: int, launch: LaunchConfig, terms_by_key: bool
+        cls, problem: AttentionParams, *, seq_q: int, launch: LaunchConfig, terms_by_key: bool
     ) -> MaskArguments:
         """The arguments of a call; a mask of rows and keys takes one launch, which reads it once.
 
@@ -107,7 +107,7 @@ def _classified(
     mask: torch.Tensor,
     strides: tuple[int, ...],
     unit: int,
-    problem: Problem,
+    problem: AttentionParams,
     seq_q: int,
     launch: LaunchConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:

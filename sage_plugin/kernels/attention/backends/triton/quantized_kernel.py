@@ -122,7 +122,7 @@ def _step(
         "heads_q", "ratio", "seq_q", "seq_k", "q_rows", "row_blocks", "lse_rows", "left", "right",
     ]
 )  # fmt: skip
-def quantised_attention_kernel(
+def quantized_attention_kernel(
     q, k, v, o, lse, q_scale, k_scale, k_scale_finite, key_term, v_scale, v_mean, v_residual,
     v_unit, shift,
     mask, bits, lists, sinks, cu_seqlens_q, cu_seqlens_k,
