@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,17 +27,56 @@ TUNED = {
     "matrix_instr_nonkdim",
 }
 UNTUNED_MARK = "# not tuned:"
+FOLDER_LIMIT = 15
+CROWDED = {
+    "sage_plugin/capture": 20,
+    "sage_plugin/cli": 18,
+    "sage_plugin/plugin": 17,
+    "sage_plugin/tune": 18,
+}
+"""Folders of more Python files than `FOLDER_LIMIT`, with their number, which may only fall."""
+JIT_PARAMETER_LIMIT = 20
+LONG_SIGNATURES = {
+    "_attend": 26,
+    "_quantize_kv": 49,
+    "_quantize_q": 33,
+    "_step": 42,
+    "_walk": 23,
+    "add_up": 49,
+    "hopper_attention_kernel": 50,
+    "late_step": 28,
+    "merge_kernel": 23,
+    "plain_attention_kernel": 58,
+    "flash_kernel._step": 34,
+    "prepass_kernel": 79,
+    "quantized_attention_kernel": 62,
+    "step": 28,
+    "store_block": 27,
+}
+"""Jit functions of more parameters than `JIT_PARAMETER_LIMIT`, with their number, which may only
+fall; with the file's stem in front where a name is used twice."""
 
 
 def breaches(root: Path = ROOT) -> list[str]:
     """Check every Python file of the package below `root`."""
     found = []
+    classes: dict[str, str] = {}
+    sizes: Counter[str] = Counter()
     for path in sorted((root / "sage_plugin").rglob("*.py")):
         name = path.relative_to(root).as_posix()
+        sizes[path.parent.relative_to(root).as_posix()] += path.name != "__init__.py"
         text = path.read_text(encoding="utf-8")
-        for line, message in sorted(_file_breaches(name, text)):
+        tree = ast.parse(text, filename=name)
+        for line, message in sorted(_file_breaches(name, text, tree)):
             found.append(f"{name}:{line}: {message}")
-    return found
+        for line, class_name in _classes(tree):
+            if class_name in classes:
+                found.append(
+                    f"{name}:{line}: {classes[class_name]} has a class {class_name} too: "
+                    "name each with the words of its field"
+                )
+            classes.setdefault(class_name, name)
+    return found + list(_crowded(sizes))
 
 
 def oversized(paths: list[Path]) -> list[str]:
@@ -48,7 +88,23 @@ def oversized(paths: list[Path]) -> list[str]:
     ]
 
 
-def _file_breaches(name: str, text: str) -> Iterator[tuple[int, str]]:
+def _classes(tree: ast.Module) -> list[tuple[int, str]]:
+    return sorted(
+        (node.lineno, node.name) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+
+
+def _crowded(sizes: Mapping[str, int]) -> Iterator[str]:
+    """A folder that holds too much, and a listed one that no longer does."""
+    for folder, size in sorted(sizes.items()):
+        limit = CROWDED.get(folder, FOLDER_LIMIT)
+        if size > limit:
+            yield f"{folder}: {size} Python files, at most {limit}: split by noun"
+        elif folder in CROWDED and size <= FOLDER_LIMIT:
+            yield f"{folder}: {size} Python files: take it out of CROWDED"
+
+
+def _file_breaches(name: str, text: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     path = Path(name)
     lines = text.splitlines()
     if path.stem in DRAWERS:
@@ -57,7 +113,7 @@ def _file_breaches(name: str, text: str) -> Iterator[tuple[int, str]]:
     if len(lines) > limit:
         yield limit + 1, f"{len(lines)} lines, at most {limit}: split by noun"
     in_cli = name.startswith("sage_plugin/cli/")
-    for node in ast.walk(ast.parse(text, filename=name)):
+    for node in ast.walk(tree):
         if name != "sage_plugin/settings.py" and _reads_environment(node):
             yield node.lineno, "only sage_plugin/settings.py reads the environment"
         if not in_cli and _calls(node, "print"):
@@ -66,6 +122,8 @@ def _file_breaches(name: str, text: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, "nothing is pickled: use safetensors or JSON"
         if _swallows(node):
             yield node.lineno, "an exception is swallowed: name it, or say what was done about it"
+        if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list)):
+            yield from _signature_breaches(path.stem, node)
         if "search_space" not in (path.stem, path.parent.name) and "/kernels/" in name:
             for line, knob in _tuning_numbers(node):
                 if UNTUNED_MARK not in lines[line - 1]:
@@ -114,6 +172,26 @@ def _swallows(node: ast.AST) -> bool:
         isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
     )
     return broad and all(isinstance(statement, ast.Pass) for statement in node.body)
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    """`triton.jit`, `gluon.jit(...)` and every other name that ends so."""
+    function = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(function).endswith("jit")
+
+
+def _signature_breaches(stem: str, node: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """A jit function that takes too much, and a listed one that no longer does."""
+    key = f"{stem}.{node.name}" if f"{stem}.{node.name}" in LONG_SIGNATURES else node.name
+    limit = LONG_SIGNATURES.get(key, JIT_PARAMETER_LIMIT)
+    count = sum(isinstance(one, ast.arg) for one in ast.walk(node.args))
+    if count > limit:
+        yield node.lineno, f"{node.name} takes {count} parameters, at most {limit}: pass a tuple"
+    elif key in LONG_SIGNATURES and count <= JIT_PARAMETER_LIMIT:
+        yield (
+            node.lineno,
+            f"{node.name} takes {count} parameters: take it out of LONG_SIGNATURES",
+        )
 
 
 def _tuning_numbers(node: ast.AST) -> Iterator[tuple[int, str]]:

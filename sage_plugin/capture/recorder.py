@@ -260,8 +260,9 @@ def record(
 
     Raises:
         PatchError: `obj` is neither a pipeline nor a module.
-        UsageError: an option is out of range. Entering the result raises what `CaptureRecorder.open` does,
-            and leaving it `OutputError` if the disk did not take everything.
+        UsageError: an option is out of range. Entering the result raises what
+            `CaptureRecorder.open` does, and leaving it `OutputError` if the disk did not take
+            everything.
 
     Example:
         >>> import tempfile, torch, sage_plugin

@@ -17,10 +17,18 @@ def rules() -> ModuleType:
     return loaded("house_rules")
 
 
+@pytest.fixture
+def nothing_listed(rules: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No known exceptions, which a package of one file would no longer need."""
+    monkeypatch.setattr(rules, "CROWDED", {})
+    monkeypatch.setattr(rules, "LONG_SIGNATURES", {})
+
+
 def test_the_package_keeps_them(rules: ModuleType) -> None:
     assert rules.breaches() == []
 
 
+@pytest.mark.usefixtures("nothing_listed")
 @pytest.mark.parametrize(
     ("name", "text", "word"),
     [
@@ -49,6 +57,7 @@ def test_a_breach_is_named(
     assert word in breach
 
 
+@pytest.mark.usefixtures("nothing_listed")
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -65,6 +74,90 @@ def test_what_is_allowed_passes(rules: ModuleType, tmp_path: Path, name: str, te
     path = tmp_path / "sage_plugin" / name
     path.parent.mkdir(parents=True)
     path.write_text(text)
+    assert rules.breaches(tmp_path) == []
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / "sage_plugin" / (name.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_a_class_name_used_twice_is_named_with_both_files(
+    rules: ModuleType, tmp_path: Path
+) -> None:
+    write(tmp_path, a__plan="class Plan: ...\n", b__plan="x = 1\nclass Plan: ...\n")
+    (breach,) = rules.breaches(tmp_path)
+    assert breach.startswith("sage_plugin/b/plan.py:2: sage_plugin/a/plan.py has a class Plan too")
+
+
+def test_private_and_nested_classes_count_too(rules: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path, a="class _Plan: ...\n", b="def f():\n    class _Plan: ...\n")
+    (breach,) = rules.breaches(tmp_path)
+    assert "_Plan" in breach
+
+
+@pytest.mark.parametrize(
+    ("folder", "size", "words"),
+    [
+        ("race", 15, None),
+        ("race", 16, "16 Python files, at most 15"),
+        ("cli", 18, None),
+        ("cli", 16, None),
+        ("cli", 19, "19 Python files, at most 18"),
+        ("cli", 15, "15 Python files: take it out of CROWDED"),
+    ],
+)
+def test_files_of_a_folder(
+    rules: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+    size: int,
+    words: str | None,
+) -> None:
+    monkeypatch.setattr(rules, "CROWDED", {"sage_plugin/cli": 18, "sage_plugin/gone": 20})
+    write(tmp_path, **{f"{folder}__file_{i}": "" for i in range(size)})
+    (tmp_path / "sage_plugin" / folder / "__init__.py").touch()
+    expected = [f"sage_plugin/{folder}: {words}"] if words else []
+    assert [found.removesuffix(": split by noun") for found in rules.breaches(tmp_path)] == expected
+
+
+@pytest.mark.parametrize("decorator", ["triton.jit", "gluon.jit", "jit", "tl.jit(noinline=True)"])
+@pytest.mark.parametrize(
+    ("name", "count", "words"),
+    [
+        ("f", 20, None),
+        ("f", 21, "f takes 21 parameters, at most 20"),
+        ("g", 30, None),
+        ("g", 25, None),
+        ("g", 31, "g takes 31 parameters, at most 30"),
+        ("g", 20, "g takes 20 parameters: take it out of LONG_SIGNATURES"),
+        ("h", 25, "h takes 25 parameters, at most 22"),
+    ],
+)
+def test_parameters_of_a_jit_function(
+    rules: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    decorator: str,
+    name: str,
+    count: int,
+    words: str | None,
+) -> None:
+    monkeypatch.setattr(rules, "LONG_SIGNATURES", {"g": 30, "h": 30, "row_kernel.h": 22})
+    names = ", ".join(["a", *(f"B{i}: tl.constexpr" for i in range(count - 2)), "*rest"])
+    write(tmp_path, kernels__row_kernel=f"@{decorator}\ndef {name}({names}): ...\n")
+    found = rules.breaches(tmp_path)
+    assert len(found) == (words is not None)
+    assert all(words and words in one for one in found)
+
+
+def test_a_function_that_is_not_jit_takes_what_it_likes(rules: ModuleType, tmp_path: Path) -> None:
+    names = ", ".join(f"a{i}" for i in range(30))
+    write(tmp_path, race=f"@cache\ndef f({names}): ...\n")
     assert rules.breaches(tmp_path) == []
 
 

@@ -179,7 +179,7 @@ def run_decided(
         out_dtype: dtype of the output.
         launch: launch config in place of the looked-up one; checked for legality here.
         config_dir: folder of configs searched first.
-        mask: mask as `attention.mask.normalised` leaves it.
+        mask: mask as `attention.mask.normalized` leaves it.
         window: keys to the left and to the right, -1 for all.
         softcap: bound of the scores, 0 for none.
         sinks: one logit a query head.

@@ -26,7 +26,7 @@ def normalized(
         UnsupportedInputError: the mask does not broadcast, or is neither bool nor fp16, bf16, fp32.
 
     Example:
-        >>> normalised(torch.ones(2, 1, 1, 5).expand(2, 4, 3, 5), batch=2, heads_q=4, seq_q=3,
+        >>> normalized(torch.ones(2, 1, 1, 5).expand(2, 4, 3, 5), batch=2, heads_q=4, seq_q=3,
         ...            seq_k=5).shape
         torch.Size([2, 1, 1, 5])
     """
