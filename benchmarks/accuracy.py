@@ -50,7 +50,7 @@ from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.attention.torch_ops import shape_of
 from sage_plugin.kernels.contract import AttentionParams, Implementation
 from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
-from sage_plugin.tune.run_folder import git_revision
+from sage_plugin.tune.run.run_folder import git_revision
 
 OURS = ("sage", "fav3_sage", "fav3_fp8")
 SMALLEST = 1e-12

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sage_plugin.capture.reader import open_captures
+from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.errors import UsageError
 from sage_plugin.measure.inputs import self_attention, synthetic
 from sage_plugin.schema import CallShape

@@ -31,9 +31,9 @@ from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.measure.inputs import in_layout
 from sage_plugin.measure.timing import TimingLimits, measure
 from sage_plugin.plugin.context import CallEvent
-from sage_plugin.plugin.policy import SCHEMA_VERSION, Policy, Rule, read
+from sage_plugin.plugin.policy.rules import SCHEMA_VERSION, Policy, Rule, read
 from sage_plugin.tune.policy.option import Option
-from sage_plugin.tune.replayed_call import Masked, whole_call
+from sage_plugin.tune.run.replayed_call import Masked, whole_call
 
 Facts = dict[str, Any]
 HOST = "sdpa"

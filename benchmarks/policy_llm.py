@@ -32,7 +32,7 @@ from step_timing import sharing_copy  # noqa: E402
 import sage_plugin  # noqa: E402
 from sage_plugin.errors import TuningError  # noqa: E402
 from sage_plugin.measure.timing import TimingLimits, measure  # noqa: E402
-from sage_plugin.plugin.policy import Policy  # noqa: E402
+from sage_plugin.plugin.policy.rules import Policy  # noqa: E402
 from sage_plugin.tune.policy.request import PolicyRequest  # noqa: E402
 from sage_plugin.tune.policy.search import search  # noqa: E402
 from tests.real import captured, outputs, weights  # noqa: E402

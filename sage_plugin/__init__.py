@@ -18,9 +18,9 @@ _HOME = {
     "patch": "sage_plugin.plugin.patch",
     "patched": "sage_plugin.plugin.patch",
     "prepare": "sage_plugin.kernels.attention.prepare",
-    "record": "sage_plugin.capture.recorder",
+    "record": "sage_plugin.capture.recording.recorder",
     "refresh": "sage_plugin.plugin.patch",
-    "register": "sage_plugin.plugin.names",
+    "register": "sage_plugin.plugin.hosts.registration",
     "report": "sage_plugin.plugin.report",
     "unpatch": "sage_plugin.plugin.patch",
 }
@@ -41,11 +41,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from sage_plugin.capture.recorder import record
+    from sage_plugin.capture.recording.recorder import record
     from sage_plugin.kernels.attention.api import attention
     from sage_plugin.kernels.attention.prepare import launch, prepare
     from sage_plugin.kernels.attention.varlen import attention_varlen
-    from sage_plugin.plugin.names import register
+    from sage_plugin.plugin.hosts.registration import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch
     from sage_plugin.plugin.report import report
 

@@ -30,13 +30,13 @@ from generate import FPS, identity
 from torch import nn
 
 from sage_plugin import device as devices
-from sage_plugin.bench.end_to_end.rounds import LIMITS
-from sage_plugin.bench.end_to_end.run import Subject, prove
-from sage_plugin.bench.end_to_end.way import ways as ways_of
+from sage_plugin.bench.clips.rounds import LIMITS
+from sage_plugin.bench.clips.run import Subject, prove
+from sage_plugin.bench.clips.run_config import ways as ways_of
 from sage_plugin.errors import SageError
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.plugin import policy as policies
 from sage_plugin.plugin.patch import MIN_SEQ
+from sage_plugin.plugin.policy import rules as policies
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,10 +13,10 @@ import clip_sheet
 import step_timing
 from text_table import text_table
 
-from sage_plugin.bench.end_to_end import plot, report, summary
-from sage_plugin.bench.end_to_end.draw import Frames
-from sage_plugin.bench.end_to_end.record import ClipRow, Proof
-from sage_plugin.bench.end_to_end.way import POLICY
+from sage_plugin.bench.clips import plot, report, summary
+from sage_plugin.bench.clips.draw import Frames
+from sage_plugin.bench.clips.record import ClipRow, Proof
+from sage_plugin.bench.clips.run_config import POLICY
 from sage_plugin.bench.report import write
 from sage_plugin.errors import OutputError
 

@@ -31,7 +31,7 @@ import sage_plugin
 from sage_plugin import device as devices
 from sage_plugin.errors import OutputError, SageError
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.plugin import policy as policies
+from sage_plugin.plugin.policy import rules as policies
 from sage_plugin.plugin.report import PluginReport
 
 FPS = 8

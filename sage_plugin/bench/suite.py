@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from sage_plugin.capture.paths import printable
-from sage_plugin.capture.reader import open_captures
-from sage_plugin.capture.reduce import pick
+from sage_plugin.capture.selection.reduce import pick
+from sage_plugin.capture.store.paths import printable
+from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.errors import UsageError
 from sage_plugin.measure.inputs import Tensors, full_size, presets, synthetic
 from sage_plugin.measure.masks import full_mask, synthetic_mask

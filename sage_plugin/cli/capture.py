@@ -13,9 +13,9 @@ from sage_plugin.cli.console import stderr, stdout
 from sage_plugin.errors import SageError, UsageError
 
 if TYPE_CHECKING:
-    from sage_plugin.capture.options import CaptureOptions
-    from sage_plugin.capture.recorder import CaptureRecorder
-    from sage_plugin.capture.summary import CaptureSummary
+    from sage_plugin.capture.recording.options import CaptureOptions
+    from sage_plugin.capture.recording.recorder import CaptureRecorder
+    from sage_plugin.capture.recording.summary import CaptureSummary
     from sage_plugin.schema import CaptureRecord
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
@@ -67,7 +67,7 @@ def command(
     size: Size = None,
 ) -> None:
     """Record real Q, K and V during inference, spread over layers and denoising steps."""
-    from sage_plugin.capture.options import CaptureOptions, parse_bytes
+    from sage_plugin.capture.recording.options import CaptureOptions, parse_bytes
 
     if num_steps is not None and num_steps < 1:
         raise UsageError(f"--num-steps: got {num_steps}, expected at least 1")
@@ -97,7 +97,7 @@ def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> Captur
     import torch
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-    from sage_plugin.capture.recorder import CaptureRecorder
+    from sage_plugin.capture.recording.recorder import CaptureRecorder
     from sage_plugin.demo import SIZES, load_pipeline
 
     gpu = torch.cuda.is_available()
@@ -126,8 +126,8 @@ def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> Captur
 
 def _record_script(script: Path, args: list[str], out: Path, options: CaptureOptions) -> None:
     """Run a script, record from what it runs, and report; its own failure is passed on."""
-    from sage_plugin.capture.recorder import CaptureRecorder
-    from sage_plugin.capture.script import check_script, run_script
+    from sage_plugin.capture.recording.recorder import CaptureRecorder
+    from sage_plugin.capture.recording.script import check_script, run_script
 
     check_script(script)
     recorder = CaptureRecorder(out, options, on_save=_show_saved)

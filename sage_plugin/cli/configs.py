@@ -119,7 +119,7 @@ def _problems_of(file: Path, facts: DeviceFacts) -> list[str]:
     """What is wrong with a file of launch configs, or with a policy."""
     from sage_plugin.errors import ConfigError
     from sage_plugin.kernels.attention.dispatch import illegal_reason
-    from sage_plugin.plugin import policy
+    from sage_plugin.plugin.policy import rules as policy
     from sage_plugin.registry.validate import problems
 
     if not policy.is_policy(file):

@@ -11,7 +11,7 @@ import typer
 
 from sage_plugin.cli.call_shape import checked_seed
 from sage_plugin.cli.console import stderr, stdout
-from sage_plugin.cli.policy_prove import checked_policy
+from sage_plugin.cli.policy.prove import checked_policy
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _ask(
     from sage_plugin.cli.demo_run import DemoOptions
     from sage_plugin.demo.sizes import SIZES
     from sage_plugin.kernels.attention import dispatch
-    from sage_plugin.tune.plan import refuse_gpu_variant
+    from sage_plugin.tune.configs.plan import refuse_gpu_variant
 
     checked_seed(seed)
     if policy is not None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sage_plugin.demo.pipeline import DigitVideoPipeline
     from sage_plugin.plugin.patch import PatchHandle
     from sage_plugin.plugin.report import PluginReport
-    from sage_plugin.tune.observer import Observer
-    from sage_plugin.tune.outcome import TuneReport
+    from sage_plugin.tune.configs.outcome import TuneReport
+    from sage_plugin.tune.run.observer import Observer
 
 CAPTURES = 6
 BENCHED = 2
@@ -162,7 +162,7 @@ def generate(pipe: DigitVideoPipeline, ask: DemoOptions, on_step: Callable[[], o
 
 def record(pipe: DigitVideoPipeline, ask: DemoOptions, on_step: Callable[[], object]) -> int:
     """Record attention inputs while the host's attention draws the clip; the number of captures."""
-    from sage_plugin.capture.recorder import record as recording
+    from sage_plugin.capture.recording.recorder import record as recording
 
     with recording(
         pipe,
@@ -176,12 +176,12 @@ def record(pipe: DigitVideoPipeline, ask: DemoOptions, on_step: Callable[[], obj
 
 def tune(ask: DemoOptions, observer: Observer) -> TuneReport:
     """Tune the kernel on the captures; the winners go to `configs` in the run's folder."""
-    from sage_plugin.tune import run_folder
-    from sage_plugin.tune.child_runner import ChildRunner
-    from sage_plugin.tune.inputs import from_captures
-    from sage_plugin.tune.plan import TuningRequest, build
-    from sage_plugin.tune.search import SearchLimits
-    from sage_plugin.tune.session import tune as run
+    from sage_plugin.tune.configs.child_runner import ChildRunner
+    from sage_plugin.tune.configs.inputs import from_captures
+    from sage_plugin.tune.configs.plan import TuningRequest, build
+    from sage_plugin.tune.configs.search import SearchLimits
+    from sage_plugin.tune.configs.session import tune as run
+    from sage_plugin.tune.run import run_folder
 
     request = TuningRequest(
         inputs=from_captures(ask.folder / "captured_inputs"),

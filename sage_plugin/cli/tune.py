@@ -16,8 +16,8 @@ from sage_plugin.errors import UsageError
 from sage_plugin.schema import KERNEL_ALIASES, KERNELS
 
 if TYPE_CHECKING:
-    from sage_plugin.tune.outcome import TuneReport
-    from sage_plugin.tune.plan import TuningPlan
+    from sage_plugin.tune.configs.outcome import TuneReport
+    from sage_plugin.tune.configs.plan import TuningPlan
 
 SOME_FAILED, INTERRUPTED = 4, 130
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -105,9 +105,9 @@ def command(
     dry_run: DryRun = False,
 ) -> None:
     """Search launch configs under an accuracy gate, and write the winners for the next patch()."""
-    from sage_plugin.tune import space_file
-    from sage_plugin.tune.plan import TuningRequest, build
-    from sage_plugin.tune.search import SearchLimits
+    from sage_plugin.tune.configs import space_file
+    from sage_plugin.tune.configs.plan import TuningRequest, build
+    from sage_plugin.tune.configs.search import SearchLimits
 
     asked = TuningInputOptions(
         from_captures, folder, tuple(preset or ()), tuple(seq_len or ()), seq_k, batch_size,
@@ -160,9 +160,9 @@ def seconds(text: str) -> float:
 
 def _tune(plan: TuningPlan) -> TuneReport:
     from sage_plugin.cli.tune_view import ProgressView
-    from sage_plugin.tune import run_folder
-    from sage_plugin.tune.child_runner import ChildRunner
-    from sage_plugin.tune.session import tune
+    from sage_plugin.tune.configs.child_runner import ChildRunner
+    from sage_plugin.tune.configs.session import tune
+    from sage_plugin.tune.run import run_folder
 
     for note in plan.notes:
         stderr.print(f"left out: {note}", style="yellow", markup=False, highlight=False)

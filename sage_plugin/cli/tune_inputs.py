@@ -12,7 +12,7 @@ from sage_plugin.errors import UsageError
 from sage_plugin.schema import CallShape
 
 if TYPE_CHECKING:
-    from sage_plugin.tune.inputs import TuningInputs
+    from sage_plugin.tune.configs.inputs import TuningInputs
 
 DEFAULT_FOLDER = Path("captured_inputs")
 DEFAULT_BATCH, DEFAULT_HEADS, DEFAULT_HEAD_DIM = 1, 5, 128
@@ -54,7 +54,7 @@ def inputs_of(asked: TuningInputOptions) -> TuningInputs:
         UsageError: none of them, options that exclude each other, or a value that is not allowed.
         CaptureError: a folder without usable captures.
     """
-    from sage_plugin.tune.inputs import from_captures
+    from sage_plugin.tune.configs.inputs import from_captures
 
     checked_seed(asked.seed)
     spelt = any(size is not None for size in asked.sizes)
@@ -72,7 +72,7 @@ def inputs_of(asked: TuningInputOptions) -> TuningInputs:
 
 def _synthetic(asked: TuningInputOptions, spelt: bool) -> TuningInputs:
     from sage_plugin.measure.inputs import DISTRIBUTIONS, presets
-    from sage_plugin.tune.inputs import from_shapes
+    from sage_plugin.tune.configs.inputs import from_shapes
 
     if asked.distribution not in DISTRIBUTIONS:
         raise UsageError(

@@ -23,9 +23,9 @@ from sage_plugin.cli.call_shape import DTYPES
 from sage_plugin.schema import CallShape, LaunchConfig, RegistryEntry, Trial
 
 if TYPE_CHECKING:
-    from sage_plugin.tune.outcome import Outcome
-    from sage_plugin.tune.plan import TuningPlan
-    from sage_plugin.tune.study import Study
+    from sage_plugin.tune.configs.outcome import Outcome
+    from sage_plugin.tune.configs.plan import TuningPlan
+    from sage_plugin.tune.run.study import Study
 
 EMULATION_NOTE = "emulation: not a speed"
 SHORT_DTYPES = {name: short for short, name in DTYPES.items()}

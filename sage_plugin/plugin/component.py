@@ -13,9 +13,10 @@ from torch import nn
 
 from sage_plugin import settings
 from sage_plugin.errors import PatchError
-from sage_plugin.plugin import diffusers, retarget, transformers
+from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
-from sage_plugin.plugin.diffusers import attention_modules, components, unwrapped
+from sage_plugin.plugin.hosts import diffusers, transformers
+from sage_plugin.plugin.hosts.diffusers import attention_modules, components, unwrapped
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.patch import PatchHandle

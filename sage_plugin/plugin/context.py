@@ -19,8 +19,8 @@ from torch import nn
 
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
-from sage_plugin.plugin.policy import Policy
-from sage_plugin.plugin.steps import StepClock
+from sage_plugin.plugin.policy.rules import Policy
+from sage_plugin.plugin.policy.step_counter import StepClock
 
 WRAPPER = "_orig_mod"
 """Where a compiled module keeps the module inside it."""

@@ -17,14 +17,15 @@ from torch import nn
 
 from sage_plugin.errors import ConfigError, PatchError, UsageError
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.plugin import retarget, routed
+from sage_plugin.plugin import policy_op as routed
+from sage_plugin.plugin import retarget
 from sage_plugin.plugin.component import Component, component_of, parts_of
 from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, PatchState
-from sage_plugin.plugin.diffusers import choose
-from sage_plugin.plugin.policy import Policy
-from sage_plugin.plugin.policy import chosen as chosen_policy
+from sage_plugin.plugin.hosts.diffusers import choose
+from sage_plugin.plugin.policy.rules import Policy
+from sage_plugin.plugin.policy.rules import chosen as chosen_policy
+from sage_plugin.plugin.policy.step_counter import StepClock, counts_steps
 from sage_plugin.plugin.report import PluginReport, joined, report_of
-from sage_plugin.plugin.steps import StepClock, counts_steps
 
 logger = logging.getLogger(__name__)
 

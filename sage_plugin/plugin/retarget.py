@@ -22,7 +22,7 @@ import torch
 
 from sage_plugin.plugin import route
 from sage_plugin.plugin.context import STACK, Frame, LayerContext
-from sage_plugin.plugin.interface import TABLE, Interfaces
+from sage_plugin.plugin.hosts.transformers_dispatch import TABLE, Interfaces
 
 DISPATCH = "dispatch_attention_fn"
 SDPA = "scaled_dot_product_attention"

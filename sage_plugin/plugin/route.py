@@ -23,10 +23,10 @@ from sage_plugin.kernels.attention.validate import wants_gradient
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.plugin import parallel
 from sage_plugin.plugin.call import SUBCLASS, Call, plain
-from sage_plugin.plugin.choice import Choice, choice_of
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
+from sage_plugin.plugin.hosts import parallel
+from sage_plugin.plugin.request import Choice, choice_of
 from sage_plugin.schema import DeviceFacts, LaunchConfig
 
 logger = logging.getLogger(__name__)

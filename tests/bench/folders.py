@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from sage_plugin.capture.manifest import CallCounts
-from sage_plugin.capture.writer import CaptureWriter
+from sage_plugin.capture.store.manifest import CallCounts
+from sage_plugin.capture.store.writer import CaptureWriter
 from sage_plugin.measure.inputs import self_attention, synthetic
 from sage_plugin.schema import SCHEMA_VERSION, CallShape, CaptureRecord
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sage_plugin.bench import suite
-from sage_plugin.capture.reader import open_captures
+from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.errors import CaptureError, UsageError
 from sage_plugin.measure.inputs import presets, self_attention
 from sage_plugin.measure.masks import synthetic_mask

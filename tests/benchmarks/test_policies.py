@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from sage_plugin.plugin.policy import SCHEMA_VERSION, Policy, Rule
+from sage_plugin.plugin.policy.rules import SCHEMA_VERSION, Policy, Rule
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -77,7 +77,7 @@ def test_policies_that_were_proved_fit_the_embedded_model(name: str) -> None:
     """And say what their proof says: patching refuses rules that name no layer."""
     import sage_plugin
     from sage_plugin.demo import load_pipeline
-    from sage_plugin.plugin.policy import read
+    from sage_plugin.plugin.policy.rules import read
 
     policy = read(RESULTS / f"policy_{name}_h200_2026-11-28.json")
     proof = json.loads((RESULTS / f"policy_proof_{name}_h200_2026-11-28.json").read_text())

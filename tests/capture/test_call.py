@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sage_plugin.capture.call import CanonicalCall, canonical
-from sage_plugin.capture.extract import extract
-from sage_plugin.capture.selection import PartRule
+from sage_plugin.capture.selection.extract import extract
+from sage_plugin.capture.selection.heads import PartRule
 from sage_plugin.kernels.attention.mask import mask_kind, normalized
 from tests.capture.toys import event
 

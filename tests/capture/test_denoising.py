@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sage_plugin.capture.denoising import DenoisingSteps
+from sage_plugin.capture.recording.denoising import DenoisingSteps
 
 
 def counted(timesteps):

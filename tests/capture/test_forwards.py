@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from sage_plugin.capture.forwards import ForwardWatch
-from sage_plugin.capture.origin import origin_of
+from sage_plugin.capture.recording.forwards import ForwardWatch
+from sage_plugin.capture.recording.origin import origin_of
 
 
 class Denoiser(nn.Module):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from sage_plugin.capture.forwards import ForwardWatch
-from sage_plugin.capture.intake import GRAPH_CAPTURE, Intake
-from sage_plugin.capture.options import CaptureOptions
-from sage_plugin.capture.reader import open_captures
+from sage_plugin.capture.recording.forwards import ForwardWatch
+from sage_plugin.capture.recording.intake import GRAPH_CAPTURE, Intake
+from sage_plugin.capture.recording.options import CaptureOptions
+from sage_plugin.capture.store.reader import open_captures
 from tests.capture.toys import event
 
 pytestmark = [

@@ -7,11 +7,11 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from sage_plugin.capture.denoising import DenoisingSteps
-from sage_plugin.capture.manifest import CallCounts, LayerCalls
-from sage_plugin.capture.reader import open_captures
-from sage_plugin.capture.recorder import record
-from sage_plugin.capture.tally import MAX_SHAPES, Tally
+from sage_plugin.capture.recording.denoising import DenoisingSteps
+from sage_plugin.capture.recording.recorder import record
+from sage_plugin.capture.recording.tally import MAX_SHAPES, Tally
+from sage_plugin.capture.store.manifest import CallCounts, LayerCalls
+from sage_plugin.capture.store.reader import open_captures
 from tests.capture.toys import LAYERS, Pipeline, denoise, shape, video_model
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sage_plugin.capture.policy import (
+from sage_plugin.capture.selection.spread import (
     ALREADY_KEPT,
     NOT_SELECTED_LAYER,
     NOT_SELECTED_STEP,
@@ -16,7 +16,7 @@ from sage_plugin.capture.policy import (
     CaptureVerdict,
     SpreadPolicy,
 )
-from sage_plugin.capture.steps import StepSelection
+from sage_plugin.capture.selection.steps import StepSelection
 from sage_plugin.errors import UsageError
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from sage_plugin.capture.call import canonical
-from sage_plugin.capture.extract import extract
-from sage_plugin.capture.manifest import COUNTS, MANIFEST, CallCounts
-from sage_plugin.capture.reader import open_captures
-from sage_plugin.capture.selection import Part
-from sage_plugin.capture.writer import CaptureWriter
+from sage_plugin.capture.selection.extract import extract
+from sage_plugin.capture.selection.heads import Part
+from sage_plugin.capture.store.manifest import COUNTS, MANIFEST, CallCounts
+from sage_plugin.capture.store.reader import open_captures
+from sage_plugin.capture.store.writer import CaptureWriter
 from sage_plugin.errors import CaptureError
 from sage_plugin.kernels.attention.mask import mask_kind
 from tests.capture.toys import event, line, shape, tensors

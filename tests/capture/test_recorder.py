@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import sage_plugin
-from sage_plugin.capture import intake
-from sage_plugin.capture.manifest import COUNTS, MANIFEST, read_counts
-from sage_plugin.capture.reader import open_captures
-from sage_plugin.capture.recorder import CaptureOptions, CaptureRecorder, record
+from sage_plugin.capture.recording import intake
+from sage_plugin.capture.recording.recorder import CaptureOptions, CaptureRecorder, record
+from sage_plugin.capture.store.manifest import COUNTS, MANIFEST, read_counts
+from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.errors import CaptureError, OutputError, PatchError, UsageError
 from sage_plugin.plugin.patch import handle_of
 from tests.capture.toys import LAYERS, Pipeline, denoise, event, processors, video_model
@@ -248,7 +248,7 @@ def test_a_folder_that_may_not_be_replaced_leaves_the_model_alone(folder):
 
 
 def test_a_full_disk_stops_the_recording_and_not_the_model(folder, monkeypatch):
-    from sage_plugin.capture import writer
+    from sage_plugin.capture.store import writer
 
     model = video_model()
 
@@ -354,7 +354,7 @@ def test_threads_do_not_lose_calls(folder):
 
 
 def test_counts_of_a_long_run_are_written_while_it_runs(folder, monkeypatch):
-    from sage_plugin.capture import recorder as module
+    from sage_plugin.capture.recording import recorder as module
 
     monkeypatch.setattr(module, "_COUNTS_EVERY_S", 0.0)
     model = video_model()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sage_plugin.capture.reduce import pick
+from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.errors import UsageError
 from tests.capture.toys import line, shape
 

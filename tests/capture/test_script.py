@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.modules import module as torch_module
 
-from sage_plugin.capture.reader import open_captures
-from sage_plugin.capture.recorder import CaptureOptions, CaptureRecorder
-from sage_plugin.capture.script import check_script, run_script
+from sage_plugin.capture.recording.recorder import CaptureOptions, CaptureRecorder
+from sage_plugin.capture.recording.script import check_script, run_script
+from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.errors import UsageError
 from tests.capture.toys import LAYERS, SCRIPT
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sage_plugin.capture.call import CanonicalCall, canonical
-from sage_plugin.capture.extract import extract
-from sage_plugin.capture.options import CaptureOptions, parse_bytes
-from sage_plugin.capture.selection import (
+from sage_plugin.capture.recording.options import CaptureOptions, parse_bytes
+from sage_plugin.capture.selection.extract import extract
+from sage_plugin.capture.selection.heads import (
     Part,
     PartRule,
     checked_batch,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sage_plugin.capture.steps import StepSelection
+from sage_plugin.capture.selection.steps import StepSelection
 from sage_plugin.errors import UsageError
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from sage_plugin.capture import writer as writer_home
-from sage_plugin.capture import writer as writer_module
-from sage_plugin.capture.manifest import COUNTS, MANIFEST, CallCounts, read_manifest
-from sage_plugin.capture.reader import open_captures
-from sage_plugin.capture.writer import HEADER_KEY, CaptureWriter
+from sage_plugin.capture.store import writer as writer_home
+from sage_plugin.capture.store import writer as writer_module
+from sage_plugin.capture.store.manifest import COUNTS, MANIFEST, CallCounts, read_manifest
+from sage_plugin.capture.store.reader import open_captures
+from sage_plugin.capture.store.writer import HEADER_KEY, CaptureWriter
 from sage_plugin.errors import CaptureError, OutputError
 from tests.capture.toys import line, shape, tensors
 

@@ -10,7 +10,7 @@ import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import nn
 
-from sage_plugin.capture.manifest import FAMILY
+from sage_plugin.capture.store.manifest import FAMILY
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.plugin.context import CallEvent
 from sage_plugin.schema import SCHEMA_VERSION, CallShape, CaptureRecord

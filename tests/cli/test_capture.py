@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from sage_plugin import demo
-from sage_plugin.capture.reader import open_captures
+from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.cli import app, capture
 from sage_plugin.demo.sizes import SIZES
 from tests.capture.toys import LAYERS, SCRIPT, denoise, video_model

@@ -11,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from sage_plugin import device
-from sage_plugin.capture.reader import open_captures
+from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.cli import app, demo_run
 from sage_plugin.demo.sizes import SIZES
 from sage_plugin.kernels.attention import dispatch

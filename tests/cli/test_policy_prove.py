@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 pytest.importorskip("diffusers")
 pytest.importorskip("skimage")
 
-from sage_plugin.cli import app, policy_prove, proof_table
+from sage_plugin.cli import app
+from sage_plugin.cli.policy import proof_table
+from sage_plugin.cli.policy import prove as policy_prove
 from sage_plugin.demo.sizes import SIZES
 from sage_plugin.kernels.attention import dispatch
-from tests.bench.end_to_end.proofs import timed
+from tests.bench.clips.proofs import timed
 
 FRAMES, STEPS, LAYERS = 8, 3, 4
 SHORT = dataclasses.replace(SIZES["small"], frames=FRAMES)
@@ -138,7 +140,7 @@ def test_all_kernels_of_the_device_by_default_and_steps_as_asked(monkeypatch, tm
 
 
 def test_without_matplotlib_the_plot_is_left_out_and_said(monkeypatch, tmp_path):
-    monkeypatch.setattr("sage_plugin.bench.end_to_end.plot.save", lambda *_: "no plane.png: why")
+    monkeypatch.setattr("sage_plugin.bench.clips.plot.save", lambda *_: "no plane.png: why")
     write_policy()
     result = proof("--num-inference-steps", 1, "--out", "out")
     assert result.exit_code == 0

@@ -10,9 +10,10 @@ import pytest
 import rich.progress
 from typer.testing import CliRunner
 
-from sage_plugin.cli import app, policy_search
+from sage_plugin.cli import app
+from sage_plugin.cli.policy import search as policy_search
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.plugin.policy import read
+from sage_plugin.plugin.policy.rules import read
 from sage_plugin.tune.policy.request import PolicyRequest
 from tests.tune.policy import recordings
 

@@ -12,9 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from sage_plugin.accuracy import effects as effects_file
-from sage_plugin.bench.end_to_end.effects import measure_effects
-from sage_plugin.bench.end_to_end.run import Subject
-from sage_plugin.cli import app, policy_sensitivity
+from sage_plugin.bench.clips.effects import measure_effects
+from sage_plugin.bench.clips.run import Subject
+from sage_plugin.cli import app
+from sage_plugin.cli.policy import sensitivity as policy_sensitivity
 from sage_plugin.errors import DeviceError
 
 pytest.importorskip("diffusers")

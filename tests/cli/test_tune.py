@@ -21,8 +21,9 @@ from sage_plugin.cli import tune as tune_command
 from sage_plugin.errors import UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load
-from sage_plugin.tune import child_runner, run_folder
-from sage_plugin.tune.ledger import Ledger
+from sage_plugin.tune.configs import child_runner
+from sage_plugin.tune.run import run_folder
+from sage_plugin.tune.run.ledger import Ledger
 from tests.tune import captures
 from tests.tune.captures import DENSE, GROUPED, MASKED, SELF, WIDE
 from tests.tune.scripted import ScriptedRunner
@@ -376,7 +377,7 @@ def test_tuning_on_captures_imports_no_host_library(folder):
     code = (
         "import sys; from sage_plugin.cli import app\n"
         "app(['tune', '--from-captures', '--dry-run'], standalone_mode=False)\n"
-        "import sage_plugin.tune.trial, sage_plugin.tune.child_runner\n"
+        "import sage_plugin.tune.configs.trial, sage_plugin.tune.configs.child_runner\n"
         "print('hosts', sorted({'diffusers', 'transformers'} & set(sys.modules)))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

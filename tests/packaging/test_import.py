@@ -84,7 +84,7 @@ def test_the_runtime_needs_no_host_library() -> None:
 
 
 def test_tuning_needs_no_host_library() -> None:
-    modules = _roots(_probe("import sage_plugin.tune, sage_plugin.capture.reader")["modules"])
+    modules = _roots(_probe("import sage_plugin.tune, sage_plugin.capture.store.reader")["modules"])
     assert not modules & {"diffusers", "transformers"}
 
 

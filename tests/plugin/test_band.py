@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sage_plugin.errors import ConfigError
-from sage_plugin.plugin.band import Band
+from sage_plugin.plugin.policy.step_range import Band
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from torch._dynamo.testing import CompileCounter
 
 from sage_plugin.errors import PatchError, UnknownKernelError, UnsupportedInputError, UsageError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.plugin import names, route
-from sage_plugin.plugin.names import register
+from sage_plugin.plugin import route
+from sage_plugin.plugin.hosts import registration as names
+from sage_plugin.plugin.hosts.registration import register
 from sage_plugin.plugin.patch import patch, unpatch
 from tests.plugin.tiny import CALLS
 from tests.plugin.tiny import tiny as picture
@@ -337,7 +338,7 @@ def test_a_patched_denoiser_with_the_backend_is_taken_once():
 # Runs in a fresh interpreter: diffusers reads the variable when its first model is imported.
 BY_ENVIRONMENT = """
 import sys
-from sage_plugin.plugin.names import register
+from sage_plugin.plugin.hosts.registration import register
 assert not {"diffusers", "transformers"} & sys.modules.keys()
 sys.modules["transformers"] = None  # as if it were not installed
 named = register(kernel="sage", min_seq=1)

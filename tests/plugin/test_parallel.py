@@ -7,8 +7,8 @@ import torch
 
 import sage_plugin
 from sage_plugin.kernels.attention.api import attention
-from sage_plugin.plugin import parallel
 from sage_plugin.plugin.call import Call
+from sage_plugin.plugin.hosts import parallel
 from tests.plugin import spread
 from tests.plugin.spread import Run
 

@@ -19,7 +19,7 @@ from diffusers.models.attention_processor import Attention, IPAdapterAttnProcess
 import sage_plugin
 from sage_plugin.errors import ConfigError, PatchError, UnknownKernelError, UsageError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.plugin.diffusers import find_denoisers, has_attention
+from sage_plugin.plugin.hosts.diffusers import find_denoisers, has_attention
 from sage_plugin.plugin.patch import PatchHandle, handle_of, patch, patched, refresh, unpatch
 from tests.plugin import tiny_transformers
 from tests.plugin.tiny import CALLS, Pipeline, random, tiny, vae

@@ -10,7 +10,7 @@ pytest.importorskip("diffusers")
 import diffusers
 
 import sage_plugin
-from sage_plugin.plugin.diffusers import find_denoisers
+from sage_plugin.plugin.hosts.diffusers import find_denoisers
 
 STEPS, LAYERS = 4, 2
 

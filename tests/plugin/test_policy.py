@@ -15,8 +15,9 @@ from torch._dynamo.testing import CompileCounter
 import sage_plugin
 from sage_plugin.errors import ConfigError, UnsupportedInputError, UsageError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.plugin import choice, policy
-from sage_plugin.plugin.policy import PRESETS, Policy, Rule
+from sage_plugin.plugin import request as choice
+from sage_plugin.plugin.policy import rules as policy
+from sage_plugin.plugin.policy.rules import PRESETS, Policy, Rule
 from tests.plugin.tiny import tiny
 
 STEPS = 5

@@ -14,7 +14,7 @@ pytest.importorskip("diffusers")
 import diffusers
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
-from sage_plugin.plugin.steps import StepClock, counts_steps
+from sage_plugin.plugin.policy.step_counter import StepClock, counts_steps
 
 SCHEDULERS = (
     "DDIMScheduler", "CogVideoXDDIMScheduler", "EulerDiscreteScheduler",

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
-from sage_plugin.plugin import interface
+from sage_plugin.plugin.hosts import transformers_dispatch as interface
 from sage_plugin.plugin.patch import patch, patched, unpatch
 from tests.plugin.tiny import Pipeline
 from tests.plugin.tiny_transformers import FAMILIES, TOKENS, tiny, words

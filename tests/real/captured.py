@@ -85,8 +85,8 @@ def _calls(model: str) -> list[Call]:
 
 def _demo() -> list[Captured]:
     """Calls of the demo video model, recorded by the product's own machinery."""
-    from sage_plugin.capture.reader import open_captures
-    from sage_plugin.capture.recorder import record
+    from sage_plugin.capture.recording.recorder import record
+    from sage_plugin.capture.store.reader import open_captures
     from sage_plugin.demo import load_pipeline
 
     pipe = load_pipeline()

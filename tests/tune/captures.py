@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from sage_plugin.capture.manifest import CallCounts, ShapeCount, append_record, write_counts
+from sage_plugin.capture.store.manifest import CallCounts, ShapeCount, append_record, write_counts
 from sage_plugin.schema import CallShape, CaptureRecord
 from tests.tune import scripted
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from sage_plugin.accuracy.gate import gate_for
 from sage_plugin.measure.timing import Samples
 from sage_plugin.schema import CallShape, LaunchConfig, Trial
-from sage_plugin.tune import trial as trials
-from sage_plugin.tune.inputs import TuningInputs
-from sage_plugin.tune.plan import TuningPlan, TuningRequest
-from sage_plugin.tune.runner import Contest
-from sage_plugin.tune.search import SearchLimits
-from sage_plugin.tune.study import Source, Study, Timer
+from sage_plugin.tune.configs import trial as trials
+from sage_plugin.tune.configs.inputs import TuningInputs
+from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
+from sage_plugin.tune.configs.search import SearchLimits
+from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.study import Source, Study, Timer
 from tests.registry import samples
 
 SHAPE = CallShape(

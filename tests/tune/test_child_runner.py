@@ -12,14 +12,14 @@ import pytest
 
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import lookup
-from sage_plugin.tune import child_runner
-from sage_plugin.tune.child_runner import ChildRunner, classify
-from sage_plugin.tune.inputs import from_captures
-from sage_plugin.tune.plan import TuningRequest, build
-from sage_plugin.tune.runner import Contest
-from sage_plugin.tune.session import tune
-from sage_plugin.tune.study import Timer
-from sage_plugin.tune.worker import Lane, Reply
+from sage_plugin.tune.configs import child_runner
+from sage_plugin.tune.configs.child_runner import ChildRunner, classify
+from sage_plugin.tune.configs.inputs import from_captures
+from sage_plugin.tune.configs.plan import TuningRequest, build
+from sage_plugin.tune.configs.session import tune
+from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.study import Timer
+from sage_plugin.tune.run.worker import Lane, Reply
 from tests.tune import captures, jobs, scripted
 from tests.tune.captures import GROUPED, SELF
 

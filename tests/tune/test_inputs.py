@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from sage_plugin.errors import CaptureError
-from sage_plugin.tune.inputs import from_captures, from_shapes, saved_part
+from sage_plugin.tune.configs.inputs import from_captures, from_shapes, saved_part
 from tests.tune import captures
 from tests.tune.captures import GROUPED, SELF
 

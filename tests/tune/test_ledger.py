@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sage_plugin.errors import OutputError
 from sage_plugin.schema import LaunchConfig, Trial
-from sage_plugin.tune.ledger import Ledger
+from sage_plugin.tune.run.ledger import Ledger
 from tests.registry import samples
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

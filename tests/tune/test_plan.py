@@ -11,11 +11,11 @@ import pytest
 from sage_plugin import device
 from sage_plugin.errors import CaptureError, DeviceError, UnknownKernelError, UsageError
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.tune import plan as plans
-from sage_plugin.tune import space_file
-from sage_plugin.tune.inputs import from_captures, from_shapes
-from sage_plugin.tune.plan import TuningRequest, build
-from sage_plugin.tune.search import SearchLimits
+from sage_plugin.tune.configs import plan as plans
+from sage_plugin.tune.configs import space_file
+from sage_plugin.tune.configs.inputs import from_captures, from_shapes
+from sage_plugin.tune.configs.plan import TuningRequest, build
+from sage_plugin.tune.configs.search import SearchLimits
 from tests.registry import samples
 from tests.tune import captures
 from tests.tune.captures import DENSE, GROUPED, MASKED, SELF, WIDE

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from sage_plugin.schema import LaunchConfig
-from sage_plugin.tune import promote, search
-from sage_plugin.tune.runner import Contest
+from sage_plugin.tune.configs import promote, search
+from sage_plugin.tune.run.runner import Contest
 from tests.registry import samples
 from tests.tune import scripted
 from tests.tune.scripted import ScriptedRunner

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sage_plugin.schema import Trial
-from sage_plugin.tune import search
+from sage_plugin.tune.configs import search
 from tests.registry import samples
 from tests.tune import scripted
 

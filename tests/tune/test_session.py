@@ -16,12 +16,12 @@ import pytest
 from sage_plugin.errors import ConfigError, OutputError, TuningError
 from sage_plugin.registry import load, lookup
 from sage_plugin.registry.merge import merge
-from sage_plugin.tune import run_folder
-from sage_plugin.tune.in_flight import InFlight
-from sage_plugin.tune.ledger import Ledger
-from sage_plugin.tune.observer import Silent
-from sage_plugin.tune.search import SearchLimits
-from sage_plugin.tune.session import tune
+from sage_plugin.tune.configs.search import SearchLimits
+from sage_plugin.tune.configs.session import tune
+from sage_plugin.tune.run import run_folder
+from sage_plugin.tune.run.crash_marker import InFlight
+from sage_plugin.tune.run.ledger import Ledger
+from sage_plugin.tune.run.observer import Silent
 from tests.registry import samples
 from tests.tune import scripted
 from tests.tune.scripted import ScriptedRunner
@@ -434,7 +434,7 @@ def test_I2_a_run_folder_has_one_holder_and_a_dead_one_is_taken_over(tmp_path, c
 KILLED = textwrap.dedent("""
     import os, signal, sys
     from pathlib import Path
-    from sage_plugin.tune.session import tune
+    from sage_plugin.tune.configs.session import tune
     from tests.tune import scripted
 
     victim = scripted.study(6).space[3]

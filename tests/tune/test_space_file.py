@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from sage_plugin.errors import ConfigError
-from sage_plugin.tune import space_file
+from sage_plugin.tune.configs import space_file
 from tests.registry import samples
 
 

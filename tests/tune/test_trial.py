@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from sage_plugin.accuracy import output
-from sage_plugin.tune import replayed_call, trial
-from sage_plugin.tune.inputs import from_captures, from_shapes
-from sage_plugin.tune.plan import TuningRequest, build
-from sage_plugin.tune.runner import Contest
-from sage_plugin.tune.study import Timer
-from sage_plugin.tune.trial import RaceJob, ScreenJob
+from sage_plugin.tune.configs import trial
+from sage_plugin.tune.configs.inputs import from_captures, from_shapes
+from sage_plugin.tune.configs.plan import TuningRequest, build
+from sage_plugin.tune.configs.trial import RaceJob, ScreenJob
+from sage_plugin.tune.run import replayed_call
+from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.study import Timer
 from tests.tune import captures
 from tests.tune.captures import DENSE, GROUPED, MASKED, SELF
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from sage_plugin.errors import TuningError
-from sage_plugin.tune import worker
-from sage_plugin.tune.worker import Lane
+from sage_plugin.tune.run import worker
+from sage_plugin.tune.run.worker import Lane
 from tests.tune import jobs
 
 
@@ -120,7 +120,7 @@ def test_the_child_dies_with_its_parent(tmp_path):
     script.write_text(
         textwrap.dedent(f"""
         from pathlib import Path
-        from sage_plugin.tune.worker import Lane
+        from sage_plugin.tune.run.worker import Lane
         from tests.tune import jobs
 
         if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sage_plugin.errors import TuningError
-from sage_plugin.plugin.policy import HOST
+from sage_plugin.plugin.policy.rules import HOST
 from sage_plugin.tune.policy.estimates import CellEstimates, Estimate
 from sage_plugin.tune.policy.knapsack import Alternative, Solution, solve
 from sage_plugin.tune.policy.rules import Chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sage_plugin.plugin.policy import HOST
+from sage_plugin.plugin.policy.rules import HOST
 from sage_plugin.schema import CallShape
 from sage_plugin.tune.policy.grid import Grid, Place, PolicyCell, kind
 from sage_plugin.tune.policy.option import Option

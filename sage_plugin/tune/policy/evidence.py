@@ -12,10 +12,10 @@ from pathlib import Path
 from sage_plugin import device as devices
 from sage_plugin.accuracy.gate import failures, gate_for
 from sage_plugin.accuracy.metrics import attention_errors
-from sage_plugin.capture.reader import CaptureFolder
+from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
 from sage_plugin.measure.timing import TimingLimits, measure
-from sage_plugin.plugin.policy import HOST
+from sage_plugin.plugin.policy.rules import HOST
 from sage_plugin.schema import (
     CallShape,
     CaptureRecord,
@@ -23,10 +23,16 @@ from sage_plugin.schema import (
     ErrorMetrics,
     Trial,
 )
-from sage_plugin.tune.ledger import Ledger
 from sage_plugin.tune.policy.option import Option, Runnable
-from sage_plugin.tune.replayed_call import Masked, drawn_call, saved_call, timed_call, whole_call
-from sage_plugin.tune.study import digest
+from sage_plugin.tune.run.ledger import Ledger
+from sage_plugin.tune.run.replayed_call import (
+    Masked,
+    drawn_call,
+    saved_call,
+    timed_call,
+    whole_call,
+)
+from sage_plugin.tune.run.study import digest
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_plugin.measure import figure
-from sage_plugin.plugin.policy import Foreseen
+from sage_plugin.plugin.policy.rules import Foreseen
 from sage_plugin.tune.policy.search import PolicySearchResult
 
 if TYPE_CHECKING:

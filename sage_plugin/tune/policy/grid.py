@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sage_plugin.capture.manifest import CallCounts
-from sage_plugin.capture.reader import CaptureFolder
+from sage_plugin.capture.store.manifest import CallCounts
+from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
-from sage_plugin.plugin.band import Band, equal_bands
+from sage_plugin.plugin.policy.step_range import Band, equal_bands
 from sage_plugin.schema import CallShape, CaptureRecord
 
 MOST_CALLS = 10**12

@@ -9,7 +9,7 @@ from typing import Any, Self
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import Decision
-from sage_plugin.plugin.policy import HOST, TUNABLE
+from sage_plugin.plugin.policy.rules import HOST, TUNABLE
 from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
 
 TYPES: dict[str, type] = typing.get_type_hints(LaunchConfig)

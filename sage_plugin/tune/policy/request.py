@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sage_plugin.errors import UsageError
 from sage_plugin.plugin.patch import MIN_SEQ
-from sage_plugin.tune import run_folder
-from sage_plugin.tune.plan import RUNS
+from sage_plugin.tune.configs.plan import RUNS
+from sage_plugin.tune.run import run_folder
 
 MAX_LAYER_ERROR = 0.15
 CAPTURES_PER_CELL = 3

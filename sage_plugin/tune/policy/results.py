@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sage_plugin.tune import run_folder
 from sage_plugin.tune.policy.choice import Assignment, PolicyProblem
+from sage_plugin.tune.run import run_folder
 
 
 def write(path: Path, problem: PolicyProblem, assignment: Assignment) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sage_plugin.plugin.policy import HOST, Rule
+from sage_plugin.plugin.policy.rules import HOST, Rule
 from sage_plugin.tune.policy.estimates import CellEstimates, Estimate
 from sage_plugin.tune.policy.grid import Grid, Place
 from sage_plugin.tune.policy.option import Option

@@ -9,14 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sage_plugin.accuracy import effects as effects_file
-from sage_plugin.capture.reader import CaptureFolder, open_captures
-from sage_plugin.capture.reduce import pick
+from sage_plugin.capture.selection.reduce import pick
+from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError, TuningError, UsageError
 from sage_plugin.plugin.patch import MIN_SEQ
-from sage_plugin.plugin.policy import HOST, SCHEMA_VERSION, Foreseen, Policy, Prediction, checked
+from sage_plugin.plugin.policy.rules import (
+    HOST,
+    SCHEMA_VERSION,
+    Foreseen,
+    Policy,
+    Prediction,
+    checked,
+)
 from sage_plugin.schema import CallShape, DeviceFacts
-from sage_plugin.tune import run_folder
-from sage_plugin.tune.plan import chosen_device
+from sage_plugin.tune.configs.plan import chosen_device
 from sage_plugin.tune.policy import results, times_file
 from sage_plugin.tune.policy.choice import (
     Assignment,
@@ -32,7 +38,8 @@ from sage_plugin.tune.policy.option import Option, default_options
 from sage_plugin.tune.policy.request import PolicyRequest
 from sage_plugin.tune.policy.rules import rules_of
 from sage_plugin.tune.policy.weights import weights_of
-from sage_plugin.tune.study import digest
+from sage_plugin.tune.run import run_folder
+from sage_plugin.tune.run.study import digest
 
 MAX_TIMED = 12
 """Shapes that are timed, the most expensive ones; others go by the nearest of them."""

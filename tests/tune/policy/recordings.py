@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sage_plugin.capture.manifest import CallCounts, LayerCalls, ShapeCount
-from sage_plugin.capture.writer import CaptureWriter
+from sage_plugin.capture.store.manifest import CallCounts, LayerCalls, ShapeCount
+from sage_plugin.capture.store.writer import CaptureWriter
 from sage_plugin.measure.inputs import Tensors, self_attention, synthetic
-from sage_plugin.plugin.band import Band
+from sage_plugin.plugin.policy.step_range import Band
 from sage_plugin.schema import CallShape
 from sage_plugin.tune.policy.grid import Grid, PolicyCell
 from sage_plugin.tune.policy.request import PolicyRequest

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sage_plugin.capture.manifest import CallCounts, LayerCalls, ShapeCount
-from sage_plugin.capture.reader import CaptureFolder, open_captures
+from sage_plugin.capture.store.manifest import CallCounts, LayerCalls, ShapeCount
+from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError, UsageError
-from sage_plugin.plugin.band import Band
+from sage_plugin.plugin.policy.step_range import Band
 from sage_plugin.tune.policy.grid import grid_of, kind, pairs
 from tests.bench.folders import record_of
 from tests.tune.policy import recordings

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError, UsageError
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.plugin.policy import Policy, Rule, checked
+from sage_plugin.plugin.policy.rules import Policy, Rule, checked
 from sage_plugin.tune.policy.option import Option, Runnable, default_options
 from tests.tune.policy.recordings import SHAPE
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sage_plugin.plugin.band import equal_bands
-from sage_plugin.plugin.policy import SCHEMA_VERSION, Policy, checked
+from sage_plugin.plugin.policy.rules import SCHEMA_VERSION, Policy, checked
+from sage_plugin.plugin.policy.step_range import equal_bands
 from sage_plugin.tune.policy.estimates import CellEstimates, Estimate
 from sage_plugin.tune.policy.option import Option
 from sage_plugin.tune.policy.rules import Chosen, rules_of
@@ -60,7 +60,7 @@ def test_every_layer_and_step_gets_what_was_chosen_from_one_rule_at_most(data, l
 
 
 def _within(band, step, steps):
-    from sage_plugin.plugin.band import Band
+    from sage_plugin.plugin.policy.step_range import Band
 
     return Band.parse(band).contains(step, steps)
 

@@ -10,7 +10,7 @@ import pytest
 
 from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.errors import CaptureError, ConfigError, SageError, TuningError, UsageError
-from sage_plugin.plugin.policy import read
+from sage_plugin.plugin.policy.rules import read
 from sage_plugin.tune.policy import evidence, front_plot
 from sage_plugin.tune.policy.search import search
 from tests.tune.policy import recordings

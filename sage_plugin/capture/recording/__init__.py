@@ -1,0 +1,1 @@
+"""Recording a run: what is watched, counted and handed to the store."""

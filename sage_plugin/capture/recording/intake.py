@@ -1,0 +1,230 @@
+"""Takes attention calls in: counts each, decides on it, and saves those that are wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from sage_plugin.capture.call import CanonicalCall, canonical
+from sage_plugin.capture.recording.denoising import DenoisingSteps
+from sage_plugin.capture.recording.forwards import ForwardWatch
+from sage_plugin.capture.recording.options import CaptureOptions
+from sage_plugin.capture.recording.origin import Origin, origin_of
+from sage_plugin.capture.recording.summary import CaptureSummary
+from sage_plugin.capture.recording.tally import Tally
+from sage_plugin.capture.selection.extract import extract
+from sage_plugin.capture.selection.heads import Part
+from sage_plugin.capture.selection.spread import CaptureCell
+from sage_plugin.capture.store.manifest import FAMILY, CallCounts
+from sage_plugin.capture.store.writer import CaptureWriter
+from sage_plugin.errors import OutputError, UsageError
+from sage_plugin.plugin.context import CallEvent
+from sage_plugin.schema import SCHEMA_VERSION, CaptureRecord
+
+logger = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = "the device had no memory left for the copy"
+OUTPUT_FAILED = "the output could not be written"
+REPLACED = "replaced by a call that makes the spread more even"
+GRAPH_CAPTURE = "CUDA graph capture was running"
+
+
+class Intake:
+    """The part of a recording that sees calls and no models.
+
+    Args:
+        folder: the capture folder.
+        options: what to save.
+        on_save: called after each capture.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: CaptureOptions,
+        *,
+        on_save: Callable[[CaptureRecord], None] | None = None,
+    ) -> None:
+        self.policy = options.policy()
+        self.denoising = DenoisingSteps()
+        self._rule = options.rule()
+        self._globs = options.globs()
+        self._filters = f"layers {', '.join(self._globs)!r}, steps {options.steps or 'all'}"
+        self._min_seq = options.min_seq
+        self._writer = CaptureWriter(folder, overwrite=options.overwrite)
+        self._on_save = on_save
+        self._tally = Tally()
+        self._saved: dict[CaptureCell, CaptureRecord] = {}
+        self._selected: dict[str, bool] = {}
+        self._origins: dict[ForwardWatch, Origin] = {}
+        self._failure: OutputError | None = None
+        self._graph_warned = False
+
+    def check_layers(self, layers: Sequence[str]) -> None:
+        """See that the globs select something.
+
+        Raises:
+            UsageError: they match none of these layers.
+        """
+        if not any(map(self._selects, layers)):
+            shown = ", ".join(layers[:5]) + (", ..." if len(layers) > 5 else "")
+            raise UsageError(
+                f"layers {', '.join(self._globs)!r} match none of {len(layers)} attention layers: "
+                f"{shown}"
+            )
+
+    def add_layers(self, layers: Iterable[str]) -> None:
+        """Make layers known; those that the globs leave out are counted only."""
+        self.policy.add_layers(filter(self._selects, layers))
+
+    def open(self) -> None:
+        """Make the folder ready; raises what `CaptureWriter.open` does."""
+        self._writer.open()
+
+    def take(self, watch: ForwardWatch, event: CallEvent) -> bool:
+        """Count a call and save it if it is wanted; whether it was saved."""
+        reason = self._consider(watch, event)
+        self._tally.add(event.layer, reason)
+        return not reason
+
+    def summary(self, steps: Mapping[str, int]) -> CaptureSummary:
+        """What was seen and saved until now."""
+        records = self._writer.records
+        counts = self._counts(steps, complete=False)
+        return CaptureSummary(
+            folder=self._writer.folder,
+            files=len(records),
+            bytes=self._writer.total_bytes,
+            calls_seen=counts.total,
+            layers=counts.layers,
+            steps=counts.steps,
+            layers_saved=tuple(dict.fromkeys(r.layer for r in records)),
+            steps_saved=tuple(sorted({r.step for r in records})),
+            partial=sum(_is_partial(record) for record in records),
+            skipped=counts.skipped,
+            filters=self._filters,
+        )
+
+    def write_counts(self, steps: Mapping[str, int]) -> None:
+        """Write the running counts, which survive a run that is killed."""
+        with self._output():
+            self._writer.write_counts(self._counts(steps, complete=False))
+
+    def close(self, steps: Mapping[str, int]) -> None:
+        """Write the final counts.
+
+        Raises:
+            OutputError: something could not be written, now or before.
+        """
+        with self._output():
+            self._writer.close(self._counts(steps, complete=self._failure is None))
+        if self._failure is not None:
+            raise self._failure
+
+    def _counts(self, steps: Mapping[str, int], *, complete: bool) -> CallCounts:
+        return self._tally.counts(steps, self.denoising, complete=complete)
+
+    def _consider(self, watch: ForwardWatch, event: CallEvent) -> str:
+        """Save a call, or say why not."""
+        call = canonical(event)
+        if isinstance(call, str):
+            return call
+        self._tally.add_shape(call.shape)
+        if not self._is_short(call):
+            self._tally.add_cell(event.layer, call.shape, self.denoising.step)
+        self.add_layers([event.layer])  # no news, but where a model was patched again
+        cell = CaptureCell(event.layer, max(watch.step, 0), event.call_index)
+        reason = self.policy.refusal(cell) or self._obstacle(call)
+        part = reason or self._rule.choose(call)
+        if isinstance(part, str):
+            return part
+        verdict = self.policy.judge(cell)
+        if not verdict.keep:
+            return verdict.reason
+        try:
+            tensors = extract(call, part)
+        except torch.OutOfMemoryError:
+            return OUT_OF_MEMORY
+        with self._output():
+            if verdict.evict is not None:
+                self._writer.delete(self._saved.pop(verdict.evict))
+                self._tally.skipped[REPLACED] += 1
+            record = self._record(watch, event, cell, call, part)
+            self._saved[cell] = self._writer.save(tensors, record)
+            self.policy.commit(cell, verdict)
+            if self._on_save is not None:
+                self._on_save(self._saved[cell])
+        return "" if self._failure is None else OUTPUT_FAILED
+
+    def _obstacle(self, call: CanonicalCall) -> str:
+        if self._failure is not None:
+            return OUTPUT_FAILED
+        if self._is_short(call):
+            return f"fewer than {self._min_seq} queries or keys"
+        if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
+            if not self._graph_warned:
+                logger.warning("calls inside a CUDA graph capture are not recorded")
+            self._graph_warned = True
+            return GRAPH_CAPTURE
+        return ""
+
+    def _is_short(self, call: CanonicalCall) -> bool:
+        return min(call.shape.seq_q, call.shape.seq_k) < self._min_seq
+
+    def _record(
+        self,
+        watch: ForwardWatch,
+        event: CallEvent,
+        cell: CaptureCell,
+        call: CanonicalCall,
+        part: Part,
+    ) -> CaptureRecord:
+        """The manifest line, but for file and checksum."""
+        origin = self._origins.get(watch) or origin_of(watch.model)
+        self._origins[watch] = origin
+        return CaptureRecord(
+            schema_version=SCHEMA_VERSION,
+            family=FAMILY,
+            file="",
+            layer=cell.layer,
+            step=cell.step,
+            timestep=watch.timestep,
+            call_index=cell.call_index,
+            shape=call.shape,
+            batch_indices=part.batch,
+            head_indices=part.heads,
+            strides_q=event.q.stride(),
+            strides_k=event.k.stride(),
+            strides_v=event.v.stride(),
+            text_length=watch.text_length,
+            model_class=origin.model_class,
+            config_hash=origin.config_hash,
+            versions=origin.versions,
+            sha256="",
+            denoising_step=self.denoising.step,
+        )
+
+    def _selects(self, layer: str) -> bool:
+        if layer not in self._selected:
+            self._selected[layer] = any(fnmatchcase(layer, glob) for glob in self._globs)
+        return self._selected[layer]
+
+    @contextlib.contextmanager
+    def _output(self) -> Iterator[None]:
+        """Remember the first failure to write: it ends the recording, not the model's run."""
+        try:
+            yield
+        except OutputError as error:
+            if self._failure is None:
+                self._failure = error
+                logger.error("recording stops: %s", error)
+
+
+def _is_partial(record: CaptureRecord) -> bool:
+    saved = (len(record.batch_indices), len(record.head_indices))
+    return saved != (record.shape.batch, record.shape.heads_k)

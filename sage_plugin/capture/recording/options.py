@@ -1,0 +1,104 @@
+"""What a recording is asked for, checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sage_plugin.capture.selection.heads import PartRule, checked_batch, checked_heads
+from sage_plugin.capture.selection.spread import SpreadPolicy
+from sage_plugin.capture.selection.steps import StepSelection
+from sage_plugin.errors import UsageError
+
+DEFAULT_MAX_BYTES = 4 * 2**30
+MIN_SEQ = 2
+"""A single query is a decode step of a language model: quantising its whole cache never pays."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
+MAX_SIZE_DIGITS = 20
+_INDEX_BYTES = 16 * 2**10  # of each capture's share: file header, manifest line, counts
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """Which calls are saved, and how much of each.
+
+    Attributes:
+        max_captures: most captures in the folder, at any time.
+        layers: globs of layer paths; one text may hold several, separated by commas.
+        steps: steps of the component, as numbers or as text such as `"0,5,10-14"`; `None` for all.
+        heads: number of key heads of a capture, or their indices, as numbers or as text; `None` for
+            all that fit.
+        batch: indices of batch items, as numbers or as text; `None` for all that fit.
+        max_bytes: most bytes of the folder; each capture gets an equal share.
+        total_steps: number of steps of the run where it is known; spares writing and deleting.
+        min_seq: calls with fewer queries or keys are counted and not saved.
+        overwrite: replace the captures that the folder holds.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    max_captures: int = 10
+    layers: str | Iterable[str] = "*"
+    steps: str | int | Iterable[int] | None = None
+    heads: int | str | Iterable[int] | None = None
+    batch: str | Iterable[int] | None = None
+    max_bytes: int = DEFAULT_MAX_BYTES
+    total_steps: int | None = None
+    min_seq: int = MIN_SEQ
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "steps", "heads", "batch"):
+            value = getattr(self, name)
+            if not isinstance(value, str | int | None):
+                object.__setattr__(self, name, tuple(value))
+        self.policy(), self.rule(), self.globs()  # each checks its part
+
+    def policy(self) -> SpreadPolicy:
+        """The chooser of calls."""
+        return SpreadPolicy(
+            self.max_captures,
+            steps=StepSelection.parse(self.steps),
+            total_steps=self.total_steps,
+        )
+
+    def rule(self) -> PartRule:
+        """The chooser of the part of a call."""
+        share = self.max_bytes // max(1, self.max_captures) - _INDEX_BYTES
+        if share < 1:
+            need = (_INDEX_BYTES + 1) * self.max_captures
+            raise UsageError(
+                f"max_bytes: got {self.max_bytes}, expected at least {need} for "
+                f"{self.max_captures} captures"
+            )
+        batch = None if self.batch is None else checked_batch(self.batch)
+        return PartRule(share, checked_heads(self.heads), batch)
+
+    def globs(self) -> tuple[str, ...]:
+        """The layer globs, one by one."""
+        texts = (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+        globs = tuple(glob.strip() for text in texts for glob in text.split(",") if glob.strip())
+        if not globs:
+            raise UsageError("layers: got no glob; '*' selects every layer")
+        return globs
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as `"4GiB"`, `"500MB"` or `"1000000"`.
+
+    Raises:
+        UsageError: anything else.
+
+    Example:
+        >>> parse_bytes("1.5KiB")
+        1536
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or len(match[1]) > MAX_SIZE_DIGITS:
+        raise UsageError(f'bytes: got {text!r}, expected a size such as "4GiB" or "500MB"')
+    number, prefix, binary = match.groups()
+    power = " KMGT".index((prefix or " ").upper())
+    return int(float(number) * (1024 if binary else 1000) ** power)

@@ -1,0 +1,302 @@
+"""Records real Q, K and V while a model runs: `with record(pipe, "captured_inputs"): pipe(...)`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from sage_plugin.capture.recording.forwards import ForwardWatch, is_compiled
+from sage_plugin.capture.recording.intake import Intake
+from sage_plugin.capture.recording.options import DEFAULT_MAX_BYTES, MIN_SEQ, CaptureOptions
+from sage_plugin.capture.recording.summary import CaptureSummary
+from sage_plugin.errors import OutputError, UsageError
+from sage_plugin.plugin.context import CallEvent
+from sage_plugin.plugin.patch import PatchHandle, handle_of, patch
+from sage_plugin.schema import CaptureRecord
+
+logger = logging.getLogger(__name__)
+
+HOST_KERNEL = "sdpa"
+"""What an unpatched model is patched with while it is recorded: its own attention."""
+
+_COUNTS_EVERY_S = 10.0
+_MOST_STEPS = 100_000
+
+
+class CaptureRecorder:
+    """Listens to patched models and saves a spread of their attention calls; made by `record`.
+
+    Args:
+        folder: the capture folder.
+        options: what to save.
+        target: a pipeline or model to observe, patched or not; `None` if that follows.
+        on_save: called after each capture, those that a better one replaces later included.
+
+    Raises:
+        UsageError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        options: CaptureOptions,
+        *,
+        target: object = None,
+        on_save: Callable[[CaptureRecord], None] | None = None,
+    ) -> None:
+        self._intake = Intake(Path(folder), options, on_save=on_save)
+        self._target = target
+        self._attached: list[tuple[PatchHandle, bool]] = []
+        self._watches: dict[str, ForwardWatch] = {}
+        self._step_hint: Callable[[], int | None] | None = None
+        self._open = False
+        self._counted_at = time.monotonic()
+        self._lock = threading.RLock()
+
+    def open(self) -> None:
+        """Make the folder ready, and observe the target if there is one.
+
+        Raises:
+            CaptureError: the folder holds other files, or captures that may not be replaced.
+            OutputError: the folder cannot be written.
+            UsageError: what `observe` raises.
+        """
+        self._intake.open()
+        self._open = True
+        if self._target is not None:
+            try:
+                self.observe(self._target)
+            except BaseException:
+                self.close()
+                raise
+
+    def observe(self, obj: object) -> None:
+        """Record from a pipeline or model until `close`; an unpatched one is patched as it runs.
+
+        Raises:
+            PatchError: it has no attention that can be patched.
+            UsageError: no layer matches the globs.
+        """
+        former = handle_of(obj)
+        handle = patch(obj, kernel=HOST_KERNEL) if former is None else former
+        try:
+            self._intake.check_layers(list(handle.layers))
+        except UsageError:
+            if former is None:
+                handle.unpatch()
+            raise
+        self.attach(handle, own_patch=former is None)
+        if not isinstance(obj, nn.Module):
+            self._step_hint = partial(_announced_steps, obj)
+        if is_compiled(obj):
+            logger.warning(
+                "the model runs under torch.compile, which hides attention calls from a "
+                "recording; record it before compiling"
+            )
+
+    def attach(self, handle: PatchHandle, *, own_patch: bool = False) -> None:
+        """Listen to a patched model until `close`; again takes up what was patched since.
+
+        Args:
+            handle: what `patch` returned.
+            own_patch: undo the patch at the end.
+        """
+        if all(handle is not known for known, _ in self._attached):
+            handle.listeners.append(self._on_call)
+            self._attached.append((handle, own_patch))
+        for name, model in handle.components.items():
+            self._watch(name, model)
+        self._intake.add_layers(handle.layers)
+        if len(self._watches) > 1:
+            self._intake.policy.expect(None)  # who runs which part of the steps is not known
+
+    def listens_to(self, model: nn.Module) -> bool:
+        """Whether a component's forwards are counted and its handle is attached."""
+        handle = handle_of(model)
+        return any(handle is known for known, _ in self._attached) and any(
+            watch.model is model for watch in self._watches.values()
+        )
+
+    def enter_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Count a forward that had begun when its model was attached."""
+        for watch in self._watches.values():
+            if watch.model is model:
+                watch.begin(model, args, kwargs)
+
+    def close(self) -> None:
+        """Stop listening, write the counts, undo an own patch; again does nothing.
+
+        Raises:
+            OutputError: something could not be written; recording stopped there, the model went on.
+        """
+        for watch in self._watches.values():
+            watch.stop()
+        for handle, own_patch in self._attached:
+            with contextlib.suppress(ValueError):
+                handle.listeners.remove(self._on_call)
+            if own_patch and _still_host(handle):
+                handle.unpatch()
+        self._attached.clear()
+        if self._open:
+            self._open = False
+            self._intake.close(self._steps())
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except OutputError:
+            if error is None:
+                raise
+            logger.exception("the recording stopped early")
+        if error is None and not self.summary.files:
+            logger.warning("nothing was recorded: %s", self.summary.why_nothing())
+
+    @property
+    def summary(self) -> CaptureSummary:
+        """What was seen and saved until now."""
+        with self._lock:
+            return self._intake.summary(self._steps())
+
+    def _on_forward(self, timestep: float | None) -> None:
+        with self._lock:
+            self._intake.denoising.forward(timestep)
+            if self._step_hint is not None and self._intake.policy.total_steps is None:
+                self._intake.policy.expect(self._step_hint() if len(self._watches) == 1 else None)
+            self._step_hint = None
+            if self._open and time.monotonic() - self._counted_at > _COUNTS_EVERY_S:
+                self._write_counts()
+
+    def _on_call(self, event: CallEvent) -> None:
+        """Count one attention call, and save it if it is wanted; the patched layer calls this."""
+        with self._lock:
+            if not self._open:
+                return
+            watch = self._watches.get(event.component) or next(iter(self._watches.values()))
+            if self._intake.take(watch, event):
+                self._write_counts()
+
+    def _write_counts(self) -> None:
+        self._counted_at = time.monotonic()
+        self._intake.write_counts(self._steps())
+
+    def _steps(self) -> dict[str, int]:
+        return {name: watch.step + 1 for name, watch in self._watches.items()}
+
+    def _watch(self, name: str, model: nn.Module) -> None:
+        """Count the forwards of a component; another model of the same name goes on counting."""
+        former = self._watches.get(name)
+        if former is not None:
+            if former.model is model:
+                return
+            former.stop()
+        watch = ForwardWatch(
+            model,
+            first_step=0 if former is None else former.step + 1,
+            on_begin=self._on_forward,
+        )
+        watch.start()
+        self._watches[name] = watch
+
+
+def record(
+    obj: object,
+    folder: str | os.PathLike[str] = "captured_inputs",
+    *,
+    max_captures: int = 10,
+    layers: str | Iterable[str] = "*",
+    steps: str | int | Iterable[int] | None = None,
+    heads: int | str | Iterable[int] | None = None,
+    batch: str | Iterable[int] | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    total_steps: int | None = None,
+    min_seq: int = MIN_SEQ,
+    overwrite: bool = False,
+    on_save: Callable[[CaptureRecord], None] | None = None,
+) -> CaptureRecorder:
+    """Record attention inputs of a pipeline or model while a `with` block runs.
+
+    A patched model is recorded as it is; any other runs its own attention and is left as it was.
+    The captures spread over layers and denoising steps, and `sage tune --from-captures` reads them.
+
+    Args:
+        obj: a diffusers pipeline, its denoiser, or a patched module.
+        folder: where the captures go; new, empty, or (with `overwrite`) a capture folder.
+        max_captures: most captures in the folder, at any time.
+        layers: globs of layer paths, e.g. `"transformer.transformer_blocks.[0-4].*"`.
+        steps: denoising steps, as numbers or as text such as `"0,5,10-14"`; all if `None`.
+        heads: number of key heads of a capture, or their indices (`[0, 5]`, `"0,5,8-11"`); all that
+            fit if `None`.
+        batch: indices of batch items; all that fit if `None`.
+        max_bytes: most bytes of the folder.
+        total_steps: number of denoising steps; asked of the pipeline if `None`.
+        min_seq: calls with fewer queries or keys are counted and not saved.
+        overwrite: replace the captures that the folder holds.
+        on_save: called with the manifest line of each capture.
+
+    Returns:
+        A context manager; its `summary` says what was seen and saved.
+
+    Raises:
+        PatchError: `obj` is neither a pipeline nor a module.
+        UsageError: an option is out of range. Entering the result raises what
+            `CaptureRecorder.open` does, and leaving it `OutputError` if the disk did not take
+            everything.
+
+    Example:
+        >>> import tempfile, torch, sage_plugin
+        >>> from diffusers.models.attention_processor import Attention
+        >>> model = torch.nn.ModuleDict({"attn": Attention(query_dim=8, heads=2, dim_head=4)})
+        >>> with sage_plugin.record(model, f"{tempfile.mkdtemp()}/captures") as recorder:
+        ...     out = model["attn"](torch.ones(1, 4, 8))
+        >>> recorder.summary.files
+        1
+    """
+    options = CaptureOptions(
+        max_captures=max_captures,
+        layers=layers,
+        steps=steps,
+        heads=heads,
+        batch=batch,
+        max_bytes=max_bytes,
+        total_steps=total_steps,
+        min_seq=min_seq,
+        overwrite=overwrite,
+    )
+    handle_of(obj)  # refuses what can hold no attention
+    return CaptureRecorder(folder, options, target=obj, on_save=on_save)
+
+
+def _still_host(handle: PatchHandle) -> bool:
+    """Whether nobody asked for a kernel since we patched."""
+    return all(layer.state.options.kernel == HOST_KERNEL for layer in handle.layers.values())
+
+
+def _announced_steps(pipe: object) -> int | None:
+    """The number of denoising steps that a running pipeline has set up."""
+    steps = getattr(pipe, "num_timesteps", None)
+    if not isinstance(steps, int):
+        timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
+        steps = len(timesteps) if isinstance(timesteps, torch.Tensor) else None
+    return steps if steps is not None and 0 < steps <= _MOST_STEPS else None

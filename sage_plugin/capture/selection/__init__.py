@@ -1,0 +1,1 @@
+"""Which calls, steps and heads of a run are kept."""

@@ -1,0 +1,1 @@
+"""The files of a capture folder: manifest, tensors, reader and writer."""

@@ -1,0 +1,188 @@
+"""Reads a capture folder that may come from anywhere: nothing in it is believed without a check."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from sage_plugin.capture.store.checks import capture_problem
+from sage_plugin.capture.store.manifest import (
+    COUNTS,
+    MANIFEST,
+    CallCounts,
+    read_counts,
+    read_manifest,
+)
+from sage_plugin.capture.store.paths import SUFFIX, printable
+from sage_plugin.errors import CaptureError
+from sage_plugin.schema import CaptureRecord
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """One loaded capture, indexed bhsd.
+
+    Attributes:
+        q: saved query heads, (b, hq, Sq, D).
+        k: saved key heads, (b, hk, Sk, D), not expanded for GQA.
+        v: saved value heads, (b, hk, Sk, Dv).
+        key_bias: (b or 1, hq or 1, Sk), fp32, added to the scores; `None` without a key mask.
+        attn_mask: (b or 1, hq or 1, Sq, Sk); `None` without a dense mask.
+        record: the manifest line.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    key_bias: torch.Tensor | None
+    attn_mask: torch.Tensor | None
+    record: CaptureRecord
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """The mask as kernels take it, (b or 1, hq or 1, Sq or 1, Sk); `None` without one.
+
+        A key bias of 0 and -inf alone comes back as the bool mask that it was recorded from.
+        """
+        if self.attn_mask is not None:
+            return self.attn_mask.float() if self.attn_mask.itemsize == 8 else self.attn_mask
+        if self.key_bias is None:
+            return None
+        bias = self.key_bias[:, :, None]
+        hidden = torch.isneginf(bias)
+        return ~hidden if bool((hidden | (bias == 0)).all().item()) else bias
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureFolder:
+    """The index of a capture folder; tensors are loaded one capture at a time.
+
+    Attributes:
+        path: the folder.
+        records: the captures whose files look sound.
+        call_counts: calls seen while recording, saved or not; all zero if the file is damaged.
+        problems: one sentence for each thing that was left out.
+    """
+
+    path: Path
+    records: tuple[CaptureRecord, ...]
+    call_counts: CallCounts
+    problems: tuple[str, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Attention calls by layer."""
+        return self.call_counts.layers
+
+    def damage(self, record: CaptureRecord) -> str | None:
+        """How the contents of a file differ from those recorded, `None` if not; reads all of it."""
+        try:
+            with open(self.path / record.file, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            return f"{record.file} cannot be read: {error}"
+        if digest != record.sha256:
+            return f"{record.file} does not match its checksum: damaged"
+        return None
+
+    def load(self, record: CaptureRecord, device: torch.device | str = "cpu") -> CapturedCall:
+        """Load one capture after checking it against its checksum.
+
+        Raises:
+            CaptureError: the file changed since it was recorded, or does not match its line.
+        """
+        problem = capture_problem(self.path, record)
+        if problem is not None:
+            raise CaptureError(f"{self.path}: {printable(problem)}; record again")
+        path = self.path / record.file
+        damage = self.damage(record)
+        if damage is not None:
+            raise CaptureError(f"{self.path}: {damage}; record again")
+        try:
+            tensors = load_file(path, device=str(device))
+        except (OSError, SafetensorError) as error:
+            raise CaptureError(f"{path} cannot be read: {error}") from error
+        return CapturedCall(
+            q=tensors["q"],
+            k=tensors["k"],
+            v=tensors["v"],
+            key_bias=tensors.get("key_bias"),
+            attn_mask=tensors.get("attn_mask"),
+            record=record,
+        )
+
+
+def open_captures(folder: Path | str) -> CaptureFolder:
+    """Read the index of a capture folder and look at the head of each file.
+
+    Args:
+        folder: what `sage capture` or `record` wrote.
+
+    Raises:
+        CaptureError: no such folder, a foreign or empty one, another schema version, or no capture
+            that can be used.
+
+    Example:
+        >>> from sage_plugin.capture.store.reader import open_captures
+        >>> open_captures("nowhere")
+        Traceback (most recent call last):
+        ...
+        sage_plugin.errors.CaptureError: nowhere does not exist: record one with `sage capture`
+    """
+    path = Path(folder)
+    _check_is_capture_folder(path)
+    manifest = read_manifest(path)
+    problems = list(manifest.problems)
+    records: dict[str, CaptureRecord] = {}
+    for record in manifest.records:
+        problem = capture_problem(path, record)
+        if problem is None and record.file in records:
+            problem = f"{record.file} is listed twice"
+        if problem is not None:
+            problems.append(f"{problem}; it is left out")
+        else:
+            records[record.file] = record
+    if not records:
+        found = printable(problems[0]) if problems else "its manifest is empty"
+        raise CaptureError(f"{path} holds no usable capture ({found}): record with `sage capture`")
+    problems += _unlisted(path, {record.file for record in manifest.records})
+    try:
+        counts = read_counts(path)
+    except CaptureError as error:
+        counts = CallCounts()
+        problems.append(f"{error}; call counts are unknown")
+    return CaptureFolder(path, tuple(records.values()), counts, tuple(map(printable, problems)))
+
+
+def _check_is_capture_folder(path: Path) -> None:
+    advice = "record one with `sage capture`"
+    if not path.exists():
+        raise CaptureError(f"{path} does not exist: {advice}")
+    if not path.is_dir():
+        raise CaptureError(f"{path} is a file, not a capture folder: {advice}")
+    if (path / MANIFEST).exists():
+        return
+    names = sorted(p.name for p in path.iterdir())
+    if not names:
+        raise CaptureError(f"{path} is empty: {advice}")
+    shown = printable(", ".join(names[:3])) + (", ..." if len(names) > 3 else "")
+    raise CaptureError(
+        f"{path} holds {shown} but no {MANIFEST}, so it is no capture folder: {advice}"
+    )
+
+
+def _unlisted(path: Path, listed: Iterable[str]) -> list[str]:
+    """Sentences on files that an interrupted write left behind."""
+    known = {MANIFEST, COUNTS, *listed}
+    names = sorted(p.name for p in path.iterdir() if p.name not in known)
+    return [
+        f"{name} is in no manifest line (an interrupted write); it is left out"
+        for name in names
+        if SUFFIX in name or name.startswith(".tmp")
+    ]

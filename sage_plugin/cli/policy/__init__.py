@@ -1,0 +1,14 @@
+"""`sage policy`: search the kernel of each layer and denoising step, prove it, weigh errors."""
+
+import typer
+
+from sage_plugin.cli.policy import prove as policy_prove
+from sage_plugin.cli.policy import search as policy_search
+from sage_plugin.cli.policy import sensitivity as policy_sensitivity
+
+app = typer.Typer(
+    no_args_is_help=True, help="Kernels by layer and denoising step: search, prove, sensitivity."
+)
+app.command("search")(policy_search.command)
+app.command("prove")(policy_prove.command)
+app.command("sensitivity")(policy_sensitivity.command)

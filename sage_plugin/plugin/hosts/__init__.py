@@ -1,0 +1,1 @@
+"""What the plug-in knows of each host library."""

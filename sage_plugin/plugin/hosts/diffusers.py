@@ -1,0 +1,224 @@
+"""What a diffusers pipeline or model holds: denoisers, their attention modules, their processors.
+
+Everything is recognised by what it is made of, so that nothing of diffusers is imported here. An
+attention module is one with a `processor` of its own whose class calls attention, or one that calls
+it itself; those of transformers are found in `transformers.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from sage_plugin.errors import PatchError
+from sage_plugin.plugin import retarget
+from sage_plugin.plugin.context import WRAPPER, LayerContext, layer_path
+from sage_plugin.plugin.hosts import transformers
+
+DENOISERS = ("transformer*", "unet*", "*_transformer", "*_unet", "prior", "prior_prior", "decoder")
+"""Component names of a pipeline that `patch` chooses by itself."""
+
+AUTOENCODERS = ("Autoencoder", "AsymmetricAutoencoder", "ConsistencyDecoder", "VQModel")
+
+
+def find_denoisers(obj: object) -> dict[str, nn.Module]:
+    """The modules that `patch` works on by default, by name.
+
+    Args:
+        obj: a pipeline, a model, a compiled model, or any module.
+
+    Returns:
+        Denoisers that contain attention; empty where there is none. A single model is named
+        `transformer`, `unet` or `model` after its class, as a pipeline would name it.
+
+    Example:
+        >>> find_denoisers(nn.Linear(2, 2))
+        {}
+    """
+    if isinstance(obj, nn.Module):
+        named = {_name_of(unwrapped(obj)): unwrapped(obj)}
+    else:
+        named = {
+            name: module
+            for name, module in components(obj).items()
+            if any(fnmatchcase(name, pattern) for pattern in DENOISERS) and not _is_other(module)
+        }
+    return {name: module for name, module in named.items() if has_attention(module)}
+
+
+def choose(obj: object, wanted: Iterable[str] | None) -> dict[str, nn.Module]:
+    """The modules to patch: those named, or the denoisers.
+
+    Raises:
+        PatchError: `obj` holds no attention, or not the components that were named.
+    """
+    if wanted is None:
+        found = find_denoisers(obj)
+        if not found:
+            raise PatchError(_nothing_to_patch(obj))
+        return found
+    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    if not names:
+        raise PatchError("components is empty; name one or more, or leave it out for the denoisers")
+    known = {_name_of(obj): unwrapped(obj)} if isinstance(obj, nn.Module) else components(obj)
+    for name in names:
+        if name not in known or not has_attention(known[name]):
+            able = ", ".join(n for n, m in known.items() if has_attention(m)) or "none"
+            raise PatchError(
+                f"component {name!r} of {type(obj).__name__} has no attention to patch; "
+                f"components that have: {able}"
+            )
+    return {name: known[name] for name in names}
+
+
+def components(obj: object) -> dict[str, nn.Module]:
+    """The modules of a pipeline by name, compiled ones unwrapped; empty for anything else."""
+    if isinstance(obj, nn.Module | type):
+        return {}
+    parts = getattr(obj, "components", None)
+    if not isinstance(parts, dict):
+        return {}
+    return {n: unwrapped(m) for n, m in parts.items() if isinstance(m, nn.Module)}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside what `torch.compile(module)` returns."""
+    while isinstance(inner := module._modules.get(WRAPPER), nn.Module):
+        module = inner
+    return module
+
+
+def has_attention(module: nn.Module) -> bool:
+    """Whether a module contains attention that can be patched.
+
+    Example:
+        >>> has_attention(nn.Linear(2, 2))
+        False
+    """
+    return any(
+        proc is owner or _class_for(proc) is not None
+        for _, owner, proc in attention_modules(module)
+    )
+
+
+def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]:
+    """Path, module and processor of every attention module under `root`.
+
+    A module without a processor, as all of transformers are, is its own. Autoencoders and
+    transformers models inside a denoiser are passed over; what has no attention of diffusers, such
+    as an adapter around a language model, is looked through for models of transformers.
+    """
+    found = list(_with_processors(root))
+    yield from found
+    if transformers.is_model(root) or not found:
+        yield from transformers.attention_modules(root)
+
+
+def _with_processors(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]:
+    passed_over: list[str] = []
+    for path, module in root.named_modules():
+        if any(path.startswith(prefix) for prefix in passed_over):
+            continue
+        if module is not root and _is_other(module):
+            passed_over.append(f"{path}.")
+            continue
+        # Not getattr: wrappers forward it, and the module inside comes by itself.
+        processor = vars(module).get("processor", module._modules.get("processor"))
+        if callable(processor):
+            yield layer_path(path), module, processor
+        elif _attends_itself(module):
+            yield layer_path(path), module, module
+
+
+def _attends_itself(module: nn.Module) -> bool:
+    """Whether a module of diffusers calls attention in its `forward`, without a processor."""
+    original = retarget.original_class(module)
+    named = original.__module__.startswith("diffusers.")
+    return named and retarget.patched_module_class(original) is not None
+
+
+def swap(layer: LayerContext) -> bool:
+    """Give a layer's attention module our copy of its processor.
+
+    A copy, because processors are shared between layers and sometimes between models.
+
+    Returns:
+        Whether the processor is of a class that can be patched.
+    """
+    original = layer.original
+    generated = _class_for(original)
+    if generated is None:
+        return False
+    ours = copy.copy(original)
+    ours.__class__ = generated
+    setattr(ours, retarget.LAYER, layer)
+    layer.processor = ours
+    layer.attention.processor = ours  # type: ignore[assignment]
+    return True
+
+
+def put_back(layer: LayerContext) -> None:
+    """Undo `swap`; a processor that somebody set since is left where it is."""
+    ours, original = layer.processor, layer.original
+    if ours is None:
+        return
+    state = {key: value for key, value in vars(ours).items() if key != retarget.LAYER}
+    vars(original).update(state)  # such as an attention backend that was set meanwhile
+    if layer.attention.processor is ours:
+        layer.attention.processor = original  # type: ignore[assignment]
+    _without_layer(layer.attention.processor)
+    # Copies may lie elsewhere: `fuse_qkv_projections` keeps the processors that it replaces.
+    ours.__class__ = type(original)
+    vars(ours).pop(retarget.LAYER, None)
+    layer.processor = None
+
+
+def standing(layer: LayerContext) -> object:
+    """The processor that stands in the layer's place."""
+    processor: object = layer.attention.processor
+    return processor
+
+
+found = standing
+"""What there is to patch in a layer's place."""
+
+
+def _without_layer(processor: object) -> None:
+    """Make a processor plain that upstream made with `type(processor)()` of one of ours."""
+    original = retarget.original_class(processor)
+    if type(processor) is not original and retarget.layer_of(processor) is None:
+        processor.__class__ = original
+
+
+def _class_for(processor: object) -> type | None:
+    return retarget.patched_class(retarget.original_class(processor))
+
+
+def _name_of(module: nn.Module) -> str:
+    name = type(unwrapped(module)).__name__
+    return "unet" if "UNet" in name else "transformer" if "Transformer" in name else "model"
+
+
+def _is_other(module: nn.Module) -> bool:
+    """An autoencoder or a model of transformers, which no denoiser is."""
+    return type(module).__name__.startswith(AUTOENCODERS) or transformers.is_model(module)
+
+
+def _nothing_to_patch(obj: object) -> str:
+    kind = type(obj).__name__
+    if transformers.is_model(obj):
+        return (
+            f"{kind} has no attention that looks its function up in transformers' table, so that "
+            "there is nothing to put in place of"
+        )
+    if isinstance(obj, nn.Module):
+        return f"{kind} contains no attention of diffusers or transformers; pass a model of theirs"
+    if found := components(obj):
+        return (
+            f"{kind} has no denoiser with attention among its components "
+            f"({', '.join(found)}); name one with components=..."
+        )
+    return f"got {kind}, expected a diffusers pipeline, its denoiser, or a module that contains one"

@@ -1,0 +1,1 @@
+"""Policies: which kernel runs for which layer and which denoising steps."""

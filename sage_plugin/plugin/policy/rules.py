@@ -1,0 +1,308 @@
+"""Which kernel each layer runs on at each denoising step: ordered rules, the first that fits wins.
+
+A call that no rule fits stays with the host's attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from sage_plugin.errors import ConfigError, UnknownKernelError
+from sage_plugin.kernels.attention.dispatch import parse_kernel
+from sage_plugin.plugin.policy.step_range import Band
+from sage_plugin.registry import strict_json
+from sage_plugin.schema import JsonRecord, LaunchConfig
+
+SCHEMA_VERSION = 1
+MAX_FILE_BYTES = 4 * 2**20
+KINDS = ("any", "self", "cross")
+HOST = "sdpa"
+TUNABLE = frozenset(spec.name for spec in fields(LaunchConfig))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(JsonRecord):
+    """One line of a policy.
+
+    Attributes:
+        kernel: `sdpa` for the host's attention, `auto`, or a kernel, also as `kernel:variant`.
+        layers: globs of layer paths, with or without the component in front.
+        steps: a band of denoising steps (`band.py`), empty for all.
+        attention: `"self"` (as many queries as keys), `"cross"`, or `"any"`.
+        min_seq: fewest queries and keys.
+        launch: fields of the launch config that are changed.
+        saved_ms: predicted milliseconds that the rule saves a run, `None` where nobody predicted.
+        error: predicted error of its worst call.
+        captures: captures that the predictions rest on.
+    """
+
+    kernel: str
+    layers: tuple[str, ...] = ("*",)
+    steps: str = ""
+    attention: str = "any"
+    min_seq: int = 0
+    launch: dict[str, Any] = field(default_factory=dict)
+    saved_ms: float | None = None
+    error: float | None = None
+    captures: tuple[str, ...] = ()
+
+    @property
+    def band(self) -> Band:
+        """Its steps."""
+        return Band.parse(self.steps)
+
+    def names(self, layer: str) -> bool:
+        """Whether its globs choose a layer, by its path with the component in front."""
+        return _matches(tuple(self.layers), layer)
+
+    def fits(self, seq_q: int, seq_k: int) -> bool:
+        """Whether it takes calls of these lengths."""
+        if seq_q < self.min_seq or seq_k < self.min_seq:
+            return False
+        return self.attention == "any" or (self.attention == "self") == (seq_q == seq_k)
+
+    def hides(self, later: Rule) -> bool:
+        """Whether nothing is left for a later rule."""
+        return (
+            ("*" in self.layers or set(later.layers) <= set(self.layers))
+            and self.band.covers(later.band)
+            and self.attention in ("any", later.attention)
+            and self.min_seq <= later.min_seq
+        )
+
+
+@functools.lru_cache(maxsize=65_536)
+def _matches(globs: tuple[str, ...], layer: str) -> bool:
+    """Asked at every call of every layer, with the same few answers."""
+    bare = layer.partition(".")[2]
+    return any(fnmatchcase(layer, glob) or fnmatchcase(bare, glob) for glob in globs)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen(JsonRecord):
+    """What the attention calls of a run come to, one way of running them.
+
+    Attributes:
+        way: a kernel by name, `sdpa` for the host's attention, or `policy`.
+        ms: milliseconds of all attention calls of the run, with quantisation.
+        error: mean over all calls of the centred relative L1 error; 0 for the host's attention.
+    """
+
+    way: str
+    ms: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction(JsonRecord):
+    """What was foreseen for a policy when it was searched.
+
+    Attributes:
+        device: name of the device whose times these are.
+        steps: denoising steps of the run, `None` where none were counted.
+        calls: attention calls of the run.
+        ways: the host's attention first, then each kernel by itself, and the policy last.
+    """
+
+    device: str
+    steps: int | None
+    calls: int
+    ways: tuple[Foreseen, ...]
+
+    def of(self, way: str) -> Foreseen | None:
+        """What was foreseen for one way, `None` where nothing was."""
+        return next((one for one in self.ways if one.way == way), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy(JsonRecord):
+    """A policy file.
+
+    Attributes:
+        schema_version: `SCHEMA_VERSION` of the writer.
+        rules: the first that fits a call decides.
+        model: class of the model that it was made for, empty for any.
+        note: a sentence for people.
+        prediction: what was foreseen where the policy was searched.
+    """
+
+    schema_version: int
+    rules: tuple[Rule, ...]
+    model: str = ""
+    note: str = ""
+    prediction: Prediction | None = None
+
+    @property
+    def needs_total(self) -> bool:
+        """Whether the number of denoising steps has to be known."""
+        return any(rule.band.needs_total for rule in self.rules)
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether denoising steps have to be counted."""
+        return any(rule.steps for rule in self.rules)
+
+    def text(self) -> str:
+        """The file, without what is left at its default."""
+        rules = [_without_defaults(rule) for rule in self.rules]
+        foreseen = None if self.prediction is None else self.prediction.to_json()
+        head = {
+            "schema_version": self.schema_version,
+            "model": self.model,
+            "note": self.note,
+            "prediction": foreseen,
+        }
+        lines = ",\n".join(f"  {json.dumps(rule)}" for rule in rules)
+        body = ", ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items() if v)
+        return f'{{{body}, "rules": [\n{lines}\n]}}\n'
+
+
+PRESETS = {
+    "fast": (Rule("auto", attention="self", min_seq=1024),),
+    "balanced": (
+        Rule("sage", steps=":10%", attention="self", min_seq=1024),
+        Rule("sage", steps="90%:", attention="self", min_seq=1024),
+        Rule("auto", attention="self", min_seq=1024),
+    ),
+    "safe": (
+        Rule(HOST, steps=":10%"),
+        Rule(HOST, layers=("*blocks.0.*",)),
+        Rule("sage", attention="self", min_seq=1024),
+    ),
+}
+"""Rules of thumb, not measured on any model: the first steps lay a picture out, the last finish it,
+and the first block feeds all others. None touches cross attention or short calls."""
+
+
+def chosen(policy: str | os.PathLike[str] | Policy) -> Policy:
+    """A policy from a preset's name, a file, or one that was made in Python.
+
+    Raises:
+        ConfigError: there is no such file or preset, or it is no sound policy.
+
+    Example:
+        >>> [rule.kernel for rule in chosen("balanced").rules]
+        ['sage', 'sage', 'auto']
+    """
+    if isinstance(policy, Policy):
+        return checked(policy, "policy")
+    if isinstance(policy, str) and policy in PRESETS:
+        return Policy(SCHEMA_VERSION, PRESETS[policy])
+    path = Path(os.path.expanduser(policy))
+    if not path.is_file():
+        raise ConfigError(
+            f"policy {os.fspath(policy)!r} is neither a file nor one of {', '.join(PRESETS)}"
+        )
+    return read(path)
+
+
+def is_policy(path: Path) -> bool:
+    """Whether a file is a policy, sound or not, by what it holds.
+
+    Example:
+        >>> is_policy(Path("no such file"))
+        False
+    """
+    try:
+        data = _data(path)
+    except ConfigError:
+        return False
+    return isinstance(data, dict) and "rules" in data
+
+
+def read(path: Path) -> Policy:
+    """Read a policy file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no sound policy; the sentence names file and rule.
+    """
+    data = _data(path)
+    if isinstance(data, dict) and data.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path}: schema version {data.get('schema_version')!r}; this release reads "
+            f"{SCHEMA_VERSION}"
+        )
+    try:
+        policy = Policy.from_json(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return checked(policy, str(path))
+
+
+def _data(path: Path) -> object:
+    """A file's JSON.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, or is no strict JSON.
+    """
+    data: object = strict_json.read(path, MAX_FILE_BYTES, "policy")
+    return data
+
+
+def checked(policy: Policy, where: str) -> Policy:
+    """A policy whose every rule can mean something.
+
+    Args:
+        policy: the policy.
+        where: what the error names.
+
+    Raises:
+        ConfigError: an unknown kernel or field, a band that is none, a rule that others hide.
+    """
+    for problem in problems(policy.rules):
+        raise ConfigError(f"{where}: {problem}")
+    return policy
+
+
+def problems(rules: Iterable[Rule]) -> Iterator[str]:
+    """What is wrong with rules, a sentence each."""
+    before: list[tuple[int, Rule]] = []
+    found = False
+    for number, rule in enumerate(rules, start=1):
+        found = True
+        wrong = _wrong_with(rule)
+        if wrong:
+            yield f"rule {number}: {wrong}"
+            continue
+        for earlier, other in before:
+            if other.hides(rule):
+                yield f"rule {number} never fits a call, since rule {earlier} takes all of them"
+                break
+        before.append((number, rule))
+    if not found:
+        yield "no rules; a policy has one or more"
+
+
+def _wrong_with(rule: Rule) -> str:
+    if rule.kernel != "auto":
+        try:
+            parse_kernel(rule.kernel)
+        except UnknownKernelError as error:
+            return str(error)
+    if not rule.layers or not all(rule.layers):
+        return "layers are empty; leave them out for all"
+    if rule.attention not in KINDS:
+        return f"attention is {rule.attention!r}; choose one of {', '.join(KINDS)}"
+    if rule.min_seq < 0:
+        return f"min_seq is {rule.min_seq}; it is a number of tokens, 0 or more"
+    if unknown := sorted(set(rule.launch) - TUNABLE):
+        return f"launch has no field {unknown[0]!r}; it has {', '.join(sorted(TUNABLE))}"
+    if rule.launch and rule.kernel in ("auto", HOST, "torch"):
+        return f"launch belongs to a kernel by name, and the kernel is {rule.kernel!r}"
+    try:
+        Band.parse(rule.steps)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _without_defaults(rule: Rule) -> dict[str, Any]:
+    plain = Rule(rule.kernel).to_json()
+    return {k: v for k, v in rule.to_json().items() if k == "kernel" or v != plain[k]}

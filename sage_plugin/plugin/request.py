@@ -1,0 +1,67 @@
+"""Which kernel a call is meant for: the patch's, or that of its policy's first rule that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sage_plugin.kernels.attention.dispatch import parse_kernel
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.plugin.call import Call
+from sage_plugin.plugin.context import LayerContext
+from sage_plugin.plugin.policy.rules import HOST, Policy, Rule
+
+NO_RULE = FallbackReason(Fallback.POLICY_WITHOUT_RULE)
+NO_TOTAL = FallbackReason(Fallback.POLICY_WITHOUT_STEPS)
+
+
+class Choice(NamedTuple):
+    """What a call is meant for.
+
+    Attributes:
+        kernel: kernel name, or `"auto"`.
+        variant: variant name, or `"auto"`.
+        launch: fields of the launch config that are changed.
+        rule: number of the policy's rule, from 1; 0 where none chose.
+        step: the denoising step, `None` where none is counted.
+        reason: why it is meant for the host, `None` where it is not.
+    """
+
+    kernel: str
+    variant: str
+    launch: Mapping[str, Any]
+    rule: int = 0
+    step: int | None = None
+    reason: FallbackReason | None = None
+
+
+def choice_of(layer: LayerContext, call: Call) -> Choice:
+    """What a call of a layer is meant for; eager mode only where there is a policy."""
+    options = layer.state.options
+    if options.policy is None:
+        return Choice(options.kernel, options.variant, {})
+    return _by_policy(layer, options.policy, call)
+
+
+def _by_policy(layer: LayerContext, policy: Policy, call: Call) -> Choice:
+    clock = layer.state.clock
+    step, total = (None, None) if clock is None else clock.now()
+    seq = 2 if call.layout == "bhsd" else 1
+    lengths = (call.q.shape[seq], call.k.shape[seq]) if call.q.dim() == 4 else (0, 0)
+    for number, rule in enumerate(policy.rules, start=1):
+        if not (rule.names(layer.name) and rule.fits(*lengths)):
+            continue
+        if rule.steps:
+            if step is None or (total is None and rule.band.needs_total):
+                return Choice(HOST, "auto", {}, step=step, reason=NO_TOTAL)
+            if not rule.band.contains(step, total):
+                continue
+        return _of_rule(number, rule, step)
+    return Choice(HOST, "auto", {}, step=step, reason=NO_RULE)
+
+
+def _of_rule(number: int, rule: Rule, step: int | None) -> Choice:
+    if rule.kernel == HOST:
+        return Choice(HOST, "auto", {}, number, step, FallbackReason(Fallback.POLICY, number))
+    kernel, variant = ("auto", "auto") if rule.kernel == "auto" else parse_kernel(rule.kernel)
+    return Choice(kernel, variant, rule.launch, number, step)

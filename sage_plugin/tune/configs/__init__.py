@@ -1,0 +1,1 @@
+"""The search for launch configs: plan, session, race, promotion."""

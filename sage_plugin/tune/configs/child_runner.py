@@ -1,0 +1,72 @@
+"""The real runner: every candidate in a child process, every way to fail turned into a trial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sage_plugin.kernels.build_error import by_compiler
+from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.tune.configs.trial import RaceJob, ScreenJob
+from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.study import Study
+from sage_plugin.tune.run.worker import Job, Lane, Reply
+
+
+class ChildRunner:
+    """Runs trials in one lane.
+
+    A child that dies may have been killed by something else (memory, an operator), so the same job
+    gets one more child before its config is held to be at fault.
+
+    Args:
+        timeout_s: longest that one trial may take, compilation and loading included.
+        log: file for the child's output.
+    """
+
+    def __init__(self, *, timeout_s: float, log: Path | None = None) -> None:
+        self._lane = Lane(timeout_s=timeout_s, log=log, preload="sage_plugin.tune.configs.trial")
+
+    def screen(self, study: Study, config: LaunchConfig, base: LaunchConfig | None) -> Trial:
+        """As `Runner.screen`."""
+        reply = self._run(ScreenJob(study, config, base))
+        if reply.status == "done":
+            trial: Trial = reply.value
+            return trial
+        return self._failed(study, config, "screen", reply)
+
+    def race(self, study: Study, contest: Contest) -> tuple[Trial, ...]:
+        """As `Runner.race`."""
+        reply = self._run(RaceJob(study, contest))
+        if reply.status == "done":
+            trials: tuple[Trial, ...] = reply.value
+            return trials
+        return tuple(self._failed(study, c, "final", reply) for c in contest.configs)
+
+    def close(self) -> None:
+        """End the child."""
+        self._lane.close()
+
+    def _run(self, job: Job) -> Reply:
+        reply = self._lane.run(job)
+        return self._lane.run(job) if reply.status == "crashed" else reply
+
+    def _failed(self, study: Study, config: LaunchConfig, stage: str, reply: Reply) -> Trial:
+        status = reply.status if reply.status != "raised" else classify(reply)
+        if status == "run_error" and study.device != "cpu":
+            # An error on a GPU may have broken the context for all that follow.
+            self._lane.stop()
+        kind = reply.error.rpartition(".")[2]
+        reason = f"{kind}: {reply.message}" if kind else reply.message
+        return Trial(study.id, config, stage, status, reason=reason)
+
+
+def classify(reply: Reply) -> str:
+    """Trial status of an exception: did the compiler refuse the config, or did running it fail?
+
+    Example:
+        >>> classify(Reply("raised", error="RuntimeError", message="PassManager::run failed"))
+        'compile_error'
+    """
+    if reply.error == "sage_plugin.errors.ConfigError":
+        return "illegal"
+    return "compile_error" if by_compiler(reply.error, reply.message) else "run_error"

@@ -1,0 +1,153 @@
+"""What is tuned on: recorded calls grouped by their key, or synthetic ones of given shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sage_plugin.capture.selection.reduce import pick
+from sage_plugin.capture.store.reader import CaptureFolder, open_captures
+from sage_plugin.errors import CaptureError
+from sage_plugin.kernels.attention.dispatch import Decision, call_key
+from sage_plugin.schema import CallKey, CallShape, CaptureRecord
+from sage_plugin.tune.run.study import Source
+
+MAX_CAPTURES_PER_KEY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class InputGroup:
+    """Inputs of one call key: each candidate is judged on all of them and timed on one.
+
+    Attributes:
+        sources: the inputs.
+        timed: the one of median size.
+        calls: how many calls of this key the recording saw; 0 where it is unknown.
+    """
+
+    sources: tuple[Source, ...]
+    timed: Source
+    calls: int = 0
+
+    @property
+    def shape(self) -> CallShape:
+        """The full call."""
+        return self.timed.shape
+
+    @property
+    def cost(self) -> int:
+        """What this key costs a model: its calls times the pairs of query and key of one."""
+        shape = self.shape
+        return max(1, self.calls) * shape.batch * shape.heads_q * shape.seq_q * shape.seq_k
+
+
+@dataclass(frozen=True, slots=True)
+class TuningInputs:
+    """The groups, the most expensive one first, and sentences on what was left out."""
+
+    groups: tuple[InputGroup, ...]
+    notes: tuple[str, ...] = ()
+
+
+def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY) -> TuningInputs:
+    """Group the captures of a folder by call key.
+
+    Each capture that is used is read once here: one with other contents than were recorded would
+    fail every trial of its key. Such captures are left out and counted in a note.
+
+    Args:
+        folder: what `sage capture` or `record` wrote.
+        max_per_key: captures used of each key, spread over layers and steps.
+
+    Raises:
+        CaptureError: the folder is missing, empty or foreign, or every capture in it is damaged.
+    """
+    captures = open_captures(folder)
+    groups: dict[CallKey, list[CaptureRecord]] = {}
+    for record in captures.records:
+        groups.setdefault(_shape_key(record.shape), []).append(record)
+    calls: Counter[CallKey] = Counter()
+    for count in captures.call_counts.shapes:
+        calls[_shape_key(count.shape)] += count.calls
+    place = str(captures.path.resolve())
+    built, damaged = [], list[str]()
+    for key, records in groups.items():
+        chosen = sorted(_sound(captures, records, max_per_key, damaged), key=_saved_heads)
+        if not chosen:
+            continue
+        sources = tuple(
+            Source(f"sha256:{record.sha256}", record.shape, folder=place, record=record)
+            for record in chosen
+        )
+        built.append(InputGroup(sources, sources[len(sources) // 2], calls[key]))
+    notes = list(captures.problems)
+    if damaged:
+        some = f"{len(damaged)} captures are damaged and left out: {', '.join(damaged)}"
+        notes.append(some if len(damaged) > 1 else f"{damaged[0]}; it is left out")
+    if not built:
+        raise CaptureError(
+            f"{captures.path}: no capture is sound: {'; '.join(notes)}; record again"
+        )
+    if len(built) < len(groups):
+        notes.append(f"{len(groups) - len(built)} calls have no sound capture and are not tuned")
+    return TuningInputs(_by_cost(built), tuple(notes))
+
+
+def _sound(
+    captures: CaptureFolder, records: Sequence[CaptureRecord], n: int, damaged: list[str]
+) -> tuple[CaptureRecord, ...]:
+    """At most `n` captures whose contents are as recorded; sentences on others go to `damaged`."""
+    sound: set[str] = set()
+    while records:
+        chosen = pick(records, n)
+        found = {r.file: captures.damage(r) for r in chosen if r.file not in sound}
+        bad = {file: text for file, text in found.items() if text is not None}
+        if not bad:
+            return chosen
+        damaged += bad.values()
+        sound |= found.keys() - bad.keys()
+        records = [r for r in records if r.file not in bad]
+    return ()
+
+
+def from_shapes(
+    shapes: Iterable[CallShape], *, distribution: str = "normal", seed: int = 0
+) -> TuningInputs:
+    """Synthetic inputs, one per distinct shape.
+
+    Args:
+        shapes: full calls.
+        distribution: a name of `measure.inputs.DISTRIBUTIONS`.
+        seed: of the draw.
+    """
+    label = f"synthetic:{distribution}:{seed}"
+    groups = []
+    for shape in dict.fromkeys(shapes):
+        source = Source(label, shape, distribution=distribution, seed=seed)
+        groups.append(InputGroup((source,), source))
+    return TuningInputs(_by_cost(groups))
+
+
+def saved_part(source: Source) -> CallShape:
+    """The shape of what a capture holds of its call; the full shape of a synthetic source."""
+    if source.record is None:
+        return source.shape
+    group = source.shape.heads_q // source.shape.heads_k
+    heads_k = len(source.record.head_indices)
+    batch = len(source.record.batch_indices)
+    return dataclasses.replace(source.shape, batch=batch, heads_q=heads_k * group, heads_k=heads_k)
+
+
+def _shape_key(shape: CallShape) -> CallKey:
+    return call_key(shape, Decision("any", "any"))
+
+
+def _saved_heads(record: CaptureRecord) -> tuple[int, str]:
+    return len(record.batch_indices) * len(record.head_indices), record.sha256
+
+
+def _by_cost(groups: Sequence[InputGroup]) -> tuple[InputGroup, ...]:
+    return tuple(sorted(groups, key=lambda g: (-g.cost, _shape_key(g.shape).discrete())))

@@ -1,0 +1,265 @@
+"""From a request to studies: which kernels on which inputs over which configs, written where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from sage_plugin import device as devices
+from sage_plugin.accuracy.gate import gate_for
+from sage_plugin.errors import CaptureError, ConfigError, OutputError, UsageError
+from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.contract import HOST
+from sage_plugin.registry import load
+from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
+from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs
+from sage_plugin.tune.configs.search import SearchLimits
+from sage_plugin.tune.configs.space_file import SpaceFile
+from sage_plugin.tune.run import run_folder
+from sage_plugin.tune.run.study import Study, Timer, digest
+
+FAMILY = "attention"
+CPU_KERNEL = "fav3_sage"
+"""What is tuned on a CPU unless a kernel is named: the emulation of a GPU's default kernel."""
+
+TIMERS = {"cpu": Timer("wall", screen_rounds=3, screen_s=1.0, race_rounds=20, race_s=10.0)}
+GPU_TIMER = Timer("events")
+DEFAULT_TIMEOUT_S = 300.0
+MAX_TIMEOUT_S = 1e6
+"""Eleven days; the operating system cannot wait for much more."""
+
+RUNS = Path("tuning_runs")
+
+
+@dataclass(frozen=True, slots=True)
+class TuningRequest:
+    """What the caller wants tuned.
+
+    Attributes:
+        inputs: what to tune on.
+        kernels: `kernel` or `kernel:variant`; empty for the device's default.
+        device: torch's name of a device, `None` for the GPU where there is one.
+        space: search space in place of the kernels' own.
+        timer: how to time, `None` for the device's default.
+        config_dir: folder of configs to write to, `None` for the user's.
+        runs_dir: folder that holds run folders.
+        run_name: name of the run folder, `None` for one that the same request always gets.
+        min_gain: smallest gain worth an entry.
+        limits: when to stop early.
+        timeout_s: longest that one trial may take.
+        seed: of the search order and of the order within timing rounds.
+        fresh: start over instead of going on from the ledger.
+    """
+
+    inputs: TuningInputs
+    kernels: tuple[str, ...] = ()
+    device: str | None = None
+    space: SpaceFile | None = None
+    timer: Timer | None = None
+    config_dir: Path | None = None
+    runs_dir: Path = RUNS
+    run_name: str | None = None
+    min_gain: float = 0.01
+    limits: SearchLimits = field(default_factory=SearchLimits)
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    seed: int = 0
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TuningPlan:
+    """A request made concrete.
+
+    Attributes:
+        request: what was asked for.
+        studies: the tuning problems, the most expensive call first.
+        calls: recorded calls of each study's key, in the same order.
+        notes: sentences on inputs and configs that were left out.
+        facts: the device.
+        run_folder: where trials and results go.
+        registry_path: the file that winners are merged into.
+    """
+
+    request: TuningRequest
+    studies: tuple[Study, ...]
+    calls: tuple[int, ...]
+    notes: tuple[str, ...]
+    facts: DeviceFacts
+    run_folder: Path
+    registry_path: Path
+
+
+def build(request: TuningRequest) -> TuningPlan:
+    """Make a plan; nothing is written and no kernel runs.
+
+    Raises:
+        UsageError: a kernel that has nothing to tune, a bad run name or number.
+        CaptureError: no input can run on any of the kernels.
+        DeviceError: the device does not exist.
+        OutputError: there is no folder to write configs to.
+    """
+    _check_numbers(request)
+    name, facts = chosen_device(request.device)
+    studies, calls, notes = [], [], list(request.inputs.notes)
+    for group in request.inputs.groups:
+        for text in request.kernels or (CPU_KERNEL if facts.kind == "cpu" else "auto",):
+            study = _study(request, group, text, name, facts, notes)
+            if study is not None and study not in studies:
+                studies.append(study)
+                calls.append(group.calls)
+    if not studies:
+        reasons = "; ".join(dict.fromkeys(notes)) or "there are no inputs"
+        raise CaptureError(f"nothing can be tuned: {reasons}")
+    run_name = request.run_name or _default_name(request.inputs, facts)
+    return TuningPlan(
+        request=request,
+        studies=tuple(studies),
+        calls=tuple(calls),
+        notes=tuple(dict.fromkeys(notes)),
+        facts=facts,
+        run_folder=request.runs_dir / run_name,
+        registry_path=load.file_path(_config_root(request), facts.slug, FAMILY),
+    )
+
+
+def _study(
+    request: TuningRequest,
+    group: InputGroup,
+    text: str,
+    device: str,
+    facts: DeviceFacts,
+    notes: list[str],
+) -> Study | None:
+    kernel, variant = dispatch.parse_kernel(text)
+    shape = group.shape
+    decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
+    if decision.reason is not None and decision.reason.cause.left_by_auto:  # tuned all the same
+        kernel = dispatch.automatic_kernel(facts)
+        decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
+    refuse_gpu_variant(decision.kernel, decision.variant, facts)
+    what = f"{text} on {shape.batch}x{shape.heads_q}x{shape.seq_q}x{shape.seq_k}x{shape.head_dim}"
+    what += "" if shape.mask_kind == "none" else f" with a {shape.mask_kind} mask"
+    if decision.reason is not None:
+        notes.append(f"{what}: goes to the host's attention, {decision.reason}")
+        return None
+    if decision.variant == HOST:
+        raise UsageError(f"kernel {text!r} has no launch config: name one of fav2, sage, fav3_sage")
+    key = dispatch.call_key(shape, decision)
+    try:
+        space = _space(request.space, key, facts, notes)
+    except ConfigError as error:
+        notes.append(f"{what}: {error}")
+        return None
+    return Study(
+        key=key,
+        sources=group.sources,
+        timed=group.timed,
+        space=space,
+        gate=gate_for(key.kernel),
+        timer=request.timer or TIMERS.get(facts.kind, GPU_TIMER),
+        device=device,
+        facts=facts,
+        toolchain=devices.toolchain(),
+    )
+
+
+def refuse_gpu_variant(kernel: str, variant: str, facts: DeviceFacts) -> None:
+    """Refuse a variant that is tuned on a GPU only, before anything runs on a CPU.
+
+    Args:
+        kernel: kernel name.
+        variant: variant name, `"auto"` where the device chooses.
+        facts: the device.
+
+    Raises:
+        UsageError: the device is a CPU and the variant is of a GPU.
+    """
+    if facts.kind == "cpu" and variant not in ("auto", HOST, "emulation"):
+        raise UsageError(
+            f"variant {variant!r} of kernel {kernel!r} needs a GPU: on a CPU leave the variant "
+            f"out, or name {kernel}:emulation"
+        )
+
+
+def _space(
+    given: SpaceFile | None, key: CallKey, facts: DeviceFacts, notes: list[str]
+) -> tuple[LaunchConfig, ...]:
+    """Legal configs, the default first; what a space file holds beyond them is counted."""
+    if given is None:
+        return dispatch.candidates(key, facts)
+    notes += given.notes
+    legal, refused = [], Counter[str]()
+    for config in given.configs(dispatch.default_launch(key, facts)):
+        reason = dispatch.illegal_reason(config, key, facts)
+        if reason is None:
+            legal.append(config)
+        else:
+            refused[reason] += 1
+    if refused:
+        (reason, _), *_ = refused.most_common(1)
+        notes.append(
+            f"{given.path}: {refused.total()} configs cannot run here and are left out, "
+            f"most often because {reason}"
+        )
+    return tuple(legal)
+
+
+def chosen_device(name: str | None) -> tuple[str, DeviceFacts]:
+    """The device of a name, by default a GPU where there is one, and its facts.
+
+    Raises:
+        UsageError: the name is none of a device.
+        DeviceError: torch cannot use it here.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {name!r} is not one: use cpu, cuda or cuda:<number>") from None
+    facts = devices.facts(place)
+    if place.type == "cpu":
+        name = "cpu"  # whatever its number
+    if name == "cuda":
+        name = f"cuda:{torch.cuda.current_device()}"
+    return name, facts
+
+
+def _default_name(inputs: TuningInputs, facts: DeviceFacts) -> str:
+    """A name that the same inputs on the same device always get, so that a run is resumed."""
+    labels = sorted(
+        f"{source.label} {source.shape.to_json()}"
+        for group in inputs.groups
+        for source in group.sources
+    )
+    return f"{facts.slug}-{digest(labels)[:8]}"
+
+
+def _config_root(request: TuningRequest) -> Path:
+    root = request.config_dir or load.user_dir()
+    if root is None:
+        raise OutputError("no folder for configs: install platformdirs, or name one (--config-dir)")
+    return root.expanduser()
+
+
+def _check_numbers(request: TuningRequest) -> None:
+    limits = request.limits
+    least = {
+        "--timeout": (request.timeout_s, 0.0),
+        "--budget": (1.0 if limits.budget_s is None else limits.budget_s, 0.0),
+        "--max-trials": (1 if limits.max_trials is None else limits.max_trials, 0),
+        "--patience": (1 if limits.patience is None else limits.patience, 0),
+    }
+    for option, (value, low) in least.items():
+        if not value > low:
+            raise UsageError(f"{option} {value}: must be above {low}")
+    if not request.timeout_s <= MAX_TIMEOUT_S:
+        raise UsageError(
+            f"--timeout {request.timeout_s}: must be at most {MAX_TIMEOUT_S:g} seconds"
+        )
+    if not 0 <= request.min_gain < 1:
+        raise UsageError(f"--min-gain {request.min_gain}: must be from 0 to below 1 (0.01 is 1 %)")
+    run_folder.check_name(request.run_name)

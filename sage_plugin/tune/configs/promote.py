@@ -1,0 +1,155 @@
+"""From a study's trials to a verdict: which config wins, by how much for sure, and its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sage_plugin.measure.clocks import stamp
+from sage_plugin.schema import EntryEvidence, ErrorMetrics, LaunchConfig, RegistryEntry, Trial
+from sage_plugin.tune.run.study import Study
+
+TUNED, CONFIRMED, FAILED = "tuned", "confirmed", "failed"
+NO_BASELINE_GAIN = 1.0
+"""Gain over a default that cannot be used at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StudyVerdict:
+    """What a study came to.
+
+    Attributes:
+        kind: `"tuned"`, `"confirmed"` (the default stays) or `"failed"` (nothing may run).
+        entry: what goes into the registry; `None` where the study failed.
+        reason: one sentence where it failed.
+    """
+
+    kind: str
+    entry: RegistryEntry | None = None
+    reason: str = ""
+
+
+def decide(
+    study: Study,
+    screens: Mapping[LaunchConfig, Trial],
+    finals: Mapping[LaunchConfig, Trial],
+    *,
+    min_gain: float,
+    run: str,
+) -> StudyVerdict:
+    """Choose between the default and the finalists.
+
+    A winner is a config whose gain over the default is above `min_gain` even at the lower end of
+    its interval, and above what the default gains over itself. Otherwise the default stays. The
+    config that the registry holds now keeps its place against one that is not surely faster.
+
+    Args:
+        study: the tuning problem.
+        screens: first-stage trials, which hold the errors.
+        finals: the trials of the race; they decide the times.
+        min_gain: smallest gain worth an entry, 0.01 for 1 %.
+        run: name of the run, for the evidence.
+    """
+    raced = [trial for trial in finals.values() if trial.status == "ok" and trial.time]
+    if not raced:
+        return StudyVerdict(FAILED, reason=failure_summary([*screens.values(), *finals.values()]))
+    default = finals.get(study.default)
+    if default is None or default.status != "ok":
+        return StudyVerdict(TUNED, _entry(study, _fastest(raced), None, screens, run))
+    needed = max(min_gain, abs(default.extra.get("aa_ratio", 1.0) - 1))
+    better = [t for t in raced if t is not default and t.extra.get("gain_low", 0.0) > needed]
+    if not better:
+        return StudyVerdict(CONFIRMED, _entry(study, default, default, screens, run))
+    return StudyVerdict(TUNED, _entry(study, _stable_best(better), default, screens, run))
+
+
+def failure_summary(trials: list[Trial]) -> str:
+    """The failures of a study by class with counts, and one example of each.
+
+    Example:
+        "3 gate_failed (cosine of the worst head is 0.9, ...), 1 crashed (...)"
+    """
+    classes: dict[str, list[str]] = {}
+    for trial in trials:
+        if trial.status != "ok":
+            classes.setdefault(trial.status, []).append(trial.reason)
+    return ", ".join(
+        f"{len(reasons)} {status} ({reasons[0][:200]})" for status, reasons in classes.items()
+    )
+
+
+def _fastest(trials: list[Trial]) -> Trial:
+    return min(trials, key=lambda trial: trial.time.median_ms if trial.time else float("inf"))
+
+
+def _stable_best(better: list[Trial]) -> Trial:
+    best = _fastest(better)
+    if best.extra.get("gain_low_over_incumbent", 1.0) > 0:
+        return best
+    held = [trial for trial in better if trial.extra.get("incumbent")]
+    return held[0] if held else best
+
+
+def _entry(
+    study: Study,
+    winner: Trial,
+    default: Trial | None,
+    screens: Mapping[LaunchConfig, Trial],
+    run: str,
+) -> RegistryEntry:
+    confirmed = winner is default
+    key, time = study.key, winner.time
+    assert time is not None
+    evidence = EntryEvidence(
+        time=time,
+        baseline_time=default.time if default is not None and default.time else time,
+        baseline=study.default.text() if default else f"unusable: {study.default.text()}",
+        gain_low=0.0 if confirmed else _gain_low(winner, default),
+        errors=_errors(screens[winner.config]),
+        synthetic=study.synthetic,
+        inputs=tuple(source.label for source in study.sources),
+        run=run,
+        toolchain=study.toolchain,
+        date=_date(winner),
+        confirmed=confirmed,
+        stamp=_stamp(winner),
+        host_time=winner.host_time,
+    )
+    return RegistryEntry(
+        key=key,
+        seq_q_range=(key.seq_q, key.seq_q),
+        seq_k_range=(key.seq_k, key.seq_k),
+        config=winner.config,
+        evidence=EntryEvidence.from_json(_rounded(evidence.to_json())),
+    )
+
+
+def _rounded(value: object) -> object:
+    """Floats to six significant digits: more is noise, and noise in a diff."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def _gain_low(winner: Trial, default: Trial | None) -> float:
+    return NO_BASELINE_GAIN if default is None else winner.extra["gain_low"]
+
+
+def _errors(screen: Trial) -> ErrorMetrics:
+    assert screen.errors is not None, "a config without errors never passed the gate"
+    return screen.errors
+
+
+def _date(trial: Trial) -> str:
+    return datetime.fromtimestamp(trial.extra.get("finished_at", 0.0), UTC).date().isoformat()
+
+
+def _stamp(trial: Trial) -> str:
+    if trial.extra.get("throttled"):
+        return "throttled"
+    return stamp(trial.extra.get("aa_ratio"), None, None)

@@ -1,0 +1,248 @@
+"""What the child does with a candidate: run it through `attention()`, judge it, time it.
+
+The only module of `tune` that touches a device. Inputs and exact outputs stay in the process for
+the next candidate of the same study.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sage_plugin.accuracy.gate import failures, worst
+from sage_plugin.accuracy.metrics import attention_errors
+from sage_plugin.capture.store.reader import open_captures
+from sage_plugin.kernels.attention.recipes import implementation
+from sage_plugin.kernels.contract import AttentionParams, Decision
+from sage_plugin.measure import clocks
+from sage_plugin.measure.statistics import gain_interval
+from sage_plugin.measure.timing import Samples, measure
+from sage_plugin.schema import ErrorMetrics, LaunchConfig, Trial
+from sage_plugin.tune.run.replayed_call import (
+    Masked,
+    as_layout,
+    drawn_call,
+    saved_call,
+    timed_call,
+    whole_call,
+)
+from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.study import Source, Study
+
+BASE, NEW, AGAIN, HOST_CALL = "base", "new", "again", "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The inputs of a study on its device, with their hashes as they were loaded."""
+
+    judged: tuple[tuple[Source, Masked], ...]
+    timed: Masked
+    prints: tuple[int, ...]
+
+    def changed(self) -> bool:
+        """Whether somebody wrote into the inputs since they were loaded."""
+        return self.prints != _prints(self.judged, self.timed)
+
+
+_held: tuple[str, Loaded] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScreenJob:
+    """Judge and briefly time one config; `base` is what its time is compared with."""
+
+    study: Study
+    config: LaunchConfig
+    base: LaunchConfig | None
+
+    def __call__(self) -> Trial:
+        """Run in the child."""
+        loaded = _loaded(self.study)
+        errors = worst([_errors(self.study, self.config, *judged) for judged in loaded.judged])
+        broken = failures(self.study.gate, errors)
+        trial = Trial(self.study.id, self.config, "screen", "ok", errors=errors)
+        if loaded.changed():
+            return _mutated(trial)
+        if broken:
+            return dataclasses.replace(trial, status="gate_failed", reason="; ".join(broken))
+        calls = {NEW: _call(self.study, loaded.timed, self.config)}
+        if self.base is not None and self.base != self.config:
+            calls[BASE] = _call(self.study, loaded.timed, self.base)
+        timer = self.study.timer
+        samples = measure(
+            calls,
+            device=self.study.device,
+            method=timer.method,
+            warmup=1,
+            min_samples=timer.screen_rounds,
+            max_samples=timer.screen_rounds,
+            budget_s=timer.screen_s,
+        )
+        if loaded.changed():
+            return _mutated(trial)
+        ratio = _ratio(samples, compared=self.base is not None)
+        return dataclasses.replace(trial, time=samples[NEW].timing(), extra={"ratio": ratio})
+
+
+@dataclass(frozen=True, slots=True)
+class RaceJob:
+    """Time the finalists of a study interleaved, the first one twice, and the host's attention."""
+
+    study: Study
+    contest: Contest
+
+    def __call__(self) -> tuple[Trial, ...]:
+        """Run in the child."""
+        study, contest, timer = self.study, self.contest, self.study.timer
+        loaded = _loaded(study)
+        calls = {f"{i}": _call(study, loaded.timed, c) for i, c in enumerate(contest.configs)}
+        calls[AGAIN] = _call(study, loaded.timed, contest.configs[0])
+        if study.device != "cpu":
+            for i, config in enumerate(contest.configs):
+                calls[f"{i}/kernel"] = _kernel_call(study, loaded.timed, config)
+        host = _call(study, loaded.timed, None)
+        if _runs(host):
+            calls[HOST_CALL] = host
+        before = clocks.snapshot(study.device)
+        samples = measure(
+            calls,
+            device=study.device,
+            method=timer.method,
+            min_samples=timer.race_rounds,
+            max_samples=timer.race_rounds,
+            budget_s=contest.budget_s,
+            seed=contest.seed,
+        )
+        after = clocks.snapshot(study.device)
+        throttled = clocks.stamp(1.0, before, after) == "throttled"
+        if loaded.changed():
+            raise RuntimeError("a finalist wrote into its inputs while it was timed")
+        return _finals(study, contest, samples, throttled)
+
+
+def _finals(
+    study: Study, contest: Contest, samples: dict[str, Samples], throttled: bool
+) -> tuple[Trial, ...]:
+    """One trial per finalist from the samples of their race."""
+    # Several challengers share the risk of a false winner (Bonferroni).
+    confidence = 1 - 0.05 / max(1, len(contest.configs) - 1)
+    base = samples["0"]
+    aa_ratio = statistics.median(samples[AGAIN].ms) / statistics.median(base.ms)
+    shared = {"aa_ratio": aa_ratio, "throttled": float(throttled)}
+    incumbent = contest.incumbent
+    held = contest.configs.index(incumbent) if incumbent in contest.configs else None
+    finals = []
+    for i, config in enumerate(contest.configs):
+        extra = dict(shared)
+        gain = gain_interval(base.ms, samples[f"{i}"].ms, confidence)
+        extra |= dict(zip(("gain", "gain_low", "gain_high"), gain, strict=True))
+        if held is not None:
+            against = gain_interval(samples[f"{held}"].ms, samples[f"{i}"].ms)
+            extra |= {"gain_low_over_incumbent": against[1], "incumbent": float(i == held)}
+        kernel, host = samples.get(f"{i}/kernel"), samples.get(HOST_CALL)
+        finals.append(
+            Trial(
+                study.id,
+                config,
+                "final",
+                "ok",
+                time=samples[f"{i}"].timing(),
+                kernel_time=None if kernel is None else kernel.timing(),
+                host_time=None if host is None else host.timing(),
+                extra=extra,
+            )
+        )
+    return tuple(finals)
+
+
+def _loaded(study: Study) -> Loaded:
+    global _held
+    if _held is None or _held[0] != study.id:
+        _held = None  # the old tensors go before the new ones come
+        loaded = [(source, *_load(study, source)) for source in study.sources]
+        judged = tuple((source, saved) for source, saved, _ in loaded)
+        timed = next(timed for _, _, timed in loaded if timed is not None)
+        _held = (study.id, Loaded(judged, timed, _prints(judged, timed)))
+    return _held[1]
+
+
+def _load(study: Study, source: Source) -> tuple[Masked, Masked | None]:
+    """What is judged, and what is timed where this source is: on a GPU the full call."""
+    chosen = source.label == study.timed.label
+    if source.record is None:
+        drawn = drawn_call(
+            source.shape, device=study.device, seed=source.seed, distribution=source.distribution
+        )
+        return drawn, drawn if chosen else None
+    call = open_captures(source.folder).load(source.record, device=study.device)
+    return saved_call(call), timed_call(call, study.device) if chosen else None
+
+
+def _prints(judged: tuple[tuple[Source, Masked], ...], timed: Masked) -> tuple[int, ...]:
+    every = [saved for _, saved in judged] + [timed]
+    return tuple(number for one in every for number in one.prints())
+
+
+def _mutated(trial: Trial) -> Trial:
+    """The verdict on a candidate that wrote into its inputs; they are loaded anew for the next."""
+    global _held
+    _held = None
+    return dataclasses.replace(
+        trial, status="mutates_input", reason="its inputs were not the same after the run"
+    )
+
+
+def _errors(study: Study, config: LaunchConfig, source: Source, saved: Masked) -> ErrorMetrics:
+    key = study.key
+    return attention_errors(
+        key.kernel,
+        key.variant,
+        config,
+        *saved.tensors,
+        causal=key.causal,
+        scale=source.shape.scale,
+        mask=saved.mask,
+    )
+
+
+def _runs(call: Callable[[], object]) -> bool:
+    """Whether the host's attention does a call, which may take more memory than there is."""
+    try:
+        call()
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _call(study: Study, timed: Masked, config: LaunchConfig | None) -> Callable[[], object]:
+    """The call as a patched model makes it, quantisation included; the host's without a config."""
+    decision = None if config is None else Decision(study.key.kernel, study.key.variant)
+    return whole_call(timed, study.timed.shape, decision, config)
+
+
+def _kernel_call(study: Study, timed: Masked, config: LaunchConfig) -> Callable[[], object]:
+    """The attention launch alone, on operands that were quantised before."""
+    key = study.key
+    fp8 = getattr(torch, study.facts.fp8_dtype or "float8_e4m3fn")
+    built = implementation(key.kernel, key.variant, fp8)
+    problem = AttentionParams(study.timed.shape.scale, key.causal, key.layout, timed.mask)
+    tensors = as_layout(timed.tensors, key.layout)
+    on_device = (
+        contextlib.nullcontext() if study.device == "cpu" else torch.cuda.device(study.device)
+    )
+    with on_device:
+        operands = built.prepare(*tensors, problem=problem, launch=config)
+    return lambda: built.launch(operands)
+
+
+def _ratio(samples: dict[str, Samples], *, compared: bool) -> float:
+    new = samples[NEW].ms
+    if BASE in samples:
+        return statistics.median(n / b for n, b in zip(new, samples[BASE].ms, strict=True))
+    return 1.0 if compared else statistics.median(new)

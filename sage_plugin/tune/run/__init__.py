@@ -1,0 +1,1 @@
+"""What every search shares: studies, trials, the ledger, the run folder, worker processes."""

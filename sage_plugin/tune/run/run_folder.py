@@ -1,0 +1,186 @@
+"""A run's folder: who works in it, and the files that are made from its ledger."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sage_plugin.errors import OutputError, UsageError
+from sage_plugin.registry import store
+from sage_plugin.schema import DeviceFacts, LaunchConfig, Timing, Trial
+from sage_plugin.tune.run.study import Study
+
+logger = logging.getLogger(__name__)
+
+LEDGER, TRIALS, RESULTS, METADATA = (
+    "ledger.jsonl",
+    "trials.csv",
+    "results.json",
+    "run_metadata.json",
+)
+LOG, LOCK, HOLDER, IN_FLIGHT = "worker.log", ".lock", ".holder.json", ".in_flight.json"
+
+
+def check_name(name: str | None) -> None:
+    """See that a run's name can be a folder's; `None` is none that was given.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
+        raise UsageError(f"--run-name {name!r}: letters, digits, '.', '+', '-' and '_' only")
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Work in a run folder, alone.
+
+    A run that was killed leaves its name behind but not its lock, so the next one takes over.
+
+    Raises:
+        OutputError: the folder cannot be written, or another run works in it.
+    """
+    import filelock
+
+    holder = folder / HOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / LOCK, timeout=0)
+        lock.acquire()
+    except filelock.Timeout:
+        raise OutputError(
+            f"{folder} is in use by {_holder(holder)}: wait for it, or name another --run-name"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be written ({error.strerror or error})") from error
+    try:
+        if holder.exists():
+            logger.warning("%s: taking over from %s, which is gone", folder, _holder(holder))
+        store.write_atomically(
+            holder, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
+        )
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            holder.unlink()
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    try:
+        data = json.loads(path.read_text())
+        return f"process {data['pid']} on {data['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def set_aside(folder: Path) -> None:
+    """Keep the ledger of an earlier run under another name, so that this one starts anew."""
+    ledger = folder / LEDGER
+    if ledger.exists():
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        ledger.rename(folder / f"ledger.{stamp}.{os.getpid()}.jsonl")
+
+
+def write_json(path: Path, data: object) -> None:
+    """Replace a JSON file in one step.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    store.write_atomically(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_trials(path: Path, studies: Sequence[Study], trials: Iterable[Trial]) -> None:
+    """Write the trials of some studies as a table, one row each.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    by_id = {study.id: study for study in studies}
+    rows = [_row(by_id[trial.study], trial) for trial in trials if trial.study in by_id]
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, fieldnames=list(_row_names()), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    store.write_atomically(path, stream.getvalue())
+
+
+def metadata(
+    *,
+    argv: Sequence[str],
+    facts: DeviceFacts,
+    studies: Sequence[Study],
+    options: dict[str, Any],
+    git: str,
+) -> dict[str, Any]:
+    """What is needed to know, later, what a run measured and with what."""
+    return {
+        "argv": list(argv),
+        "options": options,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "git": git,
+        "device": facts.to_json(),
+        "toolchain": studies[0].toolchain.to_json(),
+        "studies": [
+            {
+                "id": study.id,
+                "key": study.key.to_json(),
+                "configs": len(study.space),
+                "inputs": [source.label for source in study.sources],
+                "timed": study.timed.label,
+                "gate": study.gate.to_json(),
+                "timer": study.timer.to_json(),
+            }
+            for study in studies
+        ],
+    }
+
+
+def git_revision() -> str:
+    """Commit of the checkout that this package runs from, or empty."""
+    import subprocess
+
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _row_names() -> Iterator[str]:
+    yield from ("study", "kernel", "variant", "seq_q", "seq_k", "batch_heads", "head_dim", "causal")
+    yield from ("stage", "status", "reason", *LaunchConfig.__dataclass_fields__)
+    yield from ("median_ms", "low_ms", "high_ms", "n", "method", "kernel_median_ms")
+    yield from ("ratio", "gain", "gain_low", "gain_high", "aa_ratio")
+    yield from ("cosine", "row_cosine_p10", "worst_head_rel_l1", "centred_rel_l1", "bad_values")
+
+
+def _row(study: Study, trial: Trial) -> dict[str, object]:
+    known: dict[str, object] = study.key.to_json() | trial.config.to_json() | trial.extra
+    known |= {"study": trial.study, "stage": trial.stage, "status": trial.status}
+    known["reason"] = trial.reason
+    known |= _of(trial.time)
+    known["kernel_median_ms"] = trial.kernel_time.median_ms if trial.kernel_time else None
+    # An error's `gain` (mean over mean) is not a trial's (time saved): the trial's stays.
+    errors = trial.errors.to_json() if trial.errors else {}
+    known |= {name: value for name, value in errors.items() if name != "gain"}
+    return {name: known.get(name) for name in _row_names()}
+
+
+def _of(timing: Timing | None) -> dict[str, object]:
+    return {} if timing is None else timing.to_json()

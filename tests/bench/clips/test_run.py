@@ -1,0 +1,230 @@
+"""A whole proof on a toy pipeline: what each way draws, and what comes of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+pytest.importorskip("skimage")
+
+from sage_plugin.bench.clips import run
+from sage_plugin.bench.clips.run import Subject, prove
+from sage_plugin.bench.clips.run_config import Way, ways
+from sage_plugin.bench.clips.stopwatch import RunTime
+from sage_plugin.errors import ConfigError, DeviceError, UsageError
+from sage_plugin.plugin.policy.rules import Foreseen, Policy, Prediction, Rule
+from tests.bench.clips.pipelines import STEPS, drawing, toy
+
+CPU = torch.device("cpu")
+FORESEEN = Prediction(
+    "CPU of another",
+    STEPS,
+    STEPS + 1,
+    (Foreseen("sdpa", 9.0, 0.0), Foreseen("sage", 4.0, 0.5), Foreseen("policy", 6.0, 0.25)),
+)
+RULES = (Rule("sdpa", steps=":2"), Rule("fav3_sage", steps="2:3"), Rule("sage"))
+BY_HOST = "host: the policy's rule 1 leaves it to the host"
+
+
+@pytest.fixture(autouse=True)
+def _plain(unconfigured):
+    """No configs of the user's."""
+
+
+def subject(pipe=None, **options):
+    pipe = pipe or toy()
+    return Subject(pipe, drawing(pipe), CPU, min_seq=0, **options)
+
+
+def proof_of(policy=None, kernels=("sage", "fav2")):
+    return prove(subject(), ways(kernels, policy))
+
+
+def test_the_host_is_itself_and_each_kernel_is_some_way_off():
+    proof, clips = proof_of()
+    host, sage, fav2 = proof.rows
+    assert [row.name for row in proof.rows] == ["sdpa", "sage", "fav2"] == list(clips)
+    assert host.quality.mean_psnr_db == math.inf
+    assert host.quality.ssim == (1.0, 1.0)
+    assert host.step_error == (0.0,) * STEPS
+    assert (host.kernel_calls, host.attention_calls) == (0, STEPS)
+    assert 20 < sage.quality.mean_psnr_db < fav2.quality.mean_psnr_db
+    assert len(sage.step_error) == STEPS
+    assert all(x > 0 for x in sage.step_error)
+    assert sage.step_error[0] < sage.step_error[-1]
+    assert (sage.kernel_calls, sage.ran) == (STEPS, {"sage:emulation": STEPS})
+    assert np.abs(clips["sage"] - clips["sdpa"]).max() > 0
+
+
+def test_a_policy_draws_what_its_rules_say():
+    proof, _ = proof_of(Policy(1, RULES), kernels=("sage",))
+    ours, sage = proof.rows[-1], proof.of("sage")
+    assert ours.ran == {BY_HOST: 2, "fav3_sage:emulation": 1, "sage:emulation": 1}
+    assert ours.kernel_calls == 2
+    assert ours.step_error[:2] == (0.0, 0.0)
+    assert 0 < ours.step_error[2] < ours.step_error[3]
+    assert sage.step_error[0] > 0
+
+
+def test_the_policy_of_one_kernel_draws_that_kernels_clip():
+    proof, clips = proof_of(Policy(1, (Rule("sage"),)), kernels=("sage",))
+    assert np.array_equal(clips["policy"], clips["sage"])
+    assert proof.of("policy").quality == proof.of("sage").quality
+
+
+def test_the_foreseen_stands_beside_the_real():
+    proof, _ = proof_of(Policy(1, RULES, prediction=FORESEEN))
+    host, sage, fav2, ours = proof.rows
+    assert (host.foreseen_ms, host.foreseen_saved_ms) == (9.0, 0.0)
+    assert (sage.foreseen_ms, sage.foreseen_error, sage.foreseen_saved_ms) == (4.0, 0.5, 5.0)
+    assert (ours.foreseen_ms, ours.foreseen_error, ours.foreseen_saved_ms) == (6.0, 0.25, 3.0)
+    assert (fav2.foreseen_ms, fav2.foreseen_error, fav2.foreseen_saved_ms) == (None, None, None)
+    assert any(
+        note.startswith("foreseen on CPU of another, and this is CPU") for note in proof.notes
+    )
+    assert "foreseen for a run of 5 attention calls, and this one has 4" in proof.notes
+
+
+def test_without_a_prediction_nothing_is_foreseen():
+    proof, _ = proof_of(Policy(1, RULES))
+    assert {row.foreseen_ms for row in proof.rows} == {None}
+    assert proof.notes == ()
+
+
+def test_emulated_kernels_are_not_timed():
+    proof, _ = proof_of()
+    assert {row.time for row in proof.rows} == {None}
+    assert {row.note for row in proof.rows} == {"emulation: not a speed"}
+    assert (proof.stamp, proof.aa_ratio, proof.above_line_db) == ("", None, None)
+
+
+# -- times, with a stand-in for the rounds -----------------------------------------------------
+
+
+STEP_MS = {"sdpa": 10.0, "sdpa again": 10.05, "sage": 4.0, "fav2": 8.0, "policy": 5.0}
+
+
+def run_time(step_ms):
+    return RunTime(step_ms, step_ms, step_ms, (step_ms,), 4 * step_ms, 0.0, 0.0, 5)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Times of their own for all that is timed; yields what was asked for."""
+    asked = {}
+
+    def time_runs(draw, patches, denoisers, **options):
+        asked.update(patches=patches, denoisers=denoisers, **options)
+        return {name: run_time(STEP_MS[name]) for name in patches}
+
+    monkeypatch.setattr(run, "time_runs", time_runs)
+    monkeypatch.setattr(run, "snapshot", lambda device: None)
+    gpu = types.SimpleNamespace(name="H100")
+    monkeypatch.setattr(run, "devices", types.SimpleNamespace(facts=lambda device: gpu))
+    return asked
+
+
+@pytest.fixture
+def timed(asked, monkeypatch):
+    """Let the emulated kernels pass for real ones."""
+    monkeypatch.setattr(run.Drawn, "emulated", property(lambda drawn: False))
+    return asked
+
+
+def proof_on_a_gpu(policy):
+    pipe = toy()
+    on_gpu = Subject(pipe, drawing(pipe), torch.device("cuda"), min_seq=0)
+    return prove(on_gpu, ways(("sage", "fav2"), policy), seed=3)[0]
+
+
+def test_times_savings_and_the_line(timed):
+    proof = proof_on_a_gpu(Policy(1, RULES, prediction=FORESEEN))
+    _, sage, fav2, ours = proof.rows
+    assert [row.time.step_ms for row in proof.rows] == [10.0, 4.0, 8.0, 5.0]
+    assert [row.saved_ms for row in proof.rows] == [0.0, 24.0, 8.0, 20.0]
+    assert ours.foreseen_saved_ms == 3.0
+    assert proof.aa_ratio == pytest.approx(1.005)
+    assert proof.stamp == "clean"
+    assert proof.notes[0] == "foreseen on CPU of another, and this is H100"
+    assert {row.note for row in proof.rows} == {""}
+    assert timed["seed"] == 3
+    low, high = sage.quality.mean_psnr_db, fav2.quality.mean_psnr_db
+    expected = ours.quality.mean_psnr_db - (low + (high - low) / 4)
+    assert proof.above_line_db == pytest.approx(expected)
+    assert [point.name for point in proof.kernel_points] == ["sage", "fav2"]
+
+
+def test_the_host_is_timed_unpatched_and_twice(timed):
+    proof_on_a_gpu(Policy(1, RULES))
+    assert list(timed["patches"]) == ["sdpa", "sdpa again", "sage", "fav2", "policy"]
+    with timed["patches"]["sdpa"]() as nothing:
+        assert nothing is None
+    with timed["patches"]["sage"]() as handle:
+        assert list(handle.components.values()) == timed["denoisers"]
+    assert [type(module).__name__ for module in timed["denoisers"]] == ["ToyTransformer"]
+
+
+def test_an_emulated_kernel_is_not_timed_on_a_gpu_either(asked):
+    proof = proof_on_a_gpu(Policy(1, (Rule("sdpa"),)))
+    assert list(asked["patches"]) == ["sdpa", "sdpa again", "policy"]
+    assert [row.time is None for row in proof.rows] == [False, True, True, False]
+    notes = ["", "emulation: not a speed", "emulation: not a speed", ""]
+    assert [row.note for row in proof.rows] == notes
+
+
+# -- mistakes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [[], [Way("sage", "sage")], [Way("a"), Way("a", "sage")]])
+def test_ways_that_are_none(wrong):
+    with pytest.raises(UsageError, match="host's attention first"):
+        prove(subject(), wrong)
+
+
+def test_a_policy_of_another_model_is_refused_before_anything_is_drawn():
+    drawn = []
+    pipe = toy()
+    elsewhere = Policy(1, (Rule("sage", layers=("*blocks.9.*",)),))
+    with pytest.raises(ConfigError, match="names no layer"):
+        prove(Subject(pipe, drawn.append, CPU, min_seq=0), ways((), elsewhere))
+    assert drawn == []
+
+
+def test_nan_is_an_error_that_names_the_way():
+    pipe = toy()
+    draw, calls = drawing(pipe), itertools.count()
+
+    def broken(on_step):
+        clip = draw(on_step)
+        return clip if next(calls) == 0 else clip * np.nan
+
+    with pytest.raises(DeviceError, match="drawn with sage holds NaN"):
+        prove(Subject(pipe, broken, CPU, min_seq=0), ways(("sage",)))
+
+
+def test_too_little_memory_is_a_sentence():
+    def full(on_step):
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(DeviceError, match="drawing with sdpa does not fit into the memory"):
+        prove(Subject(toy(), full, CPU, min_seq=0), ways(()))
+
+
+def test_the_pipeline_is_left_unpatched():
+    from sage_plugin.plugin.patch import handle_of
+
+    pipe = toy()
+    prove(subject(pipe), ways(("sage",)))
+    assert handle_of(pipe) is None
+
+
+def test_what_is_told():
+    told = []
+    prove(subject(), ways(("sage",)), tell=told.append)
+    assert told == ["drawing with the host's attention (1 of 2)", "drawing with sage (2 of 2)"]
