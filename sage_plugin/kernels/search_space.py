@@ -1,4 +1,4 @@
-"""The form of a kernel's `space.py`: default configs and search axes by architecture, as data."""
+"""The form of a search space: default configs and search axes by architecture, as data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where an attention call of a patched layer goes: to a kernel, or to the host with a reason.
 
 Two entrances have the signatures of what they stand in for, torch's SDPA and diffusers'
-`dispatch_attention_fn`; that of transformers is in `interface.py`. The host's own function gets
+`dispatch_attention_fn`; that of transformers is in `hosts/transformers_dispatch.py`. The host's own function gets
 exactly the arguments that the model passed.
 """
 

@@ -1,1 +1,1 @@
-"""The op family `attention`: public function, torch op, and one folder a kernel."""
+"""The op family `attention`: public function, torch ops, decision, backends."""

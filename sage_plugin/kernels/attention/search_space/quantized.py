@@ -91,7 +91,7 @@ EMULATION_TILES = (Tile(128, 64, 4), Tile(128, 128, 4), Tile(128, 256, 4))
 
 
 def common_regions(*, smooth_v: bool) -> tuple[Region, ...]:
-    """Regions of every architecture that has no region of its own in a kernel's `space.py`."""
+    """Regions of every architecture that has no region of its own for a kernel."""
 
     def at(*tile: int) -> LaunchConfig:
         return launch(*tile, smooth_v=smooth_v)
