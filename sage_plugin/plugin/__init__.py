@@ -2,7 +2,7 @@
 
 `patch.py` has the public calls, `component.py` one patched denoiser, `diffusers.py` finds attention
 and swaps processors, `retarget.py` makes the classes that they are swapped to, `route.py` decides
-per call, `context.py` is what a layer knows, `report.py` shows it. `hosts/registration.py` offers the same
-attention by name, in the registries of diffusers and transformers. Kernels and registry stand
-below; no capture, tuning or rendering is known here.
+per call, `context.py` is what a layer knows, `report.py` shows it. `hosts/registration.py` offers
+the same attention by name, in the registries of diffusers and transformers. Kernels and registry
+stand below; no capture, tuning or rendering is known here.
 """

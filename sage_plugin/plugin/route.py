@@ -1,8 +1,8 @@
 """Where an attention call of a patched layer goes: to a kernel, or to the host with a reason.
 
 Two entrances have the signatures of what they stand in for, torch's SDPA and diffusers'
-`dispatch_attention_fn`; that of transformers is in `hosts/transformers_dispatch.py`. The host's own function gets
-exactly the arguments that the model passed.
+`dispatch_attention_fn`; that of transformers is in `hosts/transformers_dispatch.py`. The host's own
+function gets exactly the arguments that the model passed.
 """
 
 from __future__ import annotations

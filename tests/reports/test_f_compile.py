@@ -252,7 +252,7 @@ def test_report_80_a_second_copy_of_the_package_is_named(tmp_path):
         x = torch.randn(1, 1, 8, 32)
         before = sage_plugin.attention(x, x, x, kernel="sage")
         try:
-            importlib.import_module("vendored.kernels.attention.ops")
+            importlib.import_module("vendored.kernels.attention.torch_ops")
         except RuntimeError as error:
             said = str(error)
             assert "namespace sage_plugin" in said, said

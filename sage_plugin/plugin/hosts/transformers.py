@@ -1,8 +1,8 @@
 """What a model of transformers holds: attention modules, which look their function up in a table.
 
 Such a module becomes an instance of a subclass of its class, whose `forward` finds our functions in
-the table (`transformers_dispatch.py`). Its configuration, which other models may share, is left alone. Nothing
-of transformers is imported here.
+the table (`transformers_dispatch.py`). Its configuration, which other models may share, is left
+alone. Nothing of transformers is imported here.
 """
 
 from __future__ import annotations
