@@ -46,8 +46,8 @@ from sage_plugin.accuracy.reference import Reference, clear, reference, sample_r
 from sage_plugin.bench.report import finite
 from sage_plugin.errors import SageError, UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.attention.torch_ops import shape_of
 from sage_plugin.kernels.contract import AttentionParams, Implementation
 from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
 from sage_plugin.tune.run.run_folder import git_revision

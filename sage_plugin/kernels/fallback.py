@@ -35,7 +35,6 @@ class Fallback(Enum):
 
     # what the user asked for
     SHORTER_THAN_MIN_SEQ = "shorter than min_seq {}"
-    SHORTER_THAN_PATCH_MIN_SEQ = "shorter than min_seq={}"
     DISABLED = "SAGE_PLUGIN_DISABLE is set"
     POLICY = "the policy's rule {} leaves it to the host"
     POLICY_WITHOUT_RULE = "no rule of the policy takes it"
@@ -95,7 +94,6 @@ _ASKED_FOR = (
     Fallback.DISABLED,
     Fallback.NOT_FINITE,
     Fallback.SHORTER_THAN_MIN_SEQ,
-    Fallback.SHORTER_THAN_PATCH_MIN_SEQ,
 )
 
 

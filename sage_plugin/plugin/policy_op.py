@@ -13,10 +13,10 @@ import functools
 import torch
 
 from sage_plugin import settings
+from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.kernels.attention.runtime import as_promised, empty_as
 from sage_plugin.kernels.contract import bhsd
 from sage_plugin.plugin import route
-from sage_plugin.plugin.call import Call
 from sage_plugin.plugin.context import LAYERS, STACK, Frame
 
 library = torch.library.Library("sage_plugin", "FRAGMENT")
@@ -41,7 +41,7 @@ def routed(
     if layer is None:
         return as_promised(q, host())
     layer.state.disabled = settings.current().disabled
-    call = Call(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, layout)
+    call = AttentionCall(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, layout)
     STACK.frames.append(Frame(layer))
     try:
         return as_promised(q, route.attend(host, call, None))

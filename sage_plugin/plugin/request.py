@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.plugin.call import Call
 from sage_plugin.plugin.context import LayerContext
 from sage_plugin.plugin.policy.rules import HOST, Policy, Rule
 
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
     reason: FallbackReason | None = None
 
 
-def choice_of(layer: LayerContext, call: Call) -> Choice:
+def choice_of(layer: LayerContext, call: AttentionCall) -> Choice:
     """What a call of a layer is meant for; eager mode only where there is a policy."""
     options = layer.state.options
     if options.policy is None:
@@ -43,7 +43,7 @@ def choice_of(layer: LayerContext, call: Call) -> Choice:
     return _by_policy(layer, options.policy, call)
 
 
-def _by_policy(layer: LayerContext, policy: Policy, call: Call) -> Choice:
+def _by_policy(layer: LayerContext, policy: Policy, call: AttentionCall) -> Choice:
     clock = layer.state.clock
     step, total = (None, None) if clock is None else clock.now()
     seq = 2 if call.layout == "bhsd" else 1

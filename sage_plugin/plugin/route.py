@@ -16,18 +16,23 @@ import torch
 from torch.utils._device import DeviceContext
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention import dispatch
-from sage_plugin.kernels.attention.api import run_decided
-from sage_plugin.kernels.attention.mask import is_added, of_heads
-from sage_plugin.kernels.attention.validate import wants_gradient
+from sage_plugin.kernels.attention.api import run, run_op
+from sage_plugin.kernels.attention.call import (
+    TENSOR_SUBCLASS,
+    AttentionCall,
+    KernelRequest,
+    is_plain,
+    wants_gradient,
+)
+from sage_plugin.kernels.attention.executor import Executor, decide, resolve
+from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
+from sage_plugin.kernels.attention.validate import FLOATS
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.plugin.call import SUBCLASS, Call, plain
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.plugin.hosts import parallel
 from sage_plugin.plugin.request import Choice, choice_of
-from sage_plugin.schema import DeviceFacts, LaunchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +46,7 @@ CAUSAL = FallbackReason(Fallback.CAUSAL_ALIGNMENT)
 NOT_FINITE = FallbackReason(Fallback.NOT_FINITE)
 BAD_INPUT = FallbackReason(Fallback.INPUT_NOT_FINITE)
 PARALLEL = FallbackReason(Fallback.PARALLEL)
+GRADIENT = FallbackReason(Fallback.GRADIENT)
 ARGUMENTS = FallbackReason(Fallback.ARGUMENTS)
 BY_POLICY = "policy"
 """Where a launch config with fields of a rule came from."""
@@ -65,7 +71,9 @@ def sdpa(
             scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
 
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bhsd")
+    call = AttentionCall(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bhsd"
+    )
     return attend(host, call, None)
 
 
@@ -95,7 +103,9 @@ def dispatch_instead_of(original: Callable[..., torch.Tensor]) -> Callable[..., 
             )  # fmt: skip
 
         blocked = ARGUMENTS if attention_kwargs or unknown else None
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd")
+        call = AttentionCall(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd"
+        )
         if parallel_config is not None:
             return attend_in_parallel(host, call, blocked, original, parallel_config)
         return attend(host, call, blocked)
@@ -103,7 +113,9 @@ def dispatch_instead_of(original: Callable[..., torch.Tensor]) -> Callable[..., 
     return dispatch_attention_fn
 
 
-def attend(host: Callable[[], T], call: Call, blocked: FallbackReason | None) -> torch.Tensor | T:
+def attend(
+    host: Callable[[], T], call: AttentionCall, blocked: FallbackReason | None
+) -> torch.Tensor | T:
     """One attention call of a patched layer: what a kernel gives, or what the host gives.
 
     Args:
@@ -123,32 +135,33 @@ def attend(host: Callable[[], T], call: Call, blocked: FallbackReason | None) ->
     if layer.state.options.policy is not None and not eager:
         return _later(host, layer, call, blocked)
     choice = choice_of(layer, call)
-    decision, mask = _decide(layer.state, call, blocked or choice.reason, choice)
+    resolved, mask = _resolve(layer, call, blocked, choice)
+    decision = _decision_of(resolved)
     if eager:
-        _note(frame, layer, call, decision)
+        _tell(frame, layer, call, decision)
         _note_rule(layer, choice)
-    reason = decision.reason
-    if reason is not None and layer.state.options.strict and not reason.cause.asked_for:
-        raise UnsupportedInputError(_complaint(layer, reason))
-    if decision.kernel == "sdpa":
+    if decision.reason is not None:
+        _give_way(layer, decision.reason)
         return host()
-    result, kind = None, call.q.device.type
+    if decision.kernel == "sdpa":
+        if eager:
+            layer.calls[decision.label] += 1
+        return host()
+    call, kind = call._replace(attn_mask=mask), call.q.device.type
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):  # our op is not on autocast's list, as SDPA is
-            cast_call = call.cast(torch.get_autocast_dtype(kind))
-            result = _run(layer, cast_call, mask, decision, choice)
+            result = _run(layer, call.cast(torch.get_autocast_dtype(kind)), choice)
+    elif isinstance(resolved, Executor):
+        result = _run_resolved(layer, call, resolved, choice)
     else:
-        result = _run(layer, call, mask, decision, choice)
-    if result is not None and eager and layer.state.options.check_finite:
-        output = result[0] if isinstance(result, tuple) else result
-        result = result if _is_sound(layer, call, decision, output) else None
+        result = run_op(decision, call, mask, _request(layer, choice))
     # Only a `T` of two tensors asks for the LSE.
     return host() if result is None else cast("torch.Tensor", result)
 
 
 def attend_in_parallel(
     host: Callable[[], torch.Tensor],
-    call: Call,
+    call: AttentionCall,
     blocked: FallbackReason | None,
     original: Callable[..., torch.Tensor],
     config: Any,  # noqa: ANN401
@@ -174,18 +187,20 @@ def attend_in_parallel(
     if frame.layer.state.options.policy is not None and torch.compiler.is_compiling():
         blocked = blocked or PARALLEL
     if blocked is None and wants_gradient(call.q, call.k, call.v):
-        blocked = dispatch.GRADIENT  # autograd does not see inside of the exchange
+        blocked = GRADIENT  # autograd does not see inside of the exchange
     if blocked is None and degrees is not None:
         seen = parallel.as_exchanged(call, degrees)
         choice = choice_of(frame.layer, seen)
-        decision, _ = _decide(frame.layer.state, seen, choice.reason, choice)
+        decision = _decision_of(_resolve(frame.layer, seen, None, choice)[0])
         if decision.kernel != "sdpa":
             return parallel.attention(spread, attend, call, config)
         blocked = decision.reason
     return attend(host, call, blocked)
 
 
-def _is_sound(layer: LayerContext, call: Call, decision: Decision, result: torch.Tensor) -> bool:
+def _is_sound(
+    layer: LayerContext, call: AttentionCall, decision: Decision, result: torch.Tensor
+) -> bool:
     """Whether an output is finite; if not, say where it came from, and keep a kernel off the layer.
 
     Inputs that are not finite are no fault of the kernel, which stays.
@@ -198,7 +213,6 @@ def _is_sound(layer: LayerContext, call: Call, decision: Decision, result: torch
         mask is None or not mask.isnan().any()
     ):
         layer.broken = NOT_FINITE
-        layer.calls[decision.label] -= 1
         layer.fallbacks[NOT_FINITE] += 1
         layer.state.warned.add(NOT_FINITE)
         logger.warning(
@@ -213,11 +227,11 @@ def _is_sound(layer: LayerContext, call: Call, decision: Decision, result: torch
 
 
 def _later(
-    host: Callable[[], T], layer: LayerContext, call: Call, blocked: FallbackReason | None
+    host: Callable[[], T], layer: LayerContext, call: AttentionCall, blocked: FallbackReason | None
 ) -> torch.Tensor | T:
     """A call in a graph whose kernel a policy chooses anew each time that the graph runs."""
-    mask = call.mask() if _fits(call) else SHAPE
-    plain_call = blocked is None and plain(call.q) and plain(call.k) and plain(call.v)
+    mask = call.host_mask() if _fits(call) else SHAPE
+    plain_call = blocked is None and is_plain(call.q) and is_plain(call.k) and is_plain(call.v)
     beyond = call.softcap > 0.0 or call.sinks is not None or call.return_lse
     needs_grad = wants_gradient(call.q, call.k, call.v, call.attn_mask)
     if not plain_call or beyond or needs_grad or isinstance(mask, FallbackReason):
@@ -234,102 +248,104 @@ def _later(
     return out
 
 
-def _run(
-    layer: LayerContext,
-    call: Call,
-    mask: torch.Tensor | None,
-    decision: Decision,
-    choice: Choice,
-) -> Result | None:
-    """Run the kernel; `None` where it cannot be built, which the layer remembers of such calls."""
-    if torch.compiler.is_compiling() or decision.variant == HOST:
-        return _launch(layer, call, mask, decision)
-    key = dispatch.call_key(call.shape(mask), decision)
-    reason = layer.state.unbuilt.get(key.discrete())
-    if reason is None:
-        config_dir = layer.state.options.config_dir
-        found = dispatch.find_launch(key, _facts(call.q), config_dir=config_dir)
-        config = found.config.replaced(**choice.launch) if choice.launch else None
-        if config is not None:
-            illegal = dispatch.illegal_reason(config, key, _facts(call.q))
-            reason = None if illegal is None else FallbackReason(Fallback.ILLEGAL_CONFIG, illegal)
-        if reason is not None and layer.state.options.strict:
-            raise UnsupportedInputError(_complaint(layer, reason))
-    if reason is None:
-        try:
-            result = _launch(layer, call, mask, decision, config)
-        except Exception as error:
-            reason = build_failure(error)
-            if reason is None or layer.state.options.strict:
-                raise
-            layer.state.unbuilt[key.discrete()] = reason
-        else:
-            layer.config_sources[found.source if config is None else BY_POLICY] += 1
-            if found.saved_ms is not None and config is None:
-                layer.saved_ms += found.saved_ms
-                layer.timed_calls += 1
-            return result
-    layer.calls[decision.label] -= 1
-    _give_way(layer, reason)
-    return None
+def _request(layer: LayerContext, choice: Choice) -> KernelRequest:
+    """Return what shall compute a call of a layer."""
+    changes = tuple(sorted(choice.launch.items())) if choice.launch else ()
+    config_dir = layer.state.options.config_dir
+    return KernelRequest(choice.kernel, choice.variant, None, config_dir, 0, changes)
 
 
-def _launch(
-    layer: LayerContext,
-    call: Call,
-    mask: torch.Tensor | None,
-    decision: Decision,
-    launch: LaunchConfig | None = None,
-) -> Result:
-    return run_decided(
-        decision, call.q, call.k, call.v, is_causal=call.is_causal, scale=call.factor(),
-        layout=call.layout, return_lse=call.return_lse, launch=launch,
-        config_dir=layer.state.options.config_dir, mask=mask, softcap=call.softcap,
-        sinks=call.sinks,
-    )  # fmt: skip
+def _resolve(
+    layer: LayerContext, call: AttentionCall, blocked: FallbackReason | None, choice: Choice
+) -> tuple[Executor | FallbackReason | Decision, torch.Tensor | None]:
+    """Return what runs a call, with its mask as kernels take it; a decision while tracing.
 
-
-def _decide(
-    state: PatchState, call: Call, blocked: FallbackReason | None, choice: Choice
-) -> tuple[Decision, torch.Tensor | None]:
-    """Where a call runs, and its mask as kernels take it."""
+    A known call in eager mode is one look into the memo that `attention` has.
+    """
     if choice.kernel == "sdpa" and choice.reason is None:
         return Decision("sdpa", HOST), None
-    reason = blocked or _obstacle(state, call)
-    if reason is not None:
-        return Decision("sdpa", HOST, reason), None
-    mask = call.mask()
+    blocked = blocked or choice.reason or _obstacle(layer.state, call)
+    if blocked is not None:
+        return blocked, None
+    mask = call.host_mask()
     if isinstance(mask, FallbackReason):
-        return Decision("sdpa", HOST, mask), None
-    decision = dispatch.decide(
-        call.shape(mask),
-        _facts(call.q),
-        kernel=choice.kernel,
-        variant=choice.variant,
-        dropout=call.dropout_p,
-        needs_grad=wants_gradient(call.q, call.k, call.v, call.attn_mask, call.sinks),
-        special=of_heads(mask) or call.softcap > 0.0 or call.sinks is not None,
-        additive=is_added(mask),
-    )
-    return decision, mask
+        return mask, None
+    call = call._replace(attn_mask=mask)
+    request = _request(layer, choice)
+    if torch.compiler.is_compiling():
+        return decide(call, request)[0], mask
+    resolved = resolve(call, request)
+    if isinstance(resolved, Executor) and resolved.key is not None:
+        return layer.state.unbuilt.get(resolved.key.discrete(), resolved), mask
+    return resolved, mask
 
 
-def _obstacle(state: PatchState, call: Call) -> FallbackReason | None:
+def _decision_of(resolved: Executor | FallbackReason | Decision) -> Decision:
+    if isinstance(resolved, FallbackReason):
+        return Decision("sdpa", HOST, resolved)
+    return resolved.decision if isinstance(resolved, Executor) else resolved
+
+
+def _run(layer: LayerContext, call: AttentionCall, choice: Choice) -> Result | None:
+    """Run a call whose dtype autocast changed; `None` if the host's attention shall."""
+    resolved, mask = _resolve(layer, call, None, choice)
+    if isinstance(resolved, FallbackReason):
+        _give_way(layer, resolved)
+        return None
+    if isinstance(resolved, Executor):
+        return _run_resolved(layer, call, resolved, choice)
+    return run_op(resolved, call, mask, _request(layer, choice))
+
+
+def _run_resolved(
+    layer: LayerContext, call: AttentionCall, executor: Executor, choice: Choice
+) -> Result | None:
+    """Run the kernel and count; `None` if the host's attention shall take the call instead."""
+    try:
+        if can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):
+            result = run(executor, call)
+        else:
+            result = run_op(executor.decision, call, call.attn_mask, _request(layer, choice))
+    except Exception as error:
+        reason = build_failure(error)
+        if reason is None or executor.key is None or layer.state.options.strict:
+            raise
+        layer.state.unbuilt[executor.key.discrete()] = reason
+        _give_way(layer, reason)
+        return None
+    if layer.state.options.check_finite:
+        output = result[0] if isinstance(result, tuple) else result
+        if not _is_sound(layer, call, executor.decision, output):
+            return None
+    layer.calls[executor.decision.label] += 1
+    found = executor.found
+    if executor.key is not None:
+        layer.config_sources[BY_POLICY if found is None else found.source] += 1
+    if found is not None and found.saved_ms is not None:
+        layer.saved_ms += found.saved_ms
+        layer.timed_calls += 1
+    return result
+
+
+def _obstacle(state: PatchState, call: AttentionCall) -> FallbackReason | None:
     """Why a call cannot or shall not leave the host, as far as no kernel needs to be known."""
     q, k, v, options = call.q, call.k, call.v, state.options
     if state.disabled:
         return DISABLED
     if not torch.compiler.is_compiling() and _watched():
         return FUNCTION_MODE
-    if not (plain(q) and plain(k) and plain(v)):
-        return SUBCLASS
+    if not (is_plain(q) and is_plain(k) and is_plain(v)):
+        return TENSOR_SUBCLASS
     if q.device.type not in DEVICES:
         return FallbackReason(Fallback.DEVICE, q.device.type)
     if not _fits(call):
         return SHAPE
+    for tensor in (q, k, v):
+        if tensor.dtype not in FLOATS:
+            return FallbackReason(Fallback.DTYPE, str(tensor.dtype).removeprefix("torch."))
     seq = 2 if call.layout == "bhsd" else 1
     if not (_surely(q.shape[seq] >= options.min_seq) and _surely(k.shape[seq] >= options.min_seq)):
-        return FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, options.min_seq)
+        return FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, options.min_seq)
     return CAUSAL if call.is_causal and not _surely(q.shape[seq] == k.shape[seq]) else None
 
 
@@ -338,7 +354,7 @@ def _watched() -> bool:
     return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
-def _fits(call: Call) -> bool:
+def _fits(call: AttentionCall) -> bool:
     """Whether SDPA would neither broadcast nor refuse these shapes."""
     q, k, v = call.q, call.k, call.v
     if not (q.dim() == k.dim() == v.dim() == 4):
@@ -366,8 +382,8 @@ def _surely(condition: bool) -> bool:
     return guard_or_false(condition)
 
 
-def _note(frame: Frame, layer: LayerContext, call: Call, decision: Decision) -> None:
-    """Tell the listeners, count, and warn of a reason when it is met first."""
+def _tell(frame: Frame, layer: LayerContext, call: AttentionCall, decision: Decision) -> None:
+    """Tell the listeners of a call before it runs."""
     event = CallEvent(
         layer.state.component, layer.name, frame.index, call.q, call.k, call.v, call.attn_mask,
         call.is_causal, call.scale, call.layout, decision,
@@ -375,10 +391,6 @@ def _note(frame: Frame, layer: LayerContext, call: Call, decision: Decision) -> 
     frame.index += 1
     for listener in layer.state.listeners:
         listener(event)
-    if decision.reason is None:
-        layer.calls[decision.label] += 1
-        return
-    _give_way(layer, decision.reason)
 
 
 def _note_rule(layer: LayerContext, choice: Choice) -> None:
@@ -390,18 +402,21 @@ def _note_rule(layer: LayerContext, choice: Choice) -> None:
 
 
 def _give_way(layer: LayerContext, reason: FallbackReason) -> None:
-    """Count a call that goes to the host's attention, and say why once."""
-    layer.fallbacks[reason] += 1
-    if reason not in layer.state.warned and not reason.cause.by_policy:
-        layer.state.warned.add(reason)
-        logger.warning("%s (said once)", _complaint(layer, reason))
+    """Count a call that goes to the host's attention in eager mode, and say why once.
+
+    Raises:
+        UnsupportedInputError: strict mode, and nobody asked for it.
+    """
+    if not torch.compiler.is_compiling():
+        layer.fallbacks[reason] += 1
+        if reason not in layer.state.warned and not reason.cause.by_policy:
+            layer.state.warned.add(reason)
+            logger.warning("%s (said once)", _complaint(layer, reason))
+    if layer.state.options.strict and not reason.cause.asked_for:
+        raise UnsupportedInputError(_complaint(layer, reason))
 
 
 def _complaint(layer: LayerContext, reason: FallbackReason) -> str:
     options = layer.state.options
     kernel = options.kernel if options.policy is None else "of the policy"
     return f"{layer.name}: kernel {kernel!r} gives way to the host's attention: {reason}"
-
-
-def _facts(tensor: torch.Tensor) -> DeviceFacts:
-    return dispatch.facts_of(tensor.device.type, tensor.device.index)

@@ -10,6 +10,7 @@ import torch
 
 import sage_plugin
 from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.attention.mask import normalized
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.attention.recipes import implementation
@@ -170,9 +171,7 @@ def test_report_28_packed_sequences_are_calls_of_their_own(kernel, dim):
 
 
 def _config_of_packed(kernel, q, k):
-    shape = sage_plugin.kernels.attention.torch_ops.shape_of(
-        q[None], k[None], k[None], causal=True, scale=0.1, layout="bshd"
-    )
+    shape = shape_of(q[None], k[None], k[None], causal=True, scale=0.1, layout="bshd")
     facts = dispatch.facts_of("cuda", 0)
     key = dispatch.call_key(shape, Decision(kernel, "portable"))
     return dispatch.find_launch(key, facts).config

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.attention.mask import mask_kind, normalized
-from sage_plugin.kernels.attention.runtime import shape_of
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.support import hopper_reason
 from sage_plugin.schema import LaunchConfig

@@ -27,8 +27,8 @@ import torch
 from sage_plugin import device
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.attention.mask import mask_kind
-from sage_plugin.kernels.attention.runtime import shape_of
 from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
 from sage_plugin.kernels.support import ARCHITECTURES
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig

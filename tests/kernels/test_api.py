@@ -14,8 +14,9 @@ import torch.nn.functional as F
 import sage_plugin
 from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
-from sage_plugin.kernels.attention import dispatch, torch_ops
-from sage_plugin.kernels.attention.api import attention, run_decided
+from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.api import attention, run_op
+from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest, shape_of
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.registry.merge import merge
@@ -394,7 +395,7 @@ def test_a_launch_config_is_used():
 
 def test_a_tuned_config_of_a_folder_is_used(tmp_path):
     q, k, v = draw(PLAIN)
-    shape = torch_ops.shape_of(q, k, v, causal=False, scale=0.125, layout="bhsd")
+    shape = shape_of(q, k, v, causal=False, scale=0.125, layout="bhsd")
     key = dispatch.call_key(shape, Decision("sage", "emulation"))
     rough = launch(128, 128, smooth_k=False, smooth_v=False)
     facts = device.facts("cpu")
@@ -409,9 +410,8 @@ def test_a_tuned_config_of_a_folder_is_used(tmp_path):
 
 def test_a_decision_can_be_run_as_it_is():
     q, k, v = draw(PLAIN)
-    out = run_decided(
-        Decision("sage", "emulation"), q, k, v, is_causal=True, scale=0.125, layout="bhsd"
-    )
+    call = AttentionCall(q, k, v, is_causal=True, scale=0.125)
+    out = run_op(Decision("sage", "emulation"), call, None, KernelRequest())
     assert torch.equal(out, attention(q, k, v, is_causal=True, kernel="sage"))
 
 

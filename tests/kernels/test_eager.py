@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention import api, torch_ops
+from sage_plugin.kernels.attention import api
+from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.contract import Decision
 from tests.kernels.calls import Shape, draw
@@ -119,25 +120,10 @@ def test_nothing_runs_directly_under_a_transform_or_a_tracer():
 def test_a_call_runs_directly_where_it_may(monkeypatch):
     q, k, v = draw(SHAPE)
     expected = sage_plugin.attention(q, k, v, kernel="sage")
-    monkeypatch.setattr(api, "run_decided", lambda *_, **__: pytest.fail("went on to the op"))
+    monkeypatch.setattr(api, "run_op", lambda *_, **__: pytest.fail("went on to the op"))
     assert torch.equal(sage_plugin.attention(q, k, v, kernel="sage"), expected)
     with pytest.raises(pytest.fail.Exception, match="went on to the op"), FakeTensorMode():
         sage_plugin.attention(q, k, v, kernel="sage")
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_a_decision_runs_directly_where_it_may(monkeypatch, return_lse):
-    """The op itself keeps the function that it was registered with."""
-    q, k, v = draw(SHAPE)
-    given = {"is_causal": False, "scale": 0.1, "layout": "bhsd", "return_lse": return_lse}
-    expected = api.run_decided(SAGE, q, k, v, **given)
-    name = "attention_with_lse_now" if return_lse else "attention_now"
-    direct = []
-    monkeypatch.setattr(torch_ops, name, lambda *given: direct.append(given) or expected)
-    assert api.run_decided(SAGE, q, k, v, **given) is expected
-    with Seen():
-        assert torch.equal(api.run_decided(SAGE, q, k, v, **given)[0], expected[0])
-    assert len(direct) == 1
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -167,7 +153,8 @@ def test_lazy_negation_is_done_before_a_kernel_reads():
     assert torch.equal(sage_plugin.attention(torch._neg_view(q), k, v, kernel="sage"), expected)
 
 
-def test_a_decision_run_as_it_is_refuses_a_gradient_too():
+def test_an_op_refuses_a_gradient():
     q, k, v = draw(SHAPE)
+    call = AttentionCall(q.requires_grad_(), k, v, scale=0.1)
     with pytest.raises(UnsupportedInputError, match="have no backward"):
-        api.run_decided(SAGE, q.requires_grad_(), k, v, is_causal=False, scale=0.1, layout="bhsd")
+        api.run_op(SAGE, call, None, KernelRequest())

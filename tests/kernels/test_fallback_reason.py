@@ -32,7 +32,7 @@ def test_a_reason_is_a_value_with_a_sentence(cause):
 @pytest.mark.parametrize(
     ("reason", "text"),
     [
-        (FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 13), "shorter than min_seq=13"),
+        (FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 13), "shorter than min_seq=13"),
         (FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 13), "shorter than min_seq 13"),
         (FallbackReason(Fallback.V_CHANNELS, (64, 128)), "V has 64 channels and Q 128"),
         (FallbackReason(Fallback.POLICY, 2), "the policy's rule 2 leaves it to the host"),
@@ -49,6 +49,6 @@ def test_the_detail_fills_the_sentence(reason, text):
 def test_what_strict_mode_lets_pass():
     assert {cause for cause in Fallback if cause.asked_for} == {
         Fallback.DISABLED, Fallback.NOT_FINITE, Fallback.DENSE_ADDITIVE_MASK, Fallback.TOO_SMALL,
-        Fallback.SHORTER_THAN_MIN_SEQ, Fallback.SHORTER_THAN_PATCH_MIN_SEQ, Fallback.POLICY,
+        Fallback.SHORTER_THAN_MIN_SEQ, Fallback.SHORTER_THAN_MIN_SEQ, Fallback.POLICY,
         Fallback.POLICY_WITHOUT_RULE,
     }  # fmt: skip

@@ -13,7 +13,7 @@ import torch._dynamo.testing
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention import torch_ops
+from sage_plugin.kernels.attention.call import shape_of
 from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, launch, relative_l1
 
 LAUNCH = launch().text()
@@ -346,7 +346,7 @@ def test_the_two_ops_agree(kernel):
 
 def test_the_shape_record_of_a_call():
     q, k, v = draw(Shape(2, 4, 2, 20, 33, 80), torch.bfloat16, layout="bshd")
-    shape = torch_ops.shape_of(q, k, v[..., :16], causal=True, scale=0.5, layout="bshd")
+    shape = shape_of(q, k, v[..., :16], causal=True, scale=0.5, layout="bshd")
     assert shape.to_json() == {
         "batch": 2,
         "heads_q": 4,

@@ -12,7 +12,7 @@ import torch
 
 from sage_plugin.kernels import launch_config, launch_graph
 from sage_plugin.kernels.attention import executor
-from sage_plugin.kernels.attention import executor as plans
+from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.contract import AttentionParams, Packed
 from tests.kernels.calls import EMULATED, Shape, draw, launch
 from tests.kernels.raw_builds import LAUNCHED, RawKernel
@@ -35,8 +35,10 @@ def runs(monkeypatch):
 
 
 def planned(q, k, v, kernel, **options):
-    asked = (None, False, "bhsd", kernel, "portable", launch(**options), None)
-    return plans.settled(q, k, v, *asked, special=True)[0]
+    return executor.resolve(
+        AttentionCall(q, k, v, window=(-1, -1)),
+        KernelRequest(kernel, "portable", launch(**options)),
+    )
 
 
 def called(plan, q, k, v, problem, **options):
@@ -192,7 +194,9 @@ def test_a_call_with_a_tensor_of_unknown_origin_is_never_replayed(runs, monkeypa
 
     stock = launch_graph.empty
     monkeypatch.setattr(
-        quantizers.tape, "empty", lambda device, dtype, *shape: torch.empty(shape, dtype=dtype)
+        quantizers.launch_graph,
+        "empty",
+        lambda device, dtype, *shape: torch.empty(shape, dtype=dtype),
     )
     tensors = draw(SHAPE, torch.float16)
     problem = AttentionParams(0.125, False, "bhsd")

@@ -156,7 +156,7 @@ def test_further_tokens_are_the_host_s_by_default():
     model.module.generate(words(), max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert counted("transformers") == (
         {"fav2:emulation": 2},
-        {FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 8): 8},
+        {FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 8): 8},
     )
 
 
@@ -371,7 +371,7 @@ def test_a_second_call_changes_the_options_of_the_one_handle():
     model.run()
     assert counted("diffusers") == (
         {"sage:emulation": 4, "fav2:emulation": 2},
-        {FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 16): 2},
+        {FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 16): 2},
     )
     members = [m for m in dispatcher.AttentionBackendName if m.value == NAME]
     assert len(members) == 1

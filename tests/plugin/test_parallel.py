@@ -7,7 +7,7 @@ import torch
 
 import sage_plugin
 from sage_plugin.kernels.attention.api import attention
-from sage_plugin.plugin.call import Call
+from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.plugin.hosts import parallel
 from tests.plugin import spread
 from tests.plugin.spread import Run
@@ -82,7 +82,7 @@ def test_what_the_host_refuses_stays_refused(found):
 
 def test_the_decision_sees_gathered_lengths_and_shared_heads():
     q = torch.randn(2, 10, 6, 8)
-    call = Call(q, q, q, torch.ones(10, dtype=torch.bool), 0.0, False, None, False, "bshd")
+    call = AttentionCall(q, q, q, torch.ones(10, dtype=torch.bool), 0.0, False, None, False, "bshd")
     seen = parallel.as_exchanged(call, parallel.Degrees(3, 1))
     assert seen.q.shape == seen.k.shape == seen.v.shape == (2, 30, 2, 8)
     assert seen.attn_mask is None
@@ -109,7 +109,7 @@ def test_parts_merge_by_our_lse_to_the_whole():
         assert blocked is None
         return attention(call.q, call.k, call.v, kernel="sage", layout="bshd", return_lse=True)
 
-    call = Call(q, k, v, None, 0.0, False, None, False, "bshd")
+    call = AttentionCall(q, k, v, None, 0.0, False, None, False, "bshd")
     out = parallel.attention(exchange, attend, call, None)
     assert halves[0][1].shape == (1, 40, 2)
     exact = attention(q, k, v, kernel="torch", layout="bshd")

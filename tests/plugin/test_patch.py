@@ -167,7 +167,7 @@ def test_report_102_cross_attention_to_a_short_text_stays_on_the_host():
         if row.layer.endswith("attn1"):
             assert row.calls == {"sage:emulation": 1}
         else:
-            assert row.fallbacks == {FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 13): 1}
+            assert row.fallbacks == {FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 13): 1}
 
 
 def test_report_84_auto_on_a_cpu_changes_nothing():

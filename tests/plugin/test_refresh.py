@@ -104,7 +104,7 @@ def test_refresh_forgets_neither_reasons_nor_broken_layers(caplog):
         layer(*qkv())
     assert len(caplog.records) == 2
     assert handle.report().rows[0].fallbacks == {
-        FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 100): 1,
+        FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 100): 1,
         route.NOT_FINITE: 1,
     }
 

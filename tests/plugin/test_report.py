@@ -13,7 +13,7 @@ from sage_plugin import device
 from sage_plugin.errors import PatchError
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.kernels.attention.runtime import shape_of
+from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.plugin.patch import patch, patched, unpatch
 from sage_plugin.registry import store

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.attention.api import attention
+from sage_plugin.kernels.attention.call import TENSOR_SUBCLASS
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin import route
-from sage_plugin.plugin.call import SUBCLASS
 from sage_plugin.plugin.patch import patch, patched, unpatch
 from tests.plugin.toys import (
     Direct,
@@ -107,18 +107,18 @@ def test_report_102_short_calls_stay_on_the_host_whatever_the_kernel(kernel):
     layer, handle = patched_toy(kernel=kernel, min_seq=24)
     q, k, v = qkv(seq=24, kv_seq=23)
     assert torch.equal(layer(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    assert only_reason(handle) == FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 24)
+    assert only_reason(handle) == FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 24)
     layer(k, q, q)
-    assert counts(handle)[1] == {FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 24): 2}
+    assert counts(handle)[1] == {FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 24): 2}
     layer(q, q, q)
-    assert counts(handle)[1][FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 24)] == 2
+    assert counts(handle)[1][FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 24)] == 2
 
 
 def test_min_seq_is_1024_unless_given():
     layer = ToyAttention(Direct())
     handle = patch(layer, kernel="fav2")
     layer(*qkv(heads=1, seq=1023))
-    assert only_reason(handle) == FallbackReason(Fallback.SHORTER_THAN_PATCH_MIN_SEQ, 1024)
+    assert only_reason(handle) == FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 1024)
     layer(*qkv(heads=1, seq=1024))
     assert counts(handle)[0] == {"fav2:emulation": 1}
 
@@ -178,7 +178,7 @@ def test_a_tensor_subclass_stays_with_the_host():
     layer, handle = patched_toy()
     q, k, v = qkv()
     assert type(layer(q.as_subclass(Tagged), k, v)) is Tagged
-    assert only_reason(handle) == SUBCLASS
+    assert only_reason(handle) == TENSOR_SUBCLASS
 
 
 def test_a_device_without_kernels_stays_with_the_host():
@@ -351,7 +351,7 @@ def test_report_118_a_kernel_that_cannot_be_built_gives_way_and_is_not_tried_aga
 ):
     layer, handle = patched_toy()
     tried = []
-    monkeypatch.setattr(route, "run_decided", breaking(OutOfResources("shared memory"), tried))
+    monkeypatch.setattr(route, "run", breaking(OutOfResources("shared memory"), tried))
     q, k, v = qkv()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -372,7 +372,7 @@ def test_report_118_a_kernel_that_cannot_be_built_gives_way_and_is_not_tried_aga
 )
 def test_what_fails_while_it_runs_or_in_strict_mode_is_raised(monkeypatch, error, strict):
     layer, _ = patched_toy(on_unsupported="error" if strict else "fallback")
-    monkeypatch.setattr(route, "run_decided", breaking(error, []))
+    monkeypatch.setattr(route, "run", breaking(error, []))
     with pytest.raises(type(error)):
         layer(*qkv())
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.api import attention
+from sage_plugin.kernels.attention.call import MASK_DEVICE, MASK_SHAPE, TENSOR_SUBCLASS
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.plugin import route
-from sage_plugin.plugin.call import MASK_DEVICE, MASK_SHAPE, SUBCLASS
 from sage_plugin.plugin.patch import patch
 from tests.plugin import toys
 from tests.plugin.toys import Direct, Dispatching, Tagged, counts, only_reason, patched_toy, qkv
@@ -88,7 +88,7 @@ def test_a_mask_that_no_kernel_takes_is_the_hosts(mask, reason):
 def test_a_mask_of_a_subclass_stays_with_the_host():
     layer, handle = patched_toy()
     layer(*qkv(), attn_mask=torch.zeros(24, 24).as_subclass(Tagged))
-    assert only_reason(handle) == SUBCLASS
+    assert only_reason(handle) == TENSOR_SUBCLASS
 
 
 def test_report_95_a_mask_that_learns_goes_to_the_host():
@@ -144,13 +144,13 @@ def test_report_41_mask_and_causal_reach_the_host_together(monkeypatch):
 )
 def test_the_decision_is_told_of_a_mask_of_each_head(shape, special, monkeypatch):
     """Which the Hopper variants do not take."""
-    stock, told = route.dispatch.decide, []
+    stock, told = dispatch.decide, []
 
     def decide(*call, **named):
         told.append(named["special"])
         return stock(*call, **named)
 
-    monkeypatch.setattr(route.dispatch, "decide", decide)
+    monkeypatch.setattr(dispatch, "decide", decide)
     layer, handle = patched_toy()
     mask = None if shape is None else torch.rand(shape) > 0.3
     layer(*qkv(), attn_mask=mask)

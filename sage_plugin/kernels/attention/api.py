@@ -8,17 +8,19 @@ from typing import Any
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention import torch_ops, validate
+from sage_plugin.kernels.attention import validate
 from sage_plugin.kernels.attention.backends.sdpa import host_attention
-from sage_plugin.kernels.attention.executor import Executor, decided, settled
+from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
+from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, decide, resolve
 from sage_plugin.kernels.attention.mask import mask_kind
-from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher, shape_of
+from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.attention.torch_ops import text_of
-from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams, Decision, plain_problem
+from sage_plugin.kernels.contract import HOST, AttentionParams, Decision, plain_problem
+from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.schema import LaunchConfig
 
-__all__ = ["attention", "host_attention", "run_decided"]
+__all__ = ["attention", "host_attention"]
 
 
 def attention(
@@ -103,100 +105,123 @@ def attention(
         torch.Size([1, 2, 64, 32])
     """
     validate.check_out_dtype(out_dtype)
-    needs_grad = validate.wants_gradient(q, k, v, attn_mask, sinks)
-    special = validate.is_special(window, softcap, sinks)
-    plan: Executor | None = None
+    call = AttentionCall(
+        q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout, softcap, sinks,
+        return_lse, window,
+    )  # fmt: skip
+    request = KernelRequest(kernel, variant, launch, config_dir, min_seq if kernel == "auto" else 0)
     if can_bypass_dispatcher(q, k, v, attn_mask, sinks):
-        plan, mask = settled(
-            q, k, v, attn_mask, is_causal, layout, kernel, variant, launch, config_dir, min_seq,
-            dropout_p, needs_grad, special,
-        )  # fmt: skip
-        decision = plan.decision
+        resolved = resolve(call, request)
+        if isinstance(resolved, FallbackReason):
+            return _on_host(call, kernel, resolved, out_dtype)
+        return run(resolved, call, out_dtype)
+    decision, _, mask = decide(call, request)
+    if decision.reason is not None:
+        return _on_host(call, kernel, decision.reason, out_dtype)
+    return run_op(decision, call, mask, request, out_dtype)
+
+
+def run(
+    executor: Executor, call: AttentionCall, out_dtype: torch.dtype | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Run a resolved call in eager mode; its output, with the LSE if the call wants it.
+
+    Raises:
+        UnsupportedInputError: window, soft cap, scale or sinks that are wrong.
+    """
+    if executor.decision.kernel == "sdpa" and _is_plain_sdpa(call):
+        return _sdpa(call, out_dtype)
+    q = call.q
+    sides, cap, factor = validate.checked_rest(
+        q, call.layout, call.window, call.softcap, call.scale, call.sinks
+    )
+    if call.attn_mask is None and call.sinks is None:
+        problem = plain_problem(factor, call.is_causal, call.layout, sides, cap)
     else:
-        decision, _, mask = decided(
-            q, k, v, attn_mask, causal=is_causal, layout=layout, kernel=kernel, variant=variant,
-            min_seq=min_seq, dropout=dropout_p, needs_grad=needs_grad,
-            special=special,
-        )  # fmt: skip
-    sides, cap, factor = validate.checked_rest(q, layout, window, softcap, scale, sinks)
-    flows = needs_grad or dropout_p > 0.0
-    if decision.kernel == "sdpa" and flows and return_lse:
+        mask = validate.checked_mask(call.attn_mask, q, call.k, call.layout)
+        problem = AttentionParams(factor, call.is_causal, call.layout, mask, sides, cap, call.sinks)
+    out, lse = executor.run(
+        q, call.k, call.v, problem, out_dtype=out_dtype, return_lse=call.return_lse
+    )
+    return out if lse is None else (out, lse)
+
+
+def run_op(
+    decision: Decision,
+    call: AttentionCall,
+    mask: torch.Tensor | None,
+    request: KernelRequest,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Run a decided call as a torch op, which compilers, modes and transforms see; traceable.
+
+    Args:
+        decision: kernel and variant.
+        call: the call.
+        mask: its mask as `mask.normalized` leaves it.
+        request: launch config and folder of configs of the call.
+        out_dtype: dtype of the output.
+
+    Raises:
+        UnsupportedInputError: a kernel that needs a GPU, or an illegal launch config.
+    """
+    if decision.kernel == "sdpa" and _is_plain_sdpa(call):
+        return _sdpa(call, out_dtype)
+    q, launch = call.q, request.launch
+    sides, cap, factor = validate.checked_rest(
+        q, call.layout, call.window, call.softcap, call.scale, call.sinks
+    )
+    if launch is not None or (decision.variant in ON_GPUS and q.device.type == "cpu"):
+        validate.check_runnable(decision, q.device, call.shape(mask_kind(mask)), launch)
+    ops = torch.ops.sage_plugin
+    op: Callable[..., Any] = ops.attention_with_lse if call.return_lse else ops.attention
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = op(
+        q, call.k, call.v, mask, call.sinks, factor, call.is_causal, sides[0], sides[1], cap,
+        decision.kernel, decision.variant, call.layout, text_of(launch),
+        str(request.config_dir or ""), out_dtype,
+    )  # fmt: skip
+    return result
+
+
+def _on_host(
+    call: AttentionCall, kernel: str, reason: FallbackReason, out_dtype: torch.dtype | None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Leave a call to the host's attention, if no kernel was asked for by name."""
+    if kernel != "auto":
+        raise validate.refusal(kernel, reason)
+    if _is_plain_sdpa(call):
+        return _sdpa(call, out_dtype)
+    if can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):
+        executor = resolve(call, HOST_REQUEST)
+        assert isinstance(executor, Executor), "the host's attention takes every call"
+        return run(executor, call, out_dtype)
+    mask = validate.checked_mask(call.attn_mask, call.q, call.k, call.layout)
+    return run_op(Decision("sdpa", HOST), call, mask, HOST_REQUEST, out_dtype)
+
+
+def _is_plain_sdpa(call: AttentionCall) -> bool:
+    """Whether SDPA itself takes a call: with dropout or a gradient, or nothing it does not know.
+
+    Raises:
+        UnsupportedInputError: the LSE together with dropout or a gradient.
+    """
+    flows = call.dropout_p > 0.0 or call.needs_grad
+    if flows and call.return_lse:
         raise UnsupportedInputError(
             "return_lse cannot be had together with dropout_p or a gradient; drop one of them"
         )
-    beyond_sdpa = return_lse or cap > 0.0 or sinks is not None
-    if decision.kernel == "sdpa" and (flows or not beyond_sdpa):
-        if attn_mask is not None and attn_mask.dim() < 2:  # SDPA does not broadcast so far
-            attn_mask = attn_mask[(None,) * (2 - attn_mask.dim())]
-        out = host_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, factor, enable_gqa, layout=layout,
-            window=sides, softcap=cap, sinks=sinks,
-        )  # fmt: skip
-        return out if out_dtype is None else out.to(out_dtype)
-    if plan is not None:
-        if mask is None and sinks is None:
-            problem = plain_problem(factor, is_causal, layout, sides, cap)
-        else:
-            problem = AttentionParams(factor, is_causal, layout, mask, sides, cap, sinks)
-        out, lse = plan.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
-        return out if lse is None else (out, lse)
-    return run_decided(
-        decision, q, k, v, is_causal=is_causal, scale=factor, layout=layout, return_lse=return_lse,
-        out_dtype=out_dtype, launch=launch, config_dir=config_dir, mask=mask, window=sides,
-        softcap=cap, sinks=sinks,
-    )  # fmt: skip
+    return flows or not (call.return_lse or call.softcap or call.sinks is not None)
 
 
-def run_decided(
-    decision: Decision,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-    layout: str,
-    return_lse: bool = False,
-    out_dtype: torch.dtype | None = None,
-    launch: LaunchConfig | None = None,
-    config_dir: str | None = None,
-    mask: torch.Tensor | None = None,
-    window: tuple[int, int] = NO_WINDOW,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Run a call on the kernel and variant that `dispatch.decide` chose, as the torch op does.
-
-    Args:
-        decision: what was decided.
-        q: queries, as in `attention`; k and v likewise.
-        k: keys.
-        v: values.
-        is_causal: bottom-right aligned causal mask.
-        scale: factor of the scores.
-        layout: layout of inputs and output.
-        return_lse: also return the LSE.
-        out_dtype: dtype of the output.
-        launch: launch config in place of the looked-up one; checked for legality here.
-        config_dir: folder of configs searched first.
-        mask: mask as `attention.mask.normalized` leaves it.
-        window: keys to the left and to the right, -1 for all.
-        softcap: bound of the scores, 0 for none.
-        sinks: one logit a query head.
-    """
-    call: Callable[..., Any] = (
-        torch_ops.attention_with_lse_now if return_lse else torch_ops.attention_now
+def _sdpa(call: AttentionCall, out_dtype: torch.dtype | None) -> torch.Tensor:
+    sides, cap, factor = validate.checked_rest(
+        call.q, call.layout, call.window, call.softcap, call.scale, call.sinks
     )
-    if not can_bypass_dispatcher(q, k, v, mask, sinks):
-        if launch is not None or (decision.variant in ON_GPUS and q.device.type == "cpu"):
-            shape = shape_of(
-                q, k, v, causal=is_causal, scale=scale, layout=layout, mask_kind=mask_kind(mask)
-            )
-            validate.check_runnable(decision, q.device, shape, launch)
-        ours = torch.ops.sage_plugin
-        call = ours.attention_with_lse if return_lse else ours.attention
-    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = call(
-        q, k, v, mask, sinks, scale, is_causal, window[0], window[1], softcap, decision.kernel,
-        decision.variant, layout, text_of(launch), str(config_dir or ""), out_dtype,
+    mask = call.attn_mask
+    if mask is not None and mask.dim() < 2:  # SDPA does not broadcast so far
+        mask = mask[(None,) * (2 - mask.dim())]
+    out = host_attention(
+        call.q, call.k, call.v, mask, call.dropout_p, call.is_causal, factor, call.enable_gqa,
+        layout=call.layout, window=sides, softcap=cap, sinks=call.sinks,
     )  # fmt: skip
-    return result
+    return out if out_dtype is None else out.to(out_dtype)

@@ -8,33 +8,45 @@ asked for, and the environment. A call of a known key costs one look at a dict a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from sage_plugin import settings
 from sage_plugin.kernels.attention import dispatch, runtime, validate
+from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.mask import is_added, mask_kind, of_heads
-from sage_plugin.kernels.contract import HOST, AttentionParams, Decision, Implementation, Packed
+from sage_plugin.kernels.contract import (
+    HOST,
+    AttentionParams,
+    Decision,
+    Implementation,
+    ResolvedConfig,
+)
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.launch_graph import Outputs, Tape, aligned, hooked, recording, tape_of
 from sage_plugin.kernels.support import ON_GPUS
-from sage_plugin.schema import CallShape, LaunchConfig
+from sage_plugin.schema import CallKey, CallShape, LaunchConfig
 
 
 class Executor(NamedTuple):
-    """What a call runs on.
+    """What runs the calls of one key.
 
     Attributes:
         decision: kernel and variant.
         kernel: its implementation.
         launch: the launch config that was given or found; `None` where nothing is tuned.
+        found: where the launch config came from, `None` where it was given or nothing is tuned.
+        key: the call key of its look-up, `None` where nothing is tuned.
     """
 
     decision: Decision
     kernel: Implementation[Any]
     launch: LaunchConfig | None
+    found: ResolvedConfig | None = None
+    key: CallKey | None = None
 
     def run(
         self,
@@ -46,154 +58,102 @@ class Executor(NamedTuple):
         out_dtype: torch.dtype | None,
         return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Both steps at once, where the tensors are; on a GPU from a tape, once there is one."""
+        """Run both steps at once; on a GPU from the recorded launches, once there are any."""
         on_gpu = self.decision.variant in ON_GPUS and q.device.type != "cpu"
         both = run_cached if on_gpu else run_uncached
         out, lse = both(self, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
         return (runtime.as_promised(q, out) if self.decision.variant == HOST else out), lse
 
 
-_plans: Memo[Executor] = Memo()
+Resolved = Executor | FallbackReason
+_resolved: Memo[Resolved] = Memo()
+
+HOST_REQUEST = KernelRequest("sdpa")
+"""The host's attention as one of our kernels, for what SDPA does not know."""
 
 
-def planned(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    asked: tuple[object, ...],
-    make: Callable[[], Executor],
-) -> Executor:
-    """The plan of a call, made where there is none yet; eager mode only.
+def resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
+    """Return what runs a call, or why it stays with the host's attention; eager mode only.
 
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        asked: all else that the plan follows from.
-        make: makes the plan, or raises what the caller shall see.
-    """
-    key = (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, asked,
-        settings.of_calls(),
-    )  # fmt: skip
-    try:
-        plan = _plans.get(key)
-    except TypeError:  # an argument without a hash
-        return make()
-    if plan is None:
-        plan = make()
-        if plan.decision.variant not in ON_GPUS or q.device.type != "cpu":  # TRITON_INTERPRET's say
-            _plans.keep(key, plan)
-    return plan
-
-
-def settled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    causal: bool,
-    layout: str,
-    kernel: str,
-    variant: str,
-    launch: LaunchConfig | None,
-    config_dir: str | None,
-    min_seq: int = 0,
-    dropout: float = 0.0,
-    needs_grad: bool = False,
-    special: bool = False,
-) -> tuple[Executor, torch.Tensor | None]:
-    """The plan of a call as `attention` takes it, and its mask as kernels take it; eager mode only.
+    The answer is remembered by all that it follows from, the environment too.
 
     Raises:
-        UnsupportedInputError: as `decided` and `plan_of`.
+        UnsupportedInputError: tensors that do not fit together, a kernel that needs a GPU, or a
+            launch config that is not legal.
         UnknownKernelError: no kernel or variant of that name.
         ConfigError: the environment's launch config is not legal.
     """
-
-    def make() -> Executor:
-        decision, shape, _ = decided(
-            q, k, v, attn_mask, causal=causal, layout=layout, kernel=kernel, variant=variant,
-            min_seq=min_seq, dropout=dropout, needs_grad=needs_grad, special=special,
-        )  # fmt: skip
-        given = None if decision.kernel == "sdpa" else launch
-        return plan_of(decision, shape, q.device, given, str(config_dir) if config_dir else None)
-
-    form = None
-    if attn_mask is not None:
-        form = (attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device)
-    asked = (
-        form, causal, layout, kernel, variant, launch, config_dir, min_seq, dropout, needs_grad,
-        special,
-    )  # fmt: skip
-    plan = planned(q, k, v, asked, make)
-    return plan, validate.checked_mask(attn_mask, q, k, layout)
+    key = (call.key(), request, settings.of_calls())
+    try:
+        answer = _resolved.get(key)
+    except TypeError:  # an argument without a hash
+        return _resolve(call, request)
+    if answer is None:
+        answer = _resolve(call, request)
+        on_gpu = isinstance(answer, Executor) and answer.decision.variant in ON_GPUS
+        if not on_gpu or call.q.device.type != "cpu":  # that depends on TRITON_INTERPRET
+            _resolved.keep(key, answer)
+    return answer
 
 
-def decided(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    packed: Packed | None = None,
-    *,
-    causal: bool,
-    layout: str,
-    kernel: str,
-    variant: str,
-    min_seq: int = 0,
-    dropout: float = 0.0,
-    needs_grad: bool = False,
-    special: bool = False,
+def decide(
+    call: AttentionCall, request: KernelRequest
 ) -> tuple[Decision, CallShape, torch.Tensor | None]:
-    """Where a call runs, its shape record, and its mask as kernels take it; traceable.
+    """Return where a call runs, its shape record, and its mask as kernels take it; traceable.
 
     Raises:
-        UnsupportedInputError: tensors that do not fit together, or a named kernel that cannot take
-            them.
+        UnsupportedInputError: tensors that do not fit together.
         UnknownKernelError: no kernel or variant of that name.
     """
-    if packed is None:
-        validate.check_tensors(q, k, v, layout)
+    q, k, v = call.q, call.k, call.v
+    validate.check_tensors(q, k, v, call.layout)
     validate.check_dtypes(q, k, v)
-    mask = validate.checked_mask(attn_mask, q, k, layout)
-    shape = runtime.shape_of(
-        q, k, v, causal=causal, scale=1.0, layout=layout, mask_kind=mask_kind(mask), packed=packed
-    )
+    mask = validate.checked_mask(call.attn_mask, q, k, call.layout)
+    shape = call.shape(mask_kind(mask))
     decision = dispatch.decide(
         shape,
         dispatch.facts_of(q.device.type, q.device.index),
-        kernel=kernel,
-        variant=variant,
-        min_seq=min_seq if kernel == "auto" else 0,
-        dropout=dropout,
-        needs_grad=needs_grad,
-        special=special or packed is not None or of_heads(mask),
+        kernel=request.kernel,
+        variant=request.variant,
+        min_seq=request.min_seq,
+        dropout=call.dropout_p,
+        needs_grad=call.needs_grad,
+        special=call.is_special or of_heads(mask),
         additive=is_added(mask),
     )
-    validate.refuse_named(decision, kernel)
     return decision, shape, mask
 
 
-def plan_of(
-    decision: Decision,
-    shape: CallShape,
-    device: torch.device,
-    launch: LaunchConfig | None,
-    config_dir: str | None,
-) -> Executor:
-    """The plan of a call that is decided.
+def _resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
+    decision, shape, _ = decide(call, request)
+    return decision.reason or build_executor(decision, shape, call.q.device, request)
+
+
+def build_executor(
+    decision: Decision, shape: CallShape, device: torch.device, request: KernelRequest
+) -> Resolved:
+    """Build what runs a decision, or say why its launch config cannot be changed so.
 
     Raises:
         UnsupportedInputError: the kernel needs a GPU, or the launch config is not legal.
         ConfigError: the environment's launch config is not legal.
     """
+    launch = None if decision.kernel == "sdpa" else request.launch
     validate.check_runnable(decision, device, shape, launch)
     facts = dispatch.facts_of(device.type, device.index)
-    if launch is None and decision.variant != HOST:
-        key = dispatch.call_key(shape, decision)
-        launch = dispatch.find_launch(key, facts, config_dir=config_dir).config
-    return Executor(decision, runtime.built(decision, facts), launch)
+    kernel = runtime.built(decision, facts)
+    if launch is not None or decision.variant == HOST:
+        return Executor(decision, kernel, launch)
+    key = dispatch.call_key(shape, decision)
+    config_dir = str(request.config_dir) if request.config_dir else None
+    found = dispatch.find_launch(key, facts, config_dir=config_dir)
+    if not request.changes:
+        return Executor(decision, kernel, found.config, found, key)
+    config = found.config.replaced(**dict(request.changes))
+    illegal = dispatch.illegal_reason(config, key, facts)
+    if illegal is not None:
+        return FallbackReason(Fallback.ILLEGAL_CONFIG, illegal)
+    return Executor(decision, kernel, config, None, key)
 
 
 MOST_TAPES = 1024

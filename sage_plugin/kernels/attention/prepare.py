@@ -11,8 +11,10 @@ import torch
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch, validate
 from sage_plugin.kernels.attention import runtime as runs
-from sage_plugin.kernels.attention.executor import settled
+from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
+from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, resolve
 from sage_plugin.kernels.contract import HOST, AttentionParams, Decision, Operands, OutputForm
+from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["Prepared", "launch", "prepare"]
@@ -112,16 +114,22 @@ def prepare(
         >>> sage_plugin.launch(prepared).shape
         torch.Size([1, 2, 64, 32])
     """
-    needs_grad = validate.wants_gradient(q, k, v, attn_mask, sinks)
-    plan, mask = settled(
-        q, k, v, attn_mask, is_causal, layout, kernel, variant, launch, config_dir,
-        needs_grad=needs_grad, special=validate.is_special(window, softcap, sinks),
-    )  # fmt: skip
+    call = AttentionCall(
+        q, k, v, attn_mask, 0.0, is_causal, scale, True, layout, softcap, sinks, with_lse, window
+    )
+    executor = resolve(call, KernelRequest(kernel, variant, launch, config_dir))
+    if isinstance(executor, FallbackReason):
+        if kernel != "auto":
+            raise validate.refusal(kernel, executor)
+        executor = resolve(call, HOST_REQUEST)
+        assert isinstance(executor, Executor), "the host's attention takes every call"
+    mask = validate.checked_mask(attn_mask, q, k, layout)
     sides, cap, factor = validate.checked_rest(q, layout, window, softcap, scale, sinks)
     problem = AttentionParams(factor, is_causal, layout, mask, sides, cap, sinks, lse=with_lse)
     with runs.on_device(q.device), runs.without_autocast(q.device):
-        operands = plan.kernel.prepare(q, k, v, problem=problem, launch=plan.launch)
-    return Prepared(plan.decision, operands, OutputForm.of(q, layout), needs_grad, with_lse)
+        operands = executor.kernel.prepare(q, k, v, problem=problem, launch=executor.launch)
+    form = OutputForm.of(q, layout)
+    return Prepared(executor.decision, operands, form, call.needs_grad, with_lse)
 
 
 def launch(

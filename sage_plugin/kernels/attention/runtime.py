@@ -1,4 +1,4 @@
-"""The surroundings of a call: its shape record, backend, device, output, and torch's dispatcher.
+"""The surroundings of a call: its backend, device, output, and torch's dispatcher.
 
 Our ops exist for what stands between a caller and a kernel: compilers and tracers, modes, function
 transforms, subclasses, lazy bits. Without any of them an op would call its implementation and do
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import Decision, Implementation, Packed
-from sage_plugin.schema import CallShape, DeviceFacts
+from sage_plugin.kernels.contract import Decision, Implementation
+from sage_plugin.schema import DeviceFacts
 
 try:
     from torch._C import (
@@ -34,46 +34,6 @@ else:
     _HAS_ACCOUNT = True
 
 _NOTHING = contextlib.nullcontext()
-_DTYPE_NAMES = {
-    dtype: str(dtype).removeprefix("torch.")
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-}
-
-
-def shape_of(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    layout: str,
-    mask_kind: str = "none",
-    packed: Packed | None = None,
-) -> CallShape:
-    """The shape record of a call; its dtype is Q's, or a wider one of K or V.
-
-    Packed tensors, with or without their one batch item in front, count as a batch of their
-    sequences, each of the largest length.
-    """
-    widest = k if k.dtype.itemsize > q.dtype.itemsize else q
-    widest = v if v.dtype.itemsize > widest.dtype.itemsize else widest
-    heads, seq = (-3, -2) if layout == "bhsd" else (-2, -3)
-    of_q, of_k = q.shape, k.shape
-    return CallShape(
-        of_q[0] if packed is None else packed.cu_seqlens_q.shape[0] - 1,
-        of_q[heads],
-        of_k[heads],
-        of_q[seq] if packed is None or of_q[seq] == 0 else packed.max_seqlen_q,
-        of_k[seq] if packed is None or of_k[seq] == 0 else packed.max_seqlen_k,
-        of_q[-1],
-        v.shape[-1],
-        _DTYPE_NAMES.get(widest.dtype) or str(widest.dtype).removeprefix("torch."),
-        causal,
-        mask_kind,
-        layout,
-        scale,
-    )
 
 
 def built(decision: Decision, facts: DeviceFacts) -> Implementation[Any]:

@@ -19,18 +19,15 @@ from itertools import pairwise
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention.executor import Executor, plan_of, planned
-from sage_plugin.kernels.attention.mask import mask_kind
-from sage_plugin.kernels.attention.runtime import empty_as, shape_of
-from sage_plugin.kernels.attention.validate import (
-    check_out_dtype,
-    check_tensors,
-    wants_gradient,
-)
-from sage_plugin.kernels.contract import HOST, AttentionParams, Decision, Packed, lse_shape
+from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest, wants_gradient
+from sage_plugin.kernels.attention.executor import Executor, resolve
+from sage_plugin.kernels.attention.runtime import empty_as
+from sage_plugin.kernels.attention.validate import check_out_dtype, refusal
+from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams, Packed, lse_shape
+from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.schema import LaunchConfig
 
-__all__ = ["attention_now", "attention_with_lse_now", "library", "shape_of", "text_of"]
+__all__ = ["attention_now", "attention_with_lse_now", "library", "text_of"]
 
 library = torch.library.Library("sage_plugin", "DEF")
 _INPUTS = "Tensor q, Tensor k, Tensor v, "
@@ -58,8 +55,9 @@ text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(launch: str) -> LaunchConfig:
-    return LaunchConfig.from_json(json.loads(launch))
+def _request(kernel: str, variant: str, launch: str, config_dir: str) -> KernelRequest:
+    config = LaunchConfig.from_json(json.loads(launch)) if launch else None
+    return KernelRequest(kernel, variant, config, config_dir or None)
 
 
 def _refuse_gradient(
@@ -74,30 +72,16 @@ def _refuse_gradient(
         )
 
 
-def _plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: AttentionParams, decision: Decision,
-    launch: str, config_dir: str,
-) -> Executor:  # fmt: skip
-    """The plan of a call that somebody decided, who may have called an op themselves."""
-    packed, layout, kind = problem.packed, problem.layout, mask_kind(problem.mask)
+def _executor(call: AttentionCall, request: KernelRequest) -> Executor:
+    """Return what runs a call whose kernel is named, by us or by a caller of the op.
 
-    def make() -> Executor:
-        check_tensors(q, k, v, layout)
-        if decision.variant != HOST and v.shape[3] != q.shape[3]:
-            raise UnsupportedInputError(
-                f"V has {v.shape[3]} channels and Q {q.shape[3]}; only the host's attention takes "
-                "that"
-            )
-        shape = shape_of(
-            q, k, v, causal=problem.causal, scale=problem.scale, layout=layout, mask_kind=kind,
-            packed=packed,
-        )  # fmt: skip
-        config = _parsed(launch) if launch else None
-        return plan_of(decision, shape, q.device, config, config_dir or None)
-
-    lengths = packed and (packed.cu_seqlens_q.shape, packed.max_seqlen_q, packed.max_seqlen_k)
-    asked = (decision, problem.causal, layout, kind, lengths, launch, config_dir)
-    return planned(q, k, v, asked, make)
+    Raises:
+        UnsupportedInputError: the kernel cannot take the call.
+    """
+    resolved = resolve(call, request)
+    if isinstance(resolved, FallbackReason):
+        raise refusal(request.kernel, resolved)
+    return resolved
 
 
 def _run(
@@ -108,9 +92,13 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     _refuse_gradient(q, k, v, mask, sinks)
     check_out_dtype(out_dtype)
+    call = AttentionCall(
+        q, k, v, mask, 0.0, causal, scale, True, layout, softcap, sinks, return_lse,
+        None if (left, right) == NO_WINDOW else (left, right),
+    )  # fmt: skip
+    executor = _executor(call, _request(kernel, variant, launch, config_dir))
     problem = AttentionParams(scale, causal, layout, mask, (left, right), softcap, sinks)
-    plan = _plan(q, k, v, problem, Decision(kernel, variant), launch, config_dir)
-    return plan.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+    return executor.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
 
 
 def _run_varlen(
@@ -123,12 +111,16 @@ def _run_varlen(
     check_out_dtype(out_dtype)
     q, k, v = q[None], k[None], v[None]
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    window = None if (left, right) == NO_WINDOW else (left, right)
+    call = AttentionCall(
+        q, k, v, None, 0.0, causal, scale, True, "bshd", softcap, sinks, return_lse, window, packed
+    )
+    executor = _executor(call, _request(kernel, variant, launch, config_dir))
     problem = AttentionParams(scale, causal, "bshd", None, (left, right), softcap, sinks, packed)
-    plan = _plan(q, k, v, problem, Decision(kernel, variant), launch, config_dir)
     if q.device.type == "cpu":  # reading them on a GPU would wait for it
         _check_lengths("q", cu_seqlens_q.tolist(), max_seqlen_q, q.shape[1])
         _check_lengths("k", cu_seqlens_k.tolist(), max_seqlen_k, k.shape[1])
-    out, lse = plan.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+    out, lse = executor.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
     return out[0], None if lse is None else lse[0]
 
 

@@ -11,6 +11,7 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.mask import normalized
 from sage_plugin.kernels.contract import NO_WINDOW, UNBOUNDED, Decision
+from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.schema import LAYOUTS, CallShape, LaunchConfig
 
@@ -141,11 +142,6 @@ def checked_rest(
     return sides, cap, checked_scale(scale, q.shape[-1])
 
 
-def is_special(window: tuple[int, int] | None, softcap: float, sinks: torch.Tensor | None) -> bool:
-    """Whether a call has what portable variants alone take."""
-    return window is not None or bool(softcap) or sinks is not None
-
-
 def checked_window(window: tuple[int, int] | None) -> tuple[int, int]:
     """The window of a call, `NO_WINDOW` for `None`.
 
@@ -212,34 +208,12 @@ def check_sinks(sinks: torch.Tensor, heads_q: int, device: torch.device) -> None
         )
 
 
-def wants_gradient(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> bool:
-    """Whether a gradient has to flow through a call with these tensors."""
-    return torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (mask is not None and mask.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
+def refusal(kernel: str, reason: FallbackReason) -> UnsupportedInputError:
+    """Return the error of a kernel asked for by name that cannot take a call."""
+    return UnsupportedInputError(
+        f"kernel {kernel!r} cannot take this call: {reason}; use kernel='auto' to let the host's "
+        "attention take such calls"
     )
-
-
-def refuse_named(decision: Decision, kernel: str) -> None:
-    """A kernel asked for by name runs or says why it cannot.
-
-    Raises:
-        UnsupportedInputError: it cannot.
-    """
-    if decision.reason is not None and kernel != "auto":
-        raise UnsupportedInputError(
-            f"kernel {kernel!r} cannot take this call: {decision.reason}; use kernel='auto' to let "
-            "the host's attention take such calls"
-        )
 
 
 def check_runnable(

@@ -9,7 +9,8 @@ import torch
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import validate
 from sage_plugin.kernels.attention.backends.sdpa import host_attention
-from sage_plugin.kernels.attention.executor import decided
+from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
+from sage_plugin.kernels.attention.executor import decide
 from sage_plugin.kernels.attention.torch_ops import text_of
 from sage_plugin.kernels.contract import Packed
 from sage_plugin.schema import LaunchConfig
@@ -85,11 +86,14 @@ def attention_varlen(
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _check_packed(q, k, v, packed)
     validate.check_out_dtype(out_dtype)
-    needs_grad = validate.wants_gradient(q, k, v, None, sinks)
-    decision, shape, _ = decided(
-        q, k, v, None, packed, causal=is_causal, layout="bshd", kernel=kernel, variant=variant,
-        needs_grad=needs_grad,
+    call = AttentionCall(
+        q[None], k[None], v[None], None, 0.0, is_causal, scale, True, "bshd", softcap, sinks,
+        return_lse, window, packed,
     )  # fmt: skip
+    needs_grad = call.needs_grad
+    decision, shape, _ = decide(call, KernelRequest(kernel, variant))
+    if decision.reason is not None and kernel != "auto":
+        raise validate.refusal(kernel, decision.reason)
     sides, cap, factor = validate.checked_rest(q, "bshd", window, softcap, scale, sinks)
     if needs_grad and return_lse:
         raise UnsupportedInputError(

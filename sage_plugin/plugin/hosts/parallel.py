@@ -7,14 +7,13 @@ Both take the attention of a part as a function, which here is one of our kernel
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from sage_plugin.kernels.attention.api import attention as function
-from sage_plugin.plugin.call import Call
+from sage_plugin.kernels.attention.call import AttentionCall
 
 EXCHANGE = "_templated_context_parallel_attention"
 """Diffusers' function, beside its `dispatch_attention_fn`."""
@@ -41,7 +40,7 @@ def degrees_of(config: Any) -> Degrees | None:  # noqa: ANN401
     return Degrees(context.ulysses_degree or 1, context.ring_degree or 1)
 
 
-def as_exchanged(call: Call, degrees: Degrees) -> Call:
+def as_exchanged(call: AttentionCall, degrees: Degrees) -> AttentionCall:
     """A call with the lengths and heads that a kernel will see; its numbers mean nothing.
 
     Args:
@@ -55,15 +54,15 @@ def as_exchanged(call: Call, degrees: Degrees) -> Call:
         return x[:, :1, :1].expand(x.shape[0], x.shape[1] * shares, heads, x.shape[3])
 
     if call.q.dim() != 4 or shares == 1:
-        return dataclasses.replace(call, attn_mask=None)
+        return call._replace(attn_mask=None)
     q, k, v = (gathered(x) for x in (call.q, call.k, call.v))
-    return dataclasses.replace(call, q=q, k=k, v=v, attn_mask=None)
+    return call._replace(q=q, k=k, v=v, attn_mask=None)
 
 
 def attention(
     exchange: Any,  # noqa: ANN401
     attend: Callable[..., Any],
-    call: Call,
+    call: AttentionCall,
     config: Any,  # noqa: ANN401
 ) -> torch.Tensor:
     """The call through diffusers' exchange.
@@ -82,7 +81,7 @@ def attention(
         _save_ctx: bool = True, _parallel_config: object = None,
     ) -> Any:  # noqa: ANN401  # fmt: skip
         query, key, value = arrived(query), arrived(key), arrived(value)
-        one = Call(
+        one = AttentionCall(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd",
             return_lse=return_lse,
         )  # fmt: skip

@@ -21,8 +21,8 @@ from torch import nn
 
 from sage_plugin import settings
 from sage_plugin.errors import PatchError, UnsupportedInputError
+from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.plugin import route
-from sage_plugin.plugin.call import Call
 from sage_plugin.plugin.context import STACK, Frame, LayerContext, PatchOptions, PatchState
 from sage_plugin.plugin.hosts import transformers_dispatch as interface
 from sage_plugin.plugin.hosts.transformers_dispatch import NAME, UNKNOWN_TO_SDPA
@@ -276,7 +276,7 @@ def _diffusers_function(
             )  # fmt: skip
 
         def call() -> route.Result:
-            one = Call(
+            one = AttentionCall(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd",
                 return_lse=return_lse,
             )  # fmt: skip

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin import route
-from sage_plugin.plugin.call import Call
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 """The name of the table in every modeling file."""
@@ -127,7 +127,7 @@ def _call(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     others: dict[str, Any],
-) -> Call:
+) -> AttentionCall:
     """The call in the words of SDPA, as `sdpa` or `eager` attention understands it."""
     causal = others.get("is_causal")
     if causal is None:
@@ -136,7 +136,7 @@ def _call(
     causal = query.shape[2] > 1 and attention_mask is None and causal and implementation != "eager"
     if causal and key.shape[2] > query.shape[2]:  # prefill into an empty static cache
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    return Call(
+    return AttentionCall(
         query, key, value, attention_mask, others.get("dropout") or 0.0, bool(causal),
         others.get("scaling"), True, "bhsd", others.get("softcap") or 0.0, others.get("s_aux"),
     )  # fmt: skip
