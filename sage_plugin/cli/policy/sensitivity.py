@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sage_plugin import files
 from sage_plugin.cli.bench import ConfigDir, Device, device_of, named_kernels
 from sage_plugin.cli.console import stdout
 from sage_plugin.cli.policy import clips as policy_clips
@@ -39,7 +39,6 @@ def command(
 ) -> None:
     """Draw a clip for each layer and band, and show and write how far each is from the host's."""
     from sage_plugin.bench.clips.effects import measure_effects
-    from sage_plugin.bench.report import write
 
     where, facts = device_of(device)
     names = policy_clips.labels(named_kernels(kernel or (), facts))
@@ -57,7 +56,7 @@ def command(
     with policy_clips.progress_line() as tell:
         tell("loading the model")
         effects = measure_effects(clips.subject(steps), names[0], bands=bands, tell=tell)
-    write(output, json.dumps(effects.to_json(), indent=1) + "\n")
+    files.write_json(output, effects.to_json())
     _show(effects)
     sentence = f"Wrote {output}. Next: sage policy search --effects {shlex.quote(str(output))}"
     stdout.print(sentence, markup=False, highlight=False, soft_wrap=True)

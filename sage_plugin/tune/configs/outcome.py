@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sage_plugin import files
 from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
 from sage_plugin.tune.configs import promote, search
 from sage_plugin.tune.configs.inputs import saved_part
@@ -122,7 +123,7 @@ def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
         options=options,
         git=run_folder.git_revision(),
     )
-    run_folder.write_json(plan.run_folder / run_folder.METADATA, data)
+    files.write_json(plan.run_folder / run_folder.METADATA, data)
 
 
 def write_results(plan: TuningPlan, outcomes: Sequence[Outcome], ledger: Ledger) -> None:
@@ -151,5 +152,5 @@ def write_results(plan: TuningPlan, outcomes: Sequence[Outcome], ledger: Ledger)
         "studies": len(plan.studies),
         "results": results,
     }
-    run_folder.write_json(folder / run_folder.RESULTS, data)
+    files.write_json(folder / run_folder.RESULTS, data)
     run_folder.write_trials(folder / run_folder.TRIALS, plan.studies, ledger.all())
