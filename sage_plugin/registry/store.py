@@ -32,17 +32,17 @@ def locked(path: Path) -> Iterator[None]:
 
     target = path.resolve()
     lock_path = target.with_name(f"{target.name}.lock")
-    try:
-        with files.writing(path):
+    with files.writing(path):
+        try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(lock_path, timeout=LOCK_TIMEOUT_S):
                 _remove_abandoned(target)
                 yield
-    except filelock.Timeout:
-        raise OutputError(
-            f"{path}: another process has held {lock_path.name} for {LOCK_TIMEOUT_S:.0f} s; "
-            "wait for it to end and run the command again"
-        ) from None
+        except filelock.Timeout:
+            raise OutputError(
+                f"{path}: another process has held {lock_path.name} for {LOCK_TIMEOUT_S:.0f} s; "
+                "wait for it to end and run the command again"
+            ) from None
 
 
 def _remove_abandoned(target: Path) -> None:

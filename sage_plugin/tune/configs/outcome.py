@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from sage_plugin import files
 from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
 from sage_plugin.tune.configs import promote, search
-from sage_plugin.tune.configs.inputs import saved_part
 from sage_plugin.tune.configs.plan import TuningPlan
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
@@ -96,7 +95,7 @@ def _winner_notes(
     study: Study, verdict: promote.StudyVerdict, config: LaunchConfig
 ) -> tuple[str, ...]:
     notes = search.edges(config, study.space) if verdict.kind == promote.TUNED else ()
-    saved = saved_part(study.timed)
+    saved = study.timed.saved_shape
     if study.device == "cpu" and saved != study.timed.shape:
         part = f"{saved.batch}x{saved.heads_q} of {study.timed.shape.batch}x"
         notes += (f"timed on the saved part of the call: {part}{study.timed.shape.heads_q} heads",)

@@ -53,15 +53,15 @@ def claimed(folder: Path) -> Iterator[None]:
     import filelock
 
     holder = folder / HOLDER
-    try:
-        with files.writing(folder):
+    with files.writing(folder):
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(folder / LOCK, timeout=0)
             lock.acquire()
-    except filelock.Timeout:
-        raise OutputError(
-            f"{folder} is in use by {_holder(holder)}: wait for it, or name another --run-name"
-        ) from None
+        except filelock.Timeout:
+            raise OutputError(
+                f"{folder} is in use by {_holder(holder)}: wait for it, or name another --run-name"
+            ) from None
     try:
         if holder.exists():
             logger.warning("%s: taking over from %s, which is gone", folder, _holder(holder))
