@@ -32,8 +32,8 @@ from sage_plugin.measure.inputs import in_layout
 from sage_plugin.measure.timing import TimingLimits, measure
 from sage_plugin.plugin.context import CallEvent
 from sage_plugin.plugin.policy.rules import SCHEMA_VERSION, Policy, Rule, read
+from sage_plugin.replay.call import ReplayCall
 from sage_plugin.tune.policy.option import Option
-from sage_plugin.tune.run.replayed_call import Masked, whole_call
 
 Facts = dict[str, Any]
 HOST = "sdpa"
@@ -97,14 +97,14 @@ def calls_alone(event: CallEvent, options: Sequence[Option]) -> dict[str, Callab
     if isinstance(call, str):
         raise SystemExit(f"the model's call cannot be replayed: {call}")
     tensors = tuple(in_layout(tensor, call.shape.layout) for tensor in (call.q, call.k, call.v))
-    timed = Masked(tensors, call.mask)
-    found = {HOST: whole_call(timed, call.shape, None, None)}
+    timed = ReplayCall(tensors, call.mask, call.shape)
+    found = {HOST: timed.whole()}
     facts = devices.facts(event.q.device)
     for option in options:
         runnable = option.runnable(call.shape, facts, None)
         if isinstance(runnable, str):
             raise SystemExit(f"{option.label}: {runnable}")
-        found[option.label] = whole_call(timed, call.shape, runnable.decision, runnable.config)
+        found[option.label] = timed.whole(runnable.decision, runnable.config)
     return found
 
 

@@ -12,7 +12,6 @@ from sage_plugin.accuracy.metrics import compare
 from sage_plugin.accuracy.output import CheckedOutput, checked_output
 from sage_plugin.accuracy.reference import Reference
 from sage_plugin.bench.cost import is_quantized, moved_bytes
-from sage_plugin.bench.suite import BenchInputs
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import (
@@ -24,6 +23,7 @@ from sage_plugin.kernels.contract import (
     ResolvedConfig,
     bhsd,
 )
+from sage_plugin.replay.call import ReplayCall
 from sage_plugin.schema import DeviceFacts, ErrorMetrics
 
 
@@ -57,7 +57,8 @@ class Candidate:
 
 def candidate(
     decision: Decision,
-    inputs: BenchInputs,
+    judged: ReplayCall,
+    timed: ReplayCall,
     exact: Reference,
     facts: DeviceFacts,
     *,
@@ -67,12 +68,13 @@ def candidate(
 
     Args:
         decision: kernel and variant.
-        inputs: judged and timed tensors.
-        exact: the oracle's rows of the judged ones.
+        judged: the call on which the error is taken.
+        timed: the call that is timed.
+        exact: the oracle's rows of the judged one.
         facts: the device.
         config_dir: folder of configs searched first.
     """
-    shape, found = inputs.shape, None
+    shape, found = timed.shape, None
     if decision.variant != HOST:
         key = dispatch.call_key(shape, decision)
         found = dispatch.find_launch(key, facts, config_dir=config_dir)
@@ -81,25 +83,25 @@ def candidate(
         decision.kernel,
         decision.variant,
         config,
-        *inputs.judged,
+        *judged.tensors,
         causal=shape.causal,
         scale=shape.scale,
         exact=exact,
-        mask=inputs.judged_mask,
+        mask=judged.mask,
     )
     fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
     built = implementation(decision.kernel, decision.variant, fp8)
-    problem = AttentionParams(shape.scale, shape.causal, shape.layout, inputs.timed_mask, lse=False)
-    tensors = (bhsd(tensor, shape.layout) for tensor in inputs.timed)  # its own inverse
+    problem = AttentionParams(shape.scale, shape.causal, shape.layout, timed.mask, lse=False)
+    tensors = (bhsd(tensor, shape.layout) for tensor in timed.tensors)  # its own inverse
     prepare = functools.partial(built.prepare, *tensors, problem=problem, launch=config)
     operands = prepare()
-    if inputs.timed is not inputs.judged:  # what cannot run at the full size shows here
+    if timed is not judged:  # what cannot run at the full size shows here
         built.launch(operands)
     return Candidate(
         decision=decision,
         found=found,
         checked=checked,
-        errors=errors_against(checked, exact.out, exact, dtype=inputs.judged[2].dtype),
+        errors=errors_against(checked, exact.out, exact, dtype=judged.tensors[2].dtype),
         call=functools.partial(_whole, built, prepare),
         alone=functools.partial(built.launch, operands) if is_quantized(operands) else None,
         moved_bytes=moved_bytes(operands, shape),

@@ -20,11 +20,12 @@ from sage_plugin.bench.candidate import Candidate, candidate, errors_against
 from sage_plugin.bench.cost import flops
 from sage_plugin.bench.difference import difference
 from sage_plugin.bench.rows import EMULATION_NOTE, KernelRow, Table
-from sage_plugin.bench.suite import BenchInputs, Case, load
 from sage_plugin.errors import SageError, UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.measure.clocks import snapshot, stamp
 from sage_plugin.measure.timing import Samples, TimingLimits, measure
+from sage_plugin.replay.call import ReplayCall
+from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import CallShape, DeviceFacts
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def limits_for(device: torch.device) -> TimingLimits:
     return CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
 
 
-def run_case(case: Case, plan: BenchPlan, *, device: torch.device) -> Table:
+def run_case(case: ReplayInputs, plan: BenchPlan, *, device: torch.device) -> Table:
     """Judge and time every kernel of the plan on one input.
 
     A kernel that cannot run the input, or fails on it, becomes a sentence in `Table.failed`; the
@@ -85,15 +86,14 @@ def run_case(case: Case, plan: BenchPlan, *, device: torch.device) -> Table:
             ) from error
 
 
-def _table(case: Case, plan: BenchPlan, device: torch.device) -> Table:
+def _table(case: ReplayInputs, plan: BenchPlan, device: torch.device) -> Table:
     """`run_case` while the device is the current one, as launches outside of our op need it."""
     facts = devices.facts(device)
-    inputs = load(case, device)
-    q, k, v = inputs.judged
-    exact = reference(
-        q, k, v, causal=case.shape.causal, scale=case.shape.scale, mask=inputs.judged_mask
-    )
-    ready, failed = _candidates(plan, inputs, exact, facts)
+    judged = case.load(device)
+    timed = case.timed(judged, device)
+    shape = timed.shape
+    exact = reference(*judged.tensors, causal=shape.causal, scale=shape.scale, mask=judged.mask)
+    ready, failed = _candidates(plan, judged, timed, exact, facts)
     if not ready:
         raise UnsupportedInputError(f"{case.name}: no kernel could run it: {'; '.join(failed)}")
     before = snapshot(device)
@@ -101,15 +101,14 @@ def _table(case: Case, plan: BenchPlan, device: torch.device) -> Table:
     after = snapshot(device)
     aa_ratio = _ratio(samples[ready[0].label], samples[f"{ready[0].label} {AGAIN}"])
     trust = stamp(aa_ratio, before, after)
-    base = _base(plan, inputs.shape, facts, ready)
-    operations = flops(inputs.shape, inputs.timed_mask)
+    base = _base(plan, shape, facts, ready)
+    operations = flops(shape, timed.mask)
     rows = tuple(
-        _row(case, inputs.shape, operations, one, base, samples, exact, trust, plan)
-        for one in ready
+        _row(case, shape, operations, one, base, samples, exact, trust, plan) for one in ready
     )
     return Table(
         input=case.name,
-        shape=inputs.shape,
+        shape=shape,
         rows=rows,
         stamp=trust,
         aa_ratio=aa_ratio,
@@ -120,21 +119,21 @@ def _table(case: Case, plan: BenchPlan, device: torch.device) -> Table:
 
 
 def _candidates(
-    plan: BenchPlan, inputs: BenchInputs, exact: Reference, facts: DeviceFacts
+    plan: BenchPlan, judged: ReplayCall, timed: ReplayCall, exact: Reference, facts: DeviceFacts
 ) -> tuple[list[Candidate], list[str]]:
     """The kernels that run, the reference among them, and why the others do not."""
     wanted = plan.kernels if plan.reference is None else (plan.reference, *plan.kernels)
     ready: dict[str, Candidate] = {}
     failed = []
     for kernel, variant in wanted:
-        decision = dispatch.decide(inputs.shape, facts, kernel=kernel, variant=variant)
+        decision = dispatch.decide(timed.shape, facts, kernel=kernel, variant=variant)
         name = kernel if variant == "auto" else f"{kernel}:{variant}"
         if decision.reason is not None:
             failed.append(f"{name} cannot run this call: {decision.reason}")
         elif decision.label not in ready:
             try:
                 ready[decision.label] = candidate(
-                    decision, inputs, exact, facts, config_dir=plan.config_dir
+                    decision, judged, timed, exact, facts, config_dir=plan.config_dir
                 )
             except SageError as error:
                 failed.append(str(error))
@@ -180,7 +179,7 @@ def _base(
 
 
 def _row(
-    case: Case,
+    case: ReplayInputs,
     shape: CallShape,
     operations: int,
     one: Candidate,
@@ -201,7 +200,7 @@ def _row(
     return KernelRow(
         input=case.name,
         source=case.source,
-        input_sha256="" if case.record is None else case.record.sha256,
+        input_sha256=case.sha256,
         shape=shape,
         kernel=one.decision.kernel,
         variant=one.decision.variant,

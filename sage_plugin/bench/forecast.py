@@ -9,7 +9,7 @@ import torch
 
 from sage_plugin.bench.compare import CPU_LIMITS
 from sage_plugin.bench.cost import flops
-from sage_plugin.bench.suite import Case, saved_shape
+from sage_plugin.replay.inputs import ReplayInputs
 
 PATIENCE_S = 60.0
 """A CPU run that is predicted to take longer has to be asked for."""
@@ -24,7 +24,10 @@ PROBE = 256
 
 
 def cpu_seconds(
-    cases: Iterable[Case], kernels: Iterable[tuple[str, str]], *, flops_per_s: float | None = None
+    cases: Iterable[ReplayInputs],
+    kernels: Iterable[tuple[str, str]],
+    *,
+    flops_per_s: float | None = None,
 ) -> float:
     """Predicted seconds for all cases on this CPU, good to a factor of two or three.
 
@@ -41,7 +44,7 @@ def cpu_seconds(
     slower = [_slower(kernel, variant) for kernel, variant in kernels]
     total = 0.0
     for case in cases:
-        once = flops(saved_shape(case)) / rate
+        once = flops(case.saved_shape) / rate
         # Each call is timed with and without quantisation, and the first one again.
         round_s = once * (2 * sum(slower) + max(slower, default=0.0))
         rounds_s = min(CPU_LIMITS.budget_s, CPU_LIMITS.max_samples * round_s)

@@ -6,12 +6,12 @@ import csv
 import io
 import json
 import math
-import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sage_plugin import files
 from sage_plugin.bench.rows import KernelRow, Table
 from sage_plugin.errors import OutputError
 from sage_plugin.measure.clocks import ClockSnapshot
@@ -137,35 +137,5 @@ def check_writable(path: Path) -> None:
         raise OutputError(f"{path} is a folder; name a file")
     if not folder.is_dir():
         raise OutputError(f"{path}: folder {folder} does not exist; create it first")
-    try:
-        handle, name = tempfile.mkstemp(prefix=".sage-", dir=folder)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
-    os.close(handle)
-    Path(name).unlink()
-
-
-def write(path: Path, text: str) -> None:
-    """Write a whole file or nothing: a sibling temporary file, renamed at the end.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    temporary: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(prefix=".sage-", dir=path.absolute().parent)
-        temporary = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with files.writing(path), tempfile.TemporaryFile(dir=folder):
+        pass

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sage_plugin import files
 from sage_plugin.cli.bench_inputs import DEFAULT_FOLDER, BenchInputOptions, suite_of
 from sage_plugin.cli.console import stderr, stdout
 from sage_plugin.errors import CaptureError, GateError, UnsupportedInputError, UsageError
@@ -263,7 +264,7 @@ def _write(
         if name == "-":
             typer.echo(text, nl=False)
         else:
-            report.write(Path(name), text)
+            files.write_atomically(Path(name), text)
             written.append(name)
     if written:
         stderr.print(f"Wrote {' and '.join(written)}.", markup=False, highlight=False)

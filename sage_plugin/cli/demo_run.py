@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sage_plugin import files
 from sage_plugin.cli import own_folder
 from sage_plugin.errors import SageError
 
@@ -202,7 +203,7 @@ def measure(ask: DemoOptions, on_case: Callable[[], object]) -> list[Table]:
 
     from sage_plugin import device as devices
     from sage_plugin.bench.compare import BenchPlan, run_case
-    from sage_plugin.bench.report import csv_text, json_text, write
+    from sage_plugin.bench.report import csv_text, json_text
     from sage_plugin.bench.suite import captured
     from sage_plugin.kernels.attention import dispatch
 
@@ -215,8 +216,8 @@ def measure(ask: DemoOptions, on_case: Callable[[], object]) -> list[Table]:
     for case in captured(ask.folder / "captured_inputs", BENCHED).cases:
         tables.append(run_case(case, plan, device=torch.device(ask.device)))
         on_case()
-    write(ask.folder / "bench.csv", csv_text(tables, facts, devices.toolchain()))
-    write(ask.folder / "bench.json", json_text(tables, facts, devices.toolchain()))
+    files.write_atomically(ask.folder / "bench.csv", csv_text(tables, facts, devices.toolchain()))
+    files.write_atomically(ask.folder / "bench.json", json_text(tables, facts, devices.toolchain()))
     return tables
 
 

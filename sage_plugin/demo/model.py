@@ -17,6 +17,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from safetensors.torch import load_file, save
 from torch import nn
 
+from sage_plugin import files
 from sage_plugin.demo.sizes import BASE_PX, PATCH_PX, DemoSize
 from sage_plugin.errors import DemoError
 
@@ -120,12 +121,8 @@ def save_model(model: DemoModel, folder: Path) -> Path:
         for name, tensor in model.modules().state_dict().items()
     }
     weights, config = folder / WEIGHTS_FILE, folder / CONFIG_FILE
-    weights.with_suffix(".tmp").write_bytes(save(state))
-    weights.with_suffix(".tmp").replace(weights)
-    config.with_suffix(".tmp").write_text(
-        json.dumps(model.config, indent=2) + "\n", encoding="utf-8"
-    )
-    config.with_suffix(".tmp").replace(config)
+    files.write_atomically(weights, save(state))
+    files.write_atomically(config, json.dumps(model.config, indent=2) + "\n")
     return weights
 
 

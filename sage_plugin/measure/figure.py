@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sage_plugin.errors import OutputError
+from sage_plugin import files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,14 +42,8 @@ def save(
         return f"no {path.name}: plots need matplotlib, pip install 'sage-plugin[plot]'"
     figure = Figure(figsize=(width, height), layout="constrained")
     draw(figure)
-    target = path.resolve()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH)
-        os.replace(temporary, target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+    with files.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.replacing(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH)
     return ""

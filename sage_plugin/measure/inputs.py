@@ -1,4 +1,4 @@
-"""What to time: preset shapes, synthetic tensors, and captures brought back to their full shape.
+"""What to time where nothing was recorded: preset shapes and synthetic tensors.
 
 Tensors are always indexed `(batch, heads, sequence, channels)`; they lie in memory as
 `CallShape.layout` says, so that a transpose of a `bshd` tensor costs nothing.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from sage_plugin.errors import UsageError
-from sage_plugin.schema import CallShape, CaptureRecord
+from sage_plugin.schema import CallShape
 
 K_CHANNEL_BIAS = 3.0
 OUTLIER_CHANNELS = 2
@@ -30,26 +28,6 @@ _PRESETS = {
 }
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class SavedCall(Protocol):
-    """What `full_size` needs of a loaded capture."""
-
-    @property
-    def q(self) -> torch.Tensor:
-        """Saved query heads, (b, hq, Sq, D)."""
-
-    @property
-    def k(self) -> torch.Tensor:
-        """Saved key heads, (b, hk, Sk, D)."""
-
-    @property
-    def v(self) -> torch.Tensor:
-        """Saved value heads, (b, hk, Sk, Dv)."""
-
-    @property
-    def record(self) -> CaptureRecord:
-        """The manifest line."""
 
 
 def presets() -> dict[str, CallShape]:
@@ -169,64 +147,6 @@ def _v_change(
 
         return drifted
     return lambda x: x
-
-
-def full_size(captured: SavedCall, shape: CallShape | None = None) -> Tensors:
-    """The saved heads repeated to the full call, for timing; error is judged on the saved ones.
-
-    Args:
-        captured: a loaded capture.
-        shape: the full call; the record's own where it is `None`.
-
-    Returns:
-        `(q, k, v)` of the full shape, indexed bhsd, in memory as `shape.layout` says.
-
-    Example:
-        >>> import types
-        >>> q, k, v = synthetic(self_attention(1, 2, 16, 8), device="cpu")
-        >>> saved = types.SimpleNamespace(q=q, k=k, v=v)
-        >>> full_size(saved, self_attention(2, 6, 16, 8))[0].shape
-        torch.Size([2, 6, 16, 8])
-    """
-    full = captured.record.shape if shape is None else shape
-    places = Places.of(captured.k, full)
-
-    def repeated(saved: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return in_layout(saved[places.batch][:, heads], full.layout)
-
-    return (
-        repeated(captured.q, places.heads_q),
-        repeated(captured.k, places.heads_k),
-        repeated(captured.v, places.heads_k),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Which saved batch item and head stands at each place of the full call.
-
-    Attributes:
-        batch: `(B,)` indices of saved batch items.
-        heads_q: `(Hq,)` of saved query heads.
-        heads_k: `(Hk,)` of saved key heads.
-    """
-
-    batch: torch.Tensor
-    heads_q: torch.Tensor
-    heads_k: torch.Tensor
-
-    @classmethod
-    def of(cls, saved_k: torch.Tensor, full: CallShape) -> Places:
-        """The saved ones over and over; a key head brings its own group of query heads along."""
-        batch, heads = saved_k.shape[:2]
-        group = full.heads_q // full.heads_k
-        heads_k = torch.arange(full.heads_k, device=saved_k.device) % heads
-        inside = torch.arange(group, device=saved_k.device)
-        return cls(
-            batch=torch.arange(full.batch, device=saved_k.device) % batch,
-            heads_q=(heads_k[:, None] * group + inside).flatten(),
-            heads_k=heads_k,
-        )
 
 
 def in_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:

@@ -1,33 +1,14 @@
-"""Masks to judge and time with: drawn ones, and those of captures at their full size."""
+"""Drawn masks to judge and time with."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 
 from sage_plugin.errors import UsageError
-from sage_plugin.measure.inputs import Places
-from sage_plugin.schema import MASK_KINDS, CallShape, CaptureRecord
+from sage_plugin.schema import MASK_KINDS, CallShape
 
 BLOCKS = 8
 LARGEST_BLOCK = 128
-
-
-class MaskedCall(Protocol):
-    """What `full_mask` needs of a loaded capture."""
-
-    @property
-    def k(self) -> torch.Tensor:
-        """Saved key heads, (b, hk, Sk, D)."""
-
-    @property
-    def mask(self) -> torch.Tensor | None:
-        """(b or 1, hq or 1, Sq or 1, Sk), or `None`."""
-
-    @property
-    def record(self) -> CaptureRecord:
-        """The manifest line."""
 
 
 def synthetic_mask(
@@ -90,35 +71,3 @@ def _blocks(shape: CallShape, generator: torch.Generator) -> torch.Tensor:
     seen = visible[rows // block]
     seen[rows, own // block] = True
     return seen
-
-
-def full_mask(captured: MaskedCall, shape: CallShape | None = None) -> torch.Tensor | None:
-    """The mask of a capture for the full call, beside what `full_size` makes of Q, K and V.
-
-    Entries of single batch items and heads go where those go. What is one entry for all that was
-    saved stays one entry for all, so that nothing is read, or held, more often than by the model;
-    a mask of which a single batch item or head was saved is timed as if it served all.
-
-    Args:
-        captured: a loaded capture.
-        shape: the full call; the record's own where it is `None`.
-
-    Returns:
-        (B or 1, Hq or 1, Sq or 1, Sk), or `None` without a mask.
-
-    Example:
-        >>> import types
-        >>> from sage_plugin.measure.inputs import self_attention
-        >>> k, mask = torch.ones(2, 1, 4, 8), torch.ones(2, 1, 1, 4, dtype=torch.bool)
-        >>> saved = types.SimpleNamespace(k=k, mask=mask)
-        >>> full_mask(saved, self_attention(4, 6, 4, 8)).shape
-        torch.Size([4, 1, 1, 4])
-    """
-    mask = captured.mask
-    if mask is None or mask.shape[:2] == (1, 1):
-        return mask
-    places = Places.of(captured.k, captured.record.shape if shape is None else shape)
-    first = places.batch.new_zeros(1)
-    batch = places.batch if mask.shape[0] > 1 else first
-    heads = places.heads_q if mask.shape[1] > 1 else first
-    return mask[batch[:, None], heads]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import stat
+import contextlib
 from pathlib import Path
 
-from sage_plugin import settings
+from sage_plugin import files, settings
 from sage_plugin.errors import ConfigError
-from sage_plugin.registry import strict_json
 from sage_plugin.schema import (
     LAYOUTS,
     MASK_KINDS,
@@ -43,7 +41,9 @@ def read(path: str | Path) -> RegistryFile:
         Traceback (most recent call last):
         sage_plugin.errors.ConfigError: no/such/attention.json: no such file
     """
-    return parse(_text(Path(path)), str(path))
+    path = Path(path)
+    _check_regular(path)
+    return parse(files.read_text(path, MAX_FILE_BYTES, "registry"), str(path))
 
 
 def parse(text: str, where: str) -> RegistryFile:
@@ -52,7 +52,7 @@ def parse(text: str, where: str) -> RegistryFile:
     Raises:
         ConfigError: as `read`.
     """
-    data = strict_json.loads(text, where)
+    data = files.loads(text, where)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if isinstance(version, int) and version != SCHEMA_VERSION:
         raise ConfigError(
@@ -165,20 +165,9 @@ def shipped_dir() -> Path | None:
     return None
 
 
-def _text(path: Path) -> str:
-    try:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
+def _check_regular(path: Path) -> None:
+    with contextlib.suppress(PermissionError, NotADirectoryError):  # which the reader names
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file")
+        if not path.is_file():
             raise ConfigError(f"{path}: not a regular file")
-        with open(path, "rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes, no registry is")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not UTF-8 text") from None

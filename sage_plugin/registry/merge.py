@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load, lookup, store
 from sage_plugin.schema import (
@@ -76,7 +77,7 @@ def merge(
         merged, report = _merged(held, entries, min_gain)
         if report.added or report.replaced:
             file = RegistryFile(SCHEMA_VERSION, family, facts, toolchain, _with_ranges(merged))
-            store.write_atomically(path, store.text_of(file))
+            files.write_atomically(path, store.text_of(file))
             lookup.clear()
     return report
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from sage_plugin import files
 from sage_plugin.errors import OutputError
-from sage_plugin.registry import strict_json
 from sage_plugin.schema import RegistryFile
 
 LOCK_TIMEOUT_S = 60.0
@@ -23,29 +21,6 @@ def text_of(file: RegistryFile) -> str:
     return _lines(data, "") + "\n"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content in one step: a reader sees the old text or the new, never a part.
-
-    Raises:
-        OutputError: the folder or file cannot be written.
-    """
-    target = path.resolve()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Not `tempfile`: its files are readable by the owner alone, a registry is for all users.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
-
-
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the writers' lock of a file: its sibling `.lock`, which the kernel frees if we die.
@@ -57,20 +32,17 @@ def locked(path: Path) -> Iterator[None]:
 
     target = path.resolve()
     lock_path = target.with_name(f"{target.name}.lock")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(lock_path, timeout=LOCK_TIMEOUT_S):
-            _remove_abandoned(target)
-            yield
-    except filelock.Timeout:
-        raise OutputError(
-            f"{path}: another process has held {lock_path.name} for {LOCK_TIMEOUT_S:.0f} s; "
-            "wait for it to end and run the command again"
-        ) from None
-    except OSError as error:
-        if isinstance(error, OutputError):
-            raise
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+    with files.writing(path):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(lock_path, timeout=LOCK_TIMEOUT_S):
+                _remove_abandoned(target)
+                yield
+        except filelock.Timeout:
+            raise OutputError(
+                f"{path}: another process has held {lock_path.name} for {LOCK_TIMEOUT_S:.0f} s; "
+                "wait for it to end and run the command again"
+            ) from None
 
 
 def _remove_abandoned(target: Path) -> None:
@@ -84,15 +56,14 @@ def _lines(value: object, indent: str) -> str:
     if isinstance(value, dict) and any(_nested(v) for v in value.values()):
         inner = indent + "  "
         body = ",\n".join(
-            f"{inner}{strict_json.dumps(name)}: {_lines(item, inner)}"
-            for name, item in value.items()
+            f"{inner}{files.dumps(name)}: {_lines(item, inner)}" for name, item in value.items()
         )
         return f"{{\n{body}\n{indent}}}"
     if isinstance(value, list | tuple) and any(isinstance(v, dict) for v in value):
         inner = indent + "  "
         body = ",\n".join(f"{inner}{_lines(item, inner)}" for item in value)
         return f"[\n{body}\n{indent}]"
-    return strict_json.dumps(value)
+    return files.dumps(value)
 
 
 def _nested(value: object) -> bool:

@@ -10,12 +10,13 @@ import torch
 from sage_plugin.bench import candidate, compare
 from sage_plugin.bench.compare import BenchPlan, run_case
 from sage_plugin.bench.cost import flops
-from sage_plugin.bench.suite import captured, explicit, load
+from sage_plugin.bench.suite import captured, explicit
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.measure.inputs import self_attention
 from sage_plugin.measure.timing import Samples
+from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import LaunchConfig
 from tests.bench.folders import write
 
@@ -158,7 +159,7 @@ def test_masked_inputs_run_on_every_kernel_with_their_mask(
     assert [row.gate for row in table.rows] == [()] * 6
     by_name = {row.kernel: row for row in table.rows}
     assert by_name["torch"].errors.rel_l1 == 0.0
-    mask = load(case, CPU).timed_mask
+    mask = case.load(CPU).mask
     assert {row.flops for row in table.rows} == {flops(shape, mask)}
     assert flops(shape, mask) < flops(shape)
     unmasked = AttentionParams(shape.scale, causal, "bshd")
@@ -183,7 +184,7 @@ def test_memory_that_does_not_hold_an_input_is_a_sentence(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("tried to allocate 1 TiB")
 
-    monkeypatch.setattr(compare, "load", full)
+    monkeypatch.setattr(ReplayInputs, "load", full)
     with pytest.raises(UnsupportedInputError, match="cpu has not enough memory"):
         run_case(case_of(), BenchPlan(kernels=EVERY), device=CPU)
 

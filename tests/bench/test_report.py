@@ -10,6 +10,7 @@ import os
 import pytest
 
 from sage_plugin import device as devices
+from sage_plugin import files
 from sage_plugin.bench import report
 from sage_plugin.bench.rows import KernelRow, Table
 from sage_plugin.errors import OutputError
@@ -95,7 +96,7 @@ def test_no_row_is_no_csv_line():
 def test_write_replaces_a_file_as_a_whole(tmp_path):
     path = tmp_path / "out.csv"
     path.write_text("old")
-    report.write(path, "new\n")
+    files.write_atomically(path, "new\n")
     assert path.read_text() == "new\n"
     assert os.listdir(tmp_path) == ["out.csv"]
 
@@ -104,12 +105,12 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     path = tmp_path / "out.csv"
     path.write_text("old")
 
-    def full(self, target):
+    def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.replace", full)
-    with pytest.raises(OutputError, match=r"out\.csv cannot be written: No space left"):
-        report.write(path, "new")
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OutputError, match=r"out\.csv: cannot be written \(No space left"):
+        files.write_atomically(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["out.csv"]
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import pytest
 import torch
 
 from sage_plugin.bench import suite
-from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.errors import CaptureError, UsageError
 from sage_plugin.measure.inputs import presets, self_attention
 from sage_plugin.measure.masks import synthetic_mask
-from tests.bench.folders import SHAPE, write
+from tests.bench.folders import write
 
 
 def test_captures_are_named_and_limited(tmp_path):
@@ -23,33 +21,6 @@ def test_captures_are_named_and_limited(tmp_path):
     assert len(few.cases) == 2
     assert few.cases[0].name == "000000 transformer.blocks.0.attn step 0"
     assert few.cases[0].source == "capture"
-
-
-@pytest.mark.parametrize("kind", ["key_bias", "dense"])
-def test_masked_captures_come_with_their_mask(tmp_path, kind):
-    shape = dataclasses.replace(SHAPE, batch=2, heads_q=8, heads_k=4, mask_kind=kind)
-    folder = write(tmp_path / "captures", shape, heads=(1, 3))
-    made = suite.captured(folder)
-    assert made.skipped == ()
-    inputs = suite.load(made.cases[0], torch.device("cpu"))
-    stored = open_captures(folder).load(made.cases[0].record)
-    assert torch.equal(inputs.judged_mask, stored.mask)
-    assert inputs.timed_mask is inputs.judged_mask
-    assert inputs.judged_mask.shape == ((2, 1, 1, 48) if kind == "key_bias" else (2, 4, 48, 48))
-    assert inputs.shape.mask_kind == kind
-
-
-def test_a_masked_capture_elsewhere_is_timed_with_the_mask_of_the_full_shape(tmp_path, monkeypatch):
-    shape = dataclasses.replace(SHAPE, batch=4, heads_q=8, heads_k=4, mask_kind="dense")
-    folder = write(tmp_path / "c", shape, heads=(0,), batches=(1, 2))
-    case = suite.captured(folder).cases[0]
-    saved = open_captures(folder).load(case.record)
-    loads = types.SimpleNamespace(load=lambda *_, **__: saved)
-    monkeypatch.setattr(suite, "open_captures", lambda _: loads)
-    inputs = suite.load(case, torch.device("cuda:0"))
-    assert inputs.judged_mask.shape == (2, 2, 48, 48)
-    assert inputs.timed_mask.shape == (4, 8, 48, 48)
-    assert torch.equal(inputs.timed_mask[3, 5], saved.mask[1, 1])
 
 
 def test_names_of_a_foreign_manifest_cannot_command_a_terminal(tmp_path):
@@ -71,34 +42,6 @@ def test_folders_that_hold_no_captures(tmp_path, make):
         (folder / "model.safetensors").write_bytes(b"x")
     with pytest.raises(CaptureError, match="sage capture"):
         suite.captured(folder)
-
-
-def test_a_capture_on_a_cpu_is_timed_as_it_was_saved(tmp_path):
-    shape = dataclasses.replace(SHAPE, batch=2, heads_q=8, heads_k=4)
-    folder = write(tmp_path / "captures", shape, heads=(1, 3), batches=(0,))
-    case = suite.captured(folder).cases[0]
-    inputs = suite.load(case, torch.device("cpu"))
-    assert case.shape == shape
-    assert (inputs.shape.batch, inputs.shape.heads_q, inputs.shape.heads_k) == (1, 4, 2)
-    assert inputs.timed is inputs.judged
-    stored = open_captures(folder).load(case.record)
-    assert torch.equal(inputs.judged[0], stored.q)
-
-
-def test_a_capture_elsewhere_is_timed_at_the_full_shape(tmp_path, monkeypatch):
-    shape = dataclasses.replace(SHAPE, batch=2, heads_q=8, heads_k=4, layout="bshd")
-    case = suite.captured(write(tmp_path / "c", shape, heads=(0,), batches=(1,))).cases[0]
-
-    class Folder:
-        def load(self, record, device):
-            assert device == "cuda:0"
-            return open_captures(tmp_path / "c").load(record)
-
-    monkeypatch.setattr(suite, "open_captures", lambda folder: Folder())
-    inputs = suite.load(case, torch.device("cuda:0"))
-    assert inputs.shape == shape
-    assert inputs.judged[0].shape == (1, 2, 48, 32)
-    assert [t.shape[:2] for t in inputs.timed] == [(2, 8), (2, 4), (2, 4)]
 
 
 def test_presets_by_name_and_all():
@@ -132,7 +75,7 @@ def test_presets_and_shapes_with_a_drawn_mask(kind):
     assert case.shape.mask_kind == kind
     shape = dataclasses.replace(self_attention(2, 4, 32, 32), mask_kind=kind)
     (case,) = suite.explicit(shape, distribution="normal", seed=3).cases
-    inputs = suite.load(case, torch.device("cpu"))
+    judged = case.load("cpu")
     drawn = synthetic_mask(shape, device="cpu", seed=3)
-    assert inputs.timed_mask is inputs.judged_mask
-    assert inputs.judged_mask is None if kind == "none" else torch.equal(inputs.timed_mask, drawn)
+    assert case.timed(judged, "cpu") is judged
+    assert judged.mask is None if kind == "none" else torch.equal(judged.mask, drawn)

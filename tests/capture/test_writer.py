@@ -102,7 +102,7 @@ def test_the_line_comes_after_the_file(tmp_path, monkeypatch):
     assert seen == [True]
 
 
-@pytest.mark.parametrize("failing", ["save_file", "append_record", "_sync_and_hash"])
+@pytest.mark.parametrize("failing", ["save_file", "append_record", "_hash"])
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, failing):
     writer = opened(tmp_path / "c")
     kept = writer.save(tensors(), line())

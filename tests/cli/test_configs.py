@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sage_plugin import device
+from sage_plugin import device, files
 from sage_plugin.cli import app
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load, store
@@ -44,7 +44,8 @@ def entry(**changes):
 
 def put(*entries, root: str = "c", facts=CPU) -> Path:
     path = load.file_path(root, facts.slug)
-    store.write_atomically(path, store.text_of(samples.file(*entries, facts=facts)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomically(path, store.text_of(samples.file(*entries, facts=facts)))
     return path
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sage_plugin.accuracy import effects as effects_file
 from sage_plugin.bench.clips.effects import measure_effects
 from sage_plugin.bench.clips.run import Subject
 from sage_plugin.cli import app
 from sage_plugin.cli.policy import sensitivity as policy_sensitivity
 from sage_plugin.errors import DeviceError
+from sage_plugin.tune.policy import effects_file
 
 pytest.importorskip("diffusers")
 
@@ -106,13 +106,13 @@ def subject(toy, monkeypatch, layers=("a.0", "a.1")):
 def test_an_effect_is_the_root_mean_square_of_the_difference(monkeypatch):
     toy = Toy([0.5, 0.5, 0.6, 0.3, 0.5])
     found = measure_effects(subject(toy, monkeypatch), "sage", bands=2)
-    assert [(one.layer, one.steps) for one in found.effects] == [
+    assert [(layer, steps) for layer, steps, _ in found] == [
         ("a.0", ":50%"), ("a.0", "50%:"), ("a.1", ":50%"), ("a.1", "50%:"),
     ]  # fmt: skip
-    assert [round(one.rmse, 6) for one in found.effects] == [0.0, 0.1, 0.2, 0.0]
+    assert [round(rmse, 6) for _, _, rmse in found] == [0.0, 0.1, 0.2, 0.0]
     # Each clip has that part alone on the kernel.
     assert [(rule.kernel, rule.layers, rule.steps) for rule in toy.rules] == [
-        ("sage", (one.layer,), one.steps) for one in found.effects
+        ("sage", (layer,), steps) for layer, steps, _ in found
     ]
 
 

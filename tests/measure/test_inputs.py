@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 from sage_plugin.errors import UsageError
 from sage_plugin.measure.inputs import (
     DISTRIBUTIONS,
-    full_size,
     presets,
     self_attention,
     synthetic,
@@ -80,17 +78,3 @@ def test_unknown_distribution_and_dtype_are_named():
         synthetic(SHAPE, device="cpu", distribution="zeros")
     with pytest.raises(UsageError, match="'int8': allowed are float16"):
         synthetic(dataclasses.replace(SHAPE, dtype="int8"), device="cpu")
-
-
-def test_full_size_repeats_saved_heads_with_their_groups():
-    saved_shape = dataclasses.replace(SHAPE, heads_q=4, heads_k=2, seq_q=8, seq_k=8)
-    q, k, v = synthetic(saved_shape, device="cpu")
-    full = dataclasses.replace(saved_shape, batch=2, heads_q=10, heads_k=5, layout="bshd")
-    saved = types.SimpleNamespace(q=q, k=k, v=v, record=types.SimpleNamespace(shape=full))
-    big_q, big_k, big_v = full_size(saved)
-    assert big_q.shape == (2, 10, 8, 32)
-    assert big_k.shape == big_v.shape == (2, 5, 8, 32)
-    assert big_q.transpose(1, 2).is_contiguous()
-    for head in range(5):
-        assert torch.equal(big_k[1, head], k[0, head % 2])
-        assert torch.equal(big_q[1, 2 * head + 1], q[0, 2 * (head % 2) + 1])

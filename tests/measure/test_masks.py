@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import pytest
 import torch
 
 from sage_plugin.errors import UsageError
-from sage_plugin.measure.inputs import full_size, self_attention
-from sage_plugin.measure.masks import full_mask, synthetic_mask
+from sage_plugin.measure.inputs import self_attention
+from sage_plugin.measure.masks import synthetic_mask
 
 SHAPE = self_attention(3, 2, 64, 32)
 
@@ -57,30 +56,3 @@ def test_no_mask_and_an_unknown_one():
     assert drawn() is None
     with pytest.raises(UsageError, match="'diagonal': allowed are none"):
         drawn(mask_kind="diagonal")
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("own_heads", [False, True])
-def test_mask_entries_stay_with_their_heads_and_batch_items(rows, batch, own_heads):
-    full = dataclasses.replace(SHAPE, batch=4, heads_q=12, heads_k=6, seq_q=5, seq_k=7)
-    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
-    mask = torch.randn(batch, 4 if own_heads else 1, rows, 7)
-    saved = types.SimpleNamespace(
-        q=q, k=k, v=k, mask=mask, record=types.SimpleNamespace(shape=full)
-    )
-    found, (big_q, _, _) = full_mask(saved), full_size(saved)
-    assert found.shape == (4 if batch > 1 else 1, 12 if own_heads else 1, rows, 7)
-    for b in range(4):
-        for h in range(12):
-            # The saved query head that stands here, by its contents.
-            from_b, from_h = (q == big_q[b, h]).all((2, 3)).nonzero()[0].tolist()
-            expected = mask[from_b % batch, from_h if own_heads else 0]
-            assert torch.equal(found[b % found.shape[0], h % found.shape[1]], expected)
-
-
-def test_one_entry_for_all_is_not_copied():
-    mask = torch.ones(1, 1, 5, 7, dtype=torch.bool)
-    saved = types.SimpleNamespace(k=torch.ones(1, 1, 7, 8), mask=mask)
-    assert full_mask(saved, SHAPE) is mask
-    assert full_mask(types.SimpleNamespace(k=mask, mask=None), SHAPE) is None

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import sage_plugin
-from sage_plugin import device
+from sage_plugin import device, files
 from sage_plugin.errors import PatchError
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention import dispatch
@@ -73,7 +73,7 @@ def test_what_calls_saved_is_what_their_configs_were_tuned_with(no_speeds, tmp_p
     )  # fmt: skip
     path = tmp_path / cpu.slug / "attention.json"
     path.parent.mkdir()
-    store.write_atomically(path, store.text_of(samples.file(entry, facts=cpu)))
+    files.write_atomically(path, store.text_of(samples.file(entry, facts=cpu)))
     layer = ToyAttention(Direct())
     with patched(layer, kernel="sage", min_seq=0, config_dir=tmp_path) as handle:
         for _ in range(3):

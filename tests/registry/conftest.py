@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sage_plugin import files
 from sage_plugin.registry import lookup, store
 from sage_plugin.schema import RegistryFile
 
@@ -26,7 +27,8 @@ def put(tmp_path: Path):
     def write(file: RegistryFile, root: str = "configs") -> Path:
         folder = tmp_path / root
         path = folder / file.device.slug / f"{file.family}.json"
-        store.write_atomically(path, store.text_of(file))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomically(path, store.text_of(file))
         return folder
 
     return write

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from sage_plugin.accuracy.gate import gate_for
 from sage_plugin.measure.timing import Samples
+from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import CallShape, LaunchConfig, Trial
 from sage_plugin.tune.configs import trial as trials
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
 from sage_plugin.tune.configs.search import SearchLimits
 from sage_plugin.tune.run.runner import Contest
-from sage_plugin.tune.run.study import Source, Study, Timer
+from sage_plugin.tune.run.study import Study, Timer
 from tests.registry import samples
 
 SHAPE = CallShape(
@@ -49,9 +50,9 @@ def space(count: int) -> tuple[LaunchConfig, ...]:
 
 def study(configs: tuple[LaunchConfig, ...] | int = 8, *, synthetic: bool = False, **key) -> Study:
     """A study of one input."""
-    source = Source("synthetic:normal:0" if synthetic else "sha256:aa", SHAPE)
+    source = ReplayInputs(SHAPE)
     if not synthetic:
-        source = Source("sha256:aa", SHAPE, folder="/nowhere", record=CAPTURED)
+        source = ReplayInputs(SHAPE, folder="/nowhere", record=CAPTURED)
     return Study(
         key=samples.key(**key),
         sources=(source,),

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from sage_plugin.errors import CaptureError
-from sage_plugin.tune.configs.inputs import from_captures, from_shapes, saved_part
+from sage_plugin.tune.configs.inputs import from_captures, from_shapes
 from tests.tune import captures
 from tests.tune.captures import GROUPED, SELF
 
@@ -35,7 +35,7 @@ def test_the_timed_capture_is_the_one_of_median_size(tmp_path):
     heads = [(0, 1, 2, 3), (0,), (0, 1)]
     folder = captures.write(tmp_path / "c", [(SELF, saved) for saved in heads])
     (group,) = from_captures(folder).groups
-    assert saved_part(group.timed).heads_q == 2
+    assert group.timed.saved_shape.heads_q == 2
 
 
 def test_at_most_so_many_captures_of_a_key(tmp_path):
@@ -43,9 +43,9 @@ def test_at_most_so_many_captures_of_a_key(tmp_path):
     assert len(from_captures(folder, max_per_key=2).groups[0].sources) == 2
 
 
-def test_saved_part_counts_the_query_heads_of_the_saved_key_heads(tmp_path):
+def test_saved_shape_counts_the_query_heads_of_the_saved_key_heads(tmp_path):
     folder = captures.write(tmp_path / "c", [(GROUPED, (1,))])
-    part = saved_part(from_captures(folder).groups[0].timed)
+    part = from_captures(folder).groups[0].timed.saved_shape
     assert (part.heads_k, part.heads_q) == (1, 2)
 
 
@@ -109,4 +109,4 @@ def test_synthetic_inputs_say_so(tmp_path):
     (source,) = inputs.groups[0].sources
     assert source.synthetic
     assert source.label == "synthetic:drift:3"
-    assert saved_part(source) == other
+    assert source.saved_shape == other

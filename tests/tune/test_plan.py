@@ -135,7 +135,7 @@ def test_a_study_is_another_one_when_anything_changes_that_a_result_depends_on()
     (study,) = build(request(SELF)).studies
     changes = [
         {"key": dataclasses.replace(study.key, causal=True)},
-        {"sources": tuple(dataclasses.replace(s, label="other") for s in study.sources)},
+        {"sources": tuple(dataclasses.replace(s, seed=9) for s in study.sources)},
         {"space": study.space[:1]},
         {"gate": dataclasses.replace(study.gate, min_cosine=0.5)},
         {"timer": dataclasses.replace(study.timer, method="graph")},

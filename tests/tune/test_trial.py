@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import pytest
 import torch
 
 from sage_plugin.accuracy import output
+from sage_plugin.replay import call as replay_call
+from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.tune.configs import trial
 from sage_plugin.tune.configs.inputs import from_captures, from_shapes
 from sage_plugin.tune.configs.plan import TuningRequest, build
 from sage_plugin.tune.configs.trial import RaceJob, ScreenJob
-from sage_plugin.tune.run import replayed_call
 from sage_plugin.tune.run.runner import Contest
 from sage_plugin.tune.run.study import Timer
 from tests.tune import captures
@@ -53,20 +53,20 @@ def test_synthetic_inputs_and_every_layout_run(shape):
 
 def test_the_worst_head_of_the_worst_capture_is_gated(study, monkeypatch):
     seen = []
-    real = trial.attention_errors
+    real = replay_call.attention_errors
 
     def watched(*args, **keywords):
         seen.append(args[3].shape[1])
         return real(*args, **keywords)
 
-    monkeypatch.setattr(trial, "attention_errors", watched)
+    monkeypatch.setattr(replay_call, "attention_errors", watched)
     ScreenJob(study, study.default, study.default)()
     assert sorted(seen) == [1, 2], "saved heads of both captures"
 
 
 def cheat(monkeypatch, attention) -> None:
     monkeypatch.setattr(output.api, "attention", attention)
-    monkeypatch.setattr(replayed_call, "attention", attention)
+    monkeypatch.setattr(replay_call, "attention", attention)
 
 
 def test_E1_a_kernel_that_writes_nothing_fails_the_gate(study, monkeypatch):
@@ -107,13 +107,13 @@ def test_E3_a_candidate_that_scribbles_on_its_inputs_is_found_and_the_next_is_ju
 
 
 def test_E3_scribbling_only_while_it_is_timed_is_found_too(study, monkeypatch):
-    real = replayed_call.attention
+    real = replay_call.attention
 
     def scribbling(q, k, v, *args, **keywords):
         v.mul_(1.01)
         return real(q, k, v, *args, **keywords)
 
-    monkeypatch.setattr(replayed_call, "attention", scribbling)
+    monkeypatch.setattr(replay_call, "attention", scribbling)
     assert ScreenJob(study, study.space[1], study.default)().status == "mutates_input"
 
 
@@ -132,7 +132,7 @@ def test_a_race_times_all_in_one_measurement_and_the_first_twice(study):
 
 
 def test_a_race_goes_on_where_the_host_s_attention_fails(study, monkeypatch):
-    real, asked = replayed_call.attention, []
+    real, asked = replay_call.attention, []
 
     def failing(*args, kernel, **keywords):
         asked.append(kernel)
@@ -140,7 +140,7 @@ def test_a_race_goes_on_where_the_host_s_attention_fails(study, monkeypatch):
             raise torch.OutOfMemoryError("no memory for the scores")
         return real(*args, kernel=kernel, **keywords)
 
-    monkeypatch.setattr(replayed_call, "attention", failing)
+    monkeypatch.setattr(replay_call, "attention", failing)
     finals = RaceJob(study, Contest(study.space[:2], None, budget_s=0.1))()
     assert asked.count("sdpa") == 1
     assert [final.status for final in finals] == ["ok", "ok"]
@@ -155,7 +155,7 @@ def masked(request, tmp_path):
 
 def test_masked_captures_are_judged_and_timed_with_their_mask(masked, monkeypatch):
     assert ScreenJob(masked, masked.space[1], masked.default)().status == "ok"
-    real = replayed_call.attention
+    real = replay_call.attention
 
     def unmasked(q, k, v, attn_mask=None, **keywords):
         return real(q, k, v, **keywords)
@@ -170,25 +170,21 @@ def test_masked_captures_are_judged_and_timed_with_their_mask(masked, monkeypatc
 
 
 def test_a_candidate_that_scribbles_on_its_mask_is_found(masked, monkeypatch):
-    real = replayed_call.attention
+    real = replay_call.attention
 
     def scribbling(q, k, v, attn_mask=None, **keywords):
         result = real(q, k, v, attn_mask=attn_mask, **keywords)
         attn_mask.fill_(True)
         return result
 
-    monkeypatch.setattr(replayed_call, "attention", scribbling)
+    monkeypatch.setattr(replay_call, "attention", scribbling)
     assert ScreenJob(masked, masked.default, masked.default)().status == "mutates_input"
 
 
-def test_elsewhere_the_mask_is_timed_at_the_full_size(masked, monkeypatch):
+def test_elsewhere_the_mask_is_timed_at_the_full_size(masked):
     source = masked.timed
-    real = trial.open_captures(source.folder).load(source.record)
-    monkeypatch.setattr(
-        trial, "open_captures", lambda _: types.SimpleNamespace(load=lambda *_, **__: real)
-    )
-    saved, timed = trial._load(dataclasses.replace(masked, device="cuda:0"), source)
-    assert torch.equal(saved.mask, real.mask)
+    saved = source.load("cpu")
+    timed = source.timed(saved, "cuda:0")
     shape = source.shape
     assert [t.shape[:2] for t in timed.tensors] == [
         (shape.batch, heads) for heads in (shape.heads_q, shape.heads_k, shape.heads_k)
@@ -203,7 +199,7 @@ def test_synthetic_masks_reach_the_gate(kind, monkeypatch):
     shape = dataclasses.replace(GROUPED, mask_kind=kind)
     (study,) = build(TuningRequest(from_shapes([shape]), device="cpu", timer=FAST)).studies
     assert ScreenJob(study, study.default, study.default)().status == "ok"
-    real = replayed_call.attention
+    real = replay_call.attention
     cheat(monkeypatch, lambda q, k, v, attn_mask=None, **others: real(q, k, v, **others))
     assert ScreenJob(study, study.default, study.default)().status == "gate_failed"
 
@@ -217,8 +213,8 @@ def test_the_launch_alone_gives_what_the_whole_call_gives(study):
 
 def test_inputs_stay_for_the_next_candidate_of_the_same_study(study, monkeypatch):
     loads = []
-    real = trial._load
-    monkeypatch.setattr(trial, "_load", lambda *a: (loads.append(a), real(*a))[1])
+    real = ReplayInputs.load
+    monkeypatch.setattr(ReplayInputs, "load", lambda *a: (loads.append(a), real(*a))[1])
     for config in study.space:
         ScreenJob(study, config, study.default)()
     assert len(loads) == len(study.sources)

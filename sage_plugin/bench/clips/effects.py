@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sage_plugin.accuracy.effects import SCHEMA_VERSION, Effect, Effects
 from sage_plugin.bench.clips.draw import Frames
 from sage_plugin.bench.clips.run_config import Way
 from sage_plugin.errors import DeviceError
@@ -26,7 +25,7 @@ def measure_effects(
     *,
     bands: int,
     tell: Callable[[str], None] = lambda words: None,
-) -> Effects:
+) -> list[tuple[str, str, float]]:
     """Draw one clip a layer and band with that part alone on a kernel; how far each is off.
 
     Args:
@@ -34,6 +33,9 @@ def measure_effects(
         kernel: the kernel, or `kernel:variant`.
         bands: bands of denoising steps, at most one a step.
         tell: told a few words before each clip.
+
+    Returns:
+        Layer, band and root mean square difference of each, as `sage policy search` reads them.
 
     Raises:
         UsageError: a number of bands that is not allowed.
@@ -58,12 +60,12 @@ def measure_effects(
             rule = Rule(kernel, layers=(layer,), steps=band)
             part = Way(layer, policy=Policy(POLICY_VERSION, (rule,)))
             with subject.patched(part):
-                found.append(Effect(layer, band, _rmse(subject.draw(lambda _: None), host, layer)))
-    if not any(one.rmse for one in found):
+                found.append((layer, band, _rmse(subject.draw(lambda _: None), host, layer)))
+    if not any(rmse for _, _, rmse in found):
         raise DeviceError(
             f"no clip differs from the host's: no call ran on {kernel}, or all were too short"
         )
-    return Effects(SCHEMA_VERSION, kernel, tuple(found))
+    return found
 
 
 def _rmse(frames: Frames, host: Frames, layer: str) -> float:

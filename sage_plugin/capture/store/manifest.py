@@ -6,19 +6,18 @@ file, whenever the writer dies. A last line that was cut short is reported and l
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sage_plugin import files
 from sage_plugin.errors import CaptureError, ConfigError
 from sage_plugin.schema import SCHEMA_VERSION, CallShape, CaptureRecord, JsonRecord
 
 MANIFEST = "manifest.jsonl"
 COUNTS = "counts.json"
-TEMPORARY = ".tmp"
 FAMILY = "attention"
 MAX_INDEX_BYTES = 64 * 2**20
 
@@ -115,26 +114,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 def append_record(folder: Path, record: CaptureRecord) -> None:
     """Add one line and wait until it is on the disk; a line that does not fit is taken back."""
-    line = _line(record).encode()
-    with open(folder / MANIFEST, "ab", buffering=0) as file:
-        start = file.tell()
-        try:
-            if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file.fileno())
-        except OSError:
-            file.truncate(start)
-            raise
+    files.append_line(folder / MANIFEST, _line(record))
 
 
 def write_manifest(folder: Path, records: Iterable[CaptureRecord]) -> None:
     """Replace the manifest by one of these records, all at once."""
-    _replace(folder / MANIFEST, "".join(map(_line, records)))
+    files.write_atomically(folder / MANIFEST, "".join(_line(record) + "\n" for record in records))
 
 
 def write_counts(folder: Path, counts: CallCounts) -> None:
     """Replace `counts.json`, all at once."""
-    _replace(folder / COUNTS, json.dumps(counts.to_json(), indent=1) + "\n")
+    files.write_json(folder / COUNTS, counts.to_json())
 
 
 def read_counts(folder: Path) -> CallCounts:
@@ -155,7 +145,7 @@ def read_counts(folder: Path) -> CallCounts:
 
 
 def _line(record: CaptureRecord) -> str:
-    return json.dumps(record.to_json(), separators=(",", ":")) + "\n"
+    return json.dumps(record.to_json(), separators=(",", ":"))
 
 
 def _parse_line(line: str, path: Path) -> CaptureRecord:
@@ -178,22 +168,10 @@ def _check_version(data: object, path: Path) -> None:
 
 def _read_text(path: Path) -> str:
     """The text of an index file that may come from anywhere."""
+    if not os.path.isfile(path):
+        raise CaptureError(f"{path} is missing or no plain file")
     try:
-        if not path.is_file():
-            raise CaptureError(f"{path} is missing or no plain file")
-        with open(path, "rb") as file:
-            data = file.read(MAX_INDEX_BYTES + 1)
-    except OSError as error:
-        raise CaptureError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(data) > MAX_INDEX_BYTES:
-        raise CaptureError(f"{path} is larger than {MAX_INDEX_BYTES} bytes: not an index of ours")
+        data = files.read_bytes(path, MAX_INDEX_BYTES, "index of ours")
+    except ConfigError as error:
+        raise CaptureError(str(error)) from error
     return data.decode("utf-8", errors="replace")
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + TEMPORARY)
-    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -72,8 +72,8 @@ class CaptureFolder:
 
     path: Path
     records: tuple[CaptureRecord, ...]
-    call_counts: CallCounts
-    problems: tuple[str, ...]
+    call_counts: CallCounts = field(default_factory=CallCounts)
+    problems: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from sage_plugin import files
 from sage_plugin.capture.store.manifest import (
     COUNTS,
     MANIFEST,
-    TEMPORARY,
     CallCounts,
     append_record,
     read_manifest,
@@ -95,24 +95,19 @@ class CaptureWriter:
             OutputError: the disk is full or the folder is gone; no part of the capture remains.
         """
         path = self._free_path()
-        temporary = path.with_name(path.name + TEMPORARY)
         header = {HEADER_KEY: json.dumps({**record.to_json(), "file": path.name})}
         with _writing(self.folder):
             try:
-                save_file(tensors, str(temporary), metadata=header)
-                temporary.chmod((self.folder / MANIFEST).stat().st_mode & 0o777)
-                complete = dataclasses.replace(
-                    record, file=path.name, sha256=_sync_and_hash(temporary)
-                )
-                size = temporary.stat().st_size
-                if self._stale is not None:  # only now, when there is a new capture, whole
-                    self._clear(self._stale)
-                os.replace(temporary, path)
+                with files.replacing(path) as temporary:
+                    save_file(tensors, str(temporary), metadata=header)
+                    complete = dataclasses.replace(record, file=path.name, sha256=_hash(temporary))
+                    size = temporary.stat().st_size
+                    if self._stale is not None:  # only now, when there is a new capture, whole
+                        self._clear(self._stale)
                 append_record(self.folder, complete)
             except BaseException:
-                for part in (temporary, path):
-                    with contextlib.suppress(OSError):
-                        part.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
                 raise
         self._records[path.name] = complete
         self._sizes[path.name] = size
@@ -187,8 +182,6 @@ def _foreign_names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
 
 
-def _sync_and_hash(path: Path) -> str:
-    """Wait until a file is on the disk; its SHA-256."""
+def _hash(path: Path) -> str:
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()

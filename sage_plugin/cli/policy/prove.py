@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sage_plugin import files
 from sage_plugin.cli import own_folder
 from sage_plugin.cli.bench import ConfigDir, Device, Kernels, device_of, named_kernels
 from sage_plugin.cli.console import stderr, stdout
@@ -144,7 +145,6 @@ def _save_clips(clips: Mapping[str, Frames], folder: Path) -> None:
 def _write(proof: Proof, clips: Clips, out: Path, facts: Mapping[str, object]) -> None:
     from sage_plugin import device as devices
     from sage_plugin.bench.clips.report import json_text
-    from sage_plugin.bench.report import write
 
     whole = {
         **facts,
@@ -152,7 +152,7 @@ def _write(proof: Proof, clips: Clips, out: Path, facts: Mapping[str, object]) -
         "device": devices.facts(clips.device).to_json(),
         "toolchain": devices.toolchain().to_json(),
     }
-    write(out / "result.json", json_text(proof, whole))
+    files.write_atomically(out / "result.json", json_text(proof, whole))
 
 
 def _advice(policy: str, out: Path, proof: Proof) -> str:

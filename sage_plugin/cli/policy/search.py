@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sage_plugin import files
 from sage_plugin.cli.bench import ConfigDir
 from sage_plugin.cli.console import stderr, stdout
 from sage_plugin.cli.tune import Device, Fresh, RunName
@@ -99,9 +100,7 @@ def command(
     if dry_run:
         _say("Next: the same command without --dry-run")
         return
-    from sage_plugin.registry import store
-
-    store.write_atomically(output, found.policy.text())
+    files.write_atomically(output, found.policy.text())
     _say(f"Wrote {output}. Next: sage policy prove {shlex.quote(str(output))}")
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from sage_plugin import files
 from sage_plugin.cli.bench import ConfigDir, Device, device_of, named_kernels
 from sage_plugin.cli.console import stdout
 from sage_plugin.cli.policy import clips as policy_clips
 from sage_plugin.cli.policy.search import Bands
 from sage_plugin.demo.sizes import SIZES
 from sage_plugin.errors import UsageError
-
-if TYPE_CHECKING:
-    from sage_plugin.accuracy.effects import Effects
-
+from sage_plugin.tune.policy import effects_file
+from sage_plugin.tune.policy.effects_file import SCHEMA_VERSION, Effect, Effects
 
 Kernels = Annotated[
     list[str] | None, typer.Option("--kernel", metavar="NAME", help="The kernel to measure with.")
@@ -39,7 +37,6 @@ def command(
 ) -> None:
     """Draw a clip for each layer and band, and show and write how far each is from the host's."""
     from sage_plugin.bench.clips.effects import measure_effects
-    from sage_plugin.bench.report import write
 
     where, facts = device_of(device)
     names = policy_clips.labels(named_kernels(kernel or (), facts))
@@ -56,22 +53,22 @@ def command(
     steps = clips.steps or SIZES[clips.size_name()].default_steps
     with policy_clips.progress_line() as tell:
         tell("loading the model")
-        effects = measure_effects(clips.subject(steps), names[0], bands=bands, tell=tell)
-    write(output, json.dumps(effects.to_json(), indent=1) + "\n")
+        found = measure_effects(clips.subject(steps), names[0], bands=bands, tell=tell)
+    effects = Effects(SCHEMA_VERSION, names[0], tuple(Effect(*one) for one in found))
+    files.write_json(output, effects.to_json())
     _show(effects)
     sentence = f"Wrote {output}. Next: sage policy search --effects {shlex.quote(str(output))}"
     stdout.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_output(path: Path) -> None:
-    from sage_plugin.accuracy import effects
     from sage_plugin.bench.report import check_writable
     from sage_plugin.errors import ConfigError
 
     check_writable(path)
     if path.exists() and path.stat().st_size:
         try:
-            effects.read(path)
+            effects_file.read(path)
         except ConfigError as error:
             sentence = f"--output {path}: exists and is no file of effects; name another"
             raise UsageError(sentence) from error

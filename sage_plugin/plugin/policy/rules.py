@@ -14,10 +14,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from sage_plugin import files
 from sage_plugin.errors import ConfigError, UnknownKernelError
 from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.plugin.policy.step_range import Band
-from sage_plugin.registry import strict_json
 from sage_plugin.schema import JsonRecord, LaunchConfig
 
 SCHEMA_VERSION = 1
@@ -242,7 +242,7 @@ def _data(path: Path) -> object:
     Raises:
         ConfigError: it cannot be read, is too large, or is no strict JSON.
     """
-    data: object = strict_json.read(path, MAX_FILE_BYTES, "policy")
+    data: object = files.read_json(path, MAX_FILE_BYTES, "policy")
     return data
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError
 from sage_plugin.kernels.attention.dispatch import Decision, call_key
+from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import CallKey, CallShape, CaptureRecord
-from sage_plugin.tune.run.study import Source
 
 MAX_CAPTURES_PER_KEY = 3
 
@@ -28,8 +27,8 @@ class InputGroup:
         calls: how many calls of this key the recording saw; 0 where it is unknown.
     """
 
-    sources: tuple[Source, ...]
-    timed: Source
+    sources: tuple[ReplayInputs, ...]
+    timed: ReplayInputs
     calls: int = 0
 
     @property
@@ -78,10 +77,7 @@ def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY
         chosen = sorted(_sound(captures, records, max_per_key, damaged), key=_saved_heads)
         if not chosen:
             continue
-        sources = tuple(
-            Source(f"sha256:{record.sha256}", record.shape, folder=place, record=record)
-            for record in chosen
-        )
+        sources = tuple(ReplayInputs(r.shape, folder=place, record=r) for r in chosen)
         built.append(InputGroup(sources, sources[len(sources) // 2], calls[key]))
     notes = list(captures.problems)
     if damaged:
@@ -123,22 +119,11 @@ def from_shapes(
         distribution: a name of `measure.inputs.DISTRIBUTIONS`.
         seed: of the draw.
     """
-    label = f"synthetic:{distribution}:{seed}"
     groups = []
     for shape in dict.fromkeys(shapes):
-        source = Source(label, shape, distribution=distribution, seed=seed)
+        source = ReplayInputs(shape, distribution=distribution, seed=seed)
         groups.append(InputGroup((source,), source))
     return TuningInputs(_by_cost(groups))
-
-
-def saved_part(source: Source) -> CallShape:
-    """The shape of what a capture holds of its call; the full shape of a synthetic source."""
-    if source.record is None:
-        return source.shape
-    group = source.shape.heads_q // source.shape.heads_k
-    heads_k = len(source.record.head_indices)
-    batch = len(source.record.batch_indices)
-    return dataclasses.replace(source.shape, batch=batch, heads_q=heads_k * group, heads_k=heads_k)
 
 
 def _shape_key(shape: CallShape) -> CallKey:

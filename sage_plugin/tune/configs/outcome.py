@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sage_plugin import files
 from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
 from sage_plugin.tune.configs import promote, search
-from sage_plugin.tune.configs.inputs import saved_part
 from sage_plugin.tune.configs.plan import TuningPlan
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
@@ -95,7 +95,7 @@ def _winner_notes(
     study: Study, verdict: promote.StudyVerdict, config: LaunchConfig
 ) -> tuple[str, ...]:
     notes = search.edges(config, study.space) if verdict.kind == promote.TUNED else ()
-    saved = saved_part(study.timed)
+    saved = study.timed.saved_shape
     if study.device == "cpu" and saved != study.timed.shape:
         part = f"{saved.batch}x{saved.heads_q} of {study.timed.shape.batch}x"
         notes += (f"timed on the saved part of the call: {part}{study.timed.shape.heads_q} heads",)
@@ -122,7 +122,7 @@ def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
         options=options,
         git=run_folder.git_revision(),
     )
-    run_folder.write_json(plan.run_folder / run_folder.METADATA, data)
+    files.write_json(plan.run_folder / run_folder.METADATA, data)
 
 
 def write_results(plan: TuningPlan, outcomes: Sequence[Outcome], ledger: Ledger) -> None:
@@ -151,5 +151,5 @@ def write_results(plan: TuningPlan, outcomes: Sequence[Outcome], ledger: Ledger)
         "studies": len(plan.studies),
         "results": results,
     }
-    run_folder.write_json(folder / run_folder.RESULTS, data)
+    files.write_json(folder / run_folder.RESULTS, data)
     run_folder.write_trials(folder / run_folder.TRIALS, plan.studies, ledger.all())

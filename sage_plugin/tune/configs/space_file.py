@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.registry import strict_json
 from sage_plugin.schema import LaunchConfig
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def read(path: str | Path) -> SpaceFile:
         sage_plugin.errors.ConfigError: no_such_space.json: cannot be read ...
     """
     path = Path(path)
-    data = strict_json.read(path, MAX_FILE_BYTES, "search space")
+    data = files.read_json(path, MAX_FILE_BYTES, "search space")
     if not isinstance(data, dict) or not data:
         raise ConfigError(f'{path}: expected an object of lists, such as {{"block_n": [64, 128]}}')
     axes: dict[str, tuple[Value, ...]] = {}

@@ -15,24 +15,15 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.accuracy.gate import failures, worst
-from sage_plugin.accuracy.metrics import attention_errors
-from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import AttentionParams, Decision
+from sage_plugin.kernels.contract import AttentionParams, Decision, bhsd
 from sage_plugin.measure import clocks
 from sage_plugin.measure.statistics import gain_interval
 from sage_plugin.measure.timing import Samples, measure
-from sage_plugin.schema import ErrorMetrics, LaunchConfig, Trial
-from sage_plugin.tune.run.replayed_call import (
-    Masked,
-    as_layout,
-    drawn_call,
-    saved_call,
-    timed_call,
-    whole_call,
-)
+from sage_plugin.replay.call import ReplayCall, runs
+from sage_plugin.schema import LaunchConfig, Trial
 from sage_plugin.tune.run.runner import Contest
-from sage_plugin.tune.run.study import Source, Study
+from sage_plugin.tune.run.study import Study
 
 BASE, NEW, AGAIN, HOST_CALL = "base", "new", "again", "host"
 
@@ -41,8 +32,8 @@ BASE, NEW, AGAIN, HOST_CALL = "base", "new", "again", "host"
 class Loaded:
     """The inputs of a study on its device, with their hashes as they were loaded."""
 
-    judged: tuple[tuple[Source, Masked], ...]
-    timed: Masked
+    judged: tuple[ReplayCall, ...]
+    timed: ReplayCall
     prints: tuple[int, ...]
 
     def changed(self) -> bool:
@@ -64,7 +55,8 @@ class ScreenJob:
     def __call__(self) -> Trial:
         """Run in the child."""
         loaded = _loaded(self.study)
-        errors = worst([_errors(self.study, self.config, *judged) for judged in loaded.judged])
+        key = self.study.key
+        errors = worst([j.errors(key.kernel, key.variant, self.config) for j in loaded.judged])
         broken = failures(self.study.gate, errors)
         trial = Trial(self.study.id, self.config, "screen", "ok", errors=errors)
         if loaded.changed():
@@ -107,7 +99,7 @@ class RaceJob:
             for i, config in enumerate(contest.configs):
                 calls[f"{i}/kernel"] = _kernel_call(study, loaded.timed, config)
         host = _call(study, loaded.timed, None)
-        if _runs(host):
+        if runs(host):
             calls[HOST_CALL] = host
         before = clocks.snapshot(study.device)
         samples = measure(
@@ -165,28 +157,15 @@ def _loaded(study: Study) -> Loaded:
     global _held
     if _held is None or _held[0] != study.id:
         _held = None  # the old tensors go before the new ones come
-        loaded = [(source, *_load(study, source)) for source in study.sources]
-        judged = tuple((source, saved) for source, saved, _ in loaded)
-        timed = next(timed for _, _, timed in loaded if timed is not None)
+        judged = tuple(source.load(study.device) for source in study.sources)
+        at = study.sources.index(study.timed)
+        timed = study.timed.timed(judged[at], study.device)
         _held = (study.id, Loaded(judged, timed, _prints(judged, timed)))
     return _held[1]
 
 
-def _load(study: Study, source: Source) -> tuple[Masked, Masked | None]:
-    """What is judged, and what is timed where this source is: on a GPU the full call."""
-    chosen = source.label == study.timed.label
-    if source.record is None:
-        drawn = drawn_call(
-            source.shape, device=study.device, seed=source.seed, distribution=source.distribution
-        )
-        return drawn, drawn if chosen else None
-    call = open_captures(source.folder).load(source.record, device=study.device)
-    return saved_call(call), timed_call(call, study.device) if chosen else None
-
-
-def _prints(judged: tuple[tuple[Source, Masked], ...], timed: Masked) -> tuple[int, ...]:
-    every = [saved for _, saved in judged] + [timed]
-    return tuple(number for one in every for number in one.prints())
+def _prints(judged: tuple[ReplayCall, ...], timed: ReplayCall) -> tuple[int, ...]:
+    return tuple(number for one in (*judged, timed) for number in one.prints())
 
 
 def _mutated(trial: Trial) -> Trial:
@@ -198,41 +177,19 @@ def _mutated(trial: Trial) -> Trial:
     )
 
 
-def _errors(study: Study, config: LaunchConfig, source: Source, saved: Masked) -> ErrorMetrics:
-    key = study.key
-    return attention_errors(
-        key.kernel,
-        key.variant,
-        config,
-        *saved.tensors,
-        causal=key.causal,
-        scale=source.shape.scale,
-        mask=saved.mask,
-    )
-
-
-def _runs(call: Callable[[], object]) -> bool:
-    """Whether the host's attention does a call, which may take more memory than there is."""
-    try:
-        call()
-    except (RuntimeError, ValueError):
-        return False
-    return True
-
-
-def _call(study: Study, timed: Masked, config: LaunchConfig | None) -> Callable[[], object]:
+def _call(study: Study, timed: ReplayCall, config: LaunchConfig | None) -> Callable[[], object]:
     """The call as a patched model makes it, quantisation included; the host's without a config."""
     decision = None if config is None else Decision(study.key.kernel, study.key.variant)
-    return whole_call(timed, study.timed.shape, decision, config)
+    return timed.whole(decision, config)
 
 
-def _kernel_call(study: Study, timed: Masked, config: LaunchConfig) -> Callable[[], object]:
+def _kernel_call(study: Study, timed: ReplayCall, config: LaunchConfig) -> Callable[[], object]:
     """The attention launch alone, on operands that were quantised before."""
     key = study.key
     fp8 = getattr(torch, study.facts.fp8_dtype or "float8_e4m3fn")
     built = implementation(key.kernel, key.variant, fp8)
     problem = AttentionParams(study.timed.shape.scale, key.causal, key.layout, timed.mask)
-    tensors = as_layout(timed.tensors, key.layout)
+    tensors = (bhsd(tensor, key.layout) for tensor in timed.tensors)  # its own inverse
     on_device = (
         contextlib.nullcontext() if study.device == "cpu" else torch.cuda.device(study.device)
     )

@@ -6,32 +6,25 @@ Each measurement is a line of a ledger, so that a search that was interrupted go
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sage_plugin import device as devices
 from sage_plugin.accuracy.gate import failures, gate_for
-from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
 from sage_plugin.measure.timing import TimingLimits, measure
 from sage_plugin.plugin.policy.rules import HOST
+from sage_plugin.replay.call import ReplayCall, runs
+from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import (
     CallShape,
     CaptureRecord,
     DeviceFacts,
-    ErrorMetrics,
     Trial,
 )
 from sage_plugin.tune.policy.option import Option, Runnable
 from sage_plugin.tune.run.ledger import Ledger
-from sage_plugin.tune.run.replayed_call import (
-    Masked,
-    drawn_call,
-    saved_call,
-    timed_call,
-    whole_call,
-)
 from sage_plugin.tune.run.study import digest
 
 logger = logging.getLogger(__name__)
@@ -64,10 +57,10 @@ class PolicyEvidence:
         self, captures: CaptureFolder, device: str, config_dir: str | None, ledger: Path
     ) -> None:
         self.facts: DeviceFacts = devices.facts(device)
-        self._captures, self._device, self._config_dir = captures, device, config_dir
+        self._folder, self._device, self._config_dir = str(captures.path), device, config_dir
         self._ledger = Ledger(ledger)
         self._identity = [self.facts.to_json(), devices.toolchain().to_json()]
-        self._loaded: tuple[str, Masked] | None = None
+        self._loaded: tuple[str, ReplayCall] | None = None
 
     def error(self, record: CaptureRecord, option: Option) -> float | str:
         """Centred error of the worst head on a capture, or why the option may not run it."""
@@ -108,7 +101,7 @@ class PolicyEvidence:
     def _judged(self, study: str, record: CaptureRecord, runnable: Runnable) -> Trial:
         decision, config = runnable.decision, runnable.config
         try:
-            errors = self._errors(record, runnable)
+            errors = self._saved(record).errors(decision.kernel, decision.variant, config)
         except (RuntimeError, ValueError) as error:  # one option must not end the search
             if isinstance(error, CaptureError):
                 raise
@@ -119,25 +112,15 @@ class PolicyEvidence:
         status = "gate_failed" if broken else "ok"
         return Trial(study, config, ERRORS, status, reason="; ".join(broken), errors=errors)
 
-    def _errors(self, record: CaptureRecord, runnable: Runnable) -> ErrorMetrics:
-        saved, shape = self._saved(record), record.shape
-        return attention_errors(
-            runnable.decision.kernel,
-            runnable.decision.variant,
-            runnable.config,
-            *saved.tensors,
-            causal=shape.causal,
-            scale=shape.scale,
-            mask=saved.mask,
-        )
-
-    def _saved(self, record: CaptureRecord) -> Masked:
+    def _saved(self, record: CaptureRecord) -> ReplayCall:
         """A capture's tensors; the last ones are kept, since all options are judged on them."""
         if self._loaded is None or self._loaded[0] != record.sha256:
             self._loaded = None
-            call = self._captures.load(record, device=self._device)
-            self._loaded = (record.sha256, saved_call(call))
+            self._loaded = (record.sha256, self._inputs(record).load(self._device))
         return self._loaded[1]
+
+    def _inputs(self, record: CaptureRecord) -> ReplayInputs:
+        return ReplayInputs(record.shape, folder=self._folder, record=record)
 
     def _timed(
         self,
@@ -148,25 +131,11 @@ class PolicyEvidence:
     ) -> Trial:
         """One trial that holds the medians of all options."""
         self._loaded = None
-        if record is None:
-            timed = drawn_call(shape, device=self._device)
-        else:
-            call = self._captures.load(record, device=self._device)
-            timed = timed_call(call, self._device)
-        calls = {HOST: whole_call(timed, shape, None, None)}
-        for label, one in able.items():
-            calls[label] = whole_call(timed, shape, one.decision, one.config)
-        calls = {label: call for label, call in calls.items() if _runs(label, call)}
+        inputs = ReplayInputs(shape) if record is None else self._inputs(record)
+        timed = inputs.timed(inputs.load(self._device), self._device)
+        calls = {label: timed.whole(one.decision, one.config) for label, one in able.items()}
+        calls = {HOST: timed.whole(), **calls}
+        calls = {label: call for label, call in calls.items() if runs(call)}
         samples = measure(calls, device=self._device, limits=TIMING) if calls else {}
         extra = {f"{MS}{name}": sample.timing().median_ms for name, sample in samples.items()}
         return Trial(study, next(iter(able.values())).config, TIMES, "ok", extra=extra)
-
-
-def _runs(label: str, call: Callable[[], object]) -> bool:
-    """Whether a call runs at its full size, which may take more memory than there is."""
-    try:
-        call()
-    except (RuntimeError, ValueError):
-        logger.debug("%s cannot be timed", label, exc_info=True)
-        return False
-    return True

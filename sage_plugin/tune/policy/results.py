@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sage_plugin import files
 from sage_plugin.tune.policy.choice import Assignment, PolicyProblem
-from sage_plugin.tune.run import run_folder
 
 
 def write(path: Path, problem: PolicyProblem, assignment: Assignment) -> None:
@@ -15,7 +15,7 @@ def write(path: Path, problem: PolicyProblem, assignment: Assignment) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    run_folder.write_json(
+    files.write_json(
         path,
         {
             "schema_version": 1,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sage_plugin.accuracy import effects as effects_file
 from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError, TuningError, UsageError
@@ -23,7 +22,7 @@ from sage_plugin.plugin.policy.rules import (
 )
 from sage_plugin.schema import CallShape, DeviceFacts
 from sage_plugin.tune.configs.plan import chosen_device
-from sage_plugin.tune.policy import results, times_file
+from sage_plugin.tune.policy import effects_file, results, times_file
 from sage_plugin.tune.policy.choice import (
     Assignment,
     PolicyProblem,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.registry import strict_json
 from sage_plugin.schema import CallShape
 from sage_plugin.tune.policy.grid import pairs
 
@@ -27,7 +27,7 @@ def read(path: Path) -> tuple[str, Times]:
         ConfigError: the file cannot be read, is no result of `sage bench`, or its times are those
             of emulations.
     """
-    data = strict_json.read(path, MAX_BYTES, "result of `sage bench`")
+    data = files.read_json(path, MAX_BYTES, "result of `sage bench`")
     times: dict[CallShape, dict[str, float]] = {}
     try:
         device = str(data["device"]["name"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sage_plugin.accuracy.effects import Effects
 from sage_plugin.errors import ConfigError
+from sage_plugin.tune.policy.effects_file import Effects
 from sage_plugin.tune.policy.estimates import CellEstimates
 
 

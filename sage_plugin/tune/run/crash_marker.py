@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.registry import store, strict_json
 from sage_plugin.schema import LaunchConfig, Trial
 
 ATTEMPTS = 2
+MAX_BYTES = 64 * 2**10
 
 
 class InFlight:
@@ -43,7 +44,7 @@ class InFlight:
             reason = f"the session ended {attempts} times while this config ran"
             return Trial(study, config, "screen", "crashed", reason=reason)
         note = [study, config.text(), attempts + 1 if again else 1]
-        store.write_atomically(self._path, strict_json.dumps(note) + "\n")
+        files.write_atomically(self._path, files.dumps(note) + "\n")
         return None
 
     def end(self) -> None:
@@ -53,8 +54,8 @@ class InFlight:
             self._path.unlink()
 
     def _read(self) -> tuple[str, str, int]:
-        with contextlib.suppress(OSError, ConfigError, UnicodeDecodeError):
-            data = strict_json.loads(self._path.read_text(encoding="utf-8"), str(self._path))
+        with contextlib.suppress(ConfigError):
+            data = files.read_json(self._path, MAX_BYTES, "note")
             if isinstance(data, list) and [type(item) for item in data] == [str, str, int]:
                 return data[0], data[1], data[2]
         return "", "", 0

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from sage_plugin import files
 from sage_plugin.errors import ConfigError, OutputError
-from sage_plugin.registry import strict_json
 from sage_plugin.schema import LaunchConfig, Trial
 
 logger = logging.getLogger(__name__)
@@ -60,33 +59,18 @@ class Ledger:
             OutputError: the file cannot be written.
         """
         try:
-            line = strict_json.dumps(trial.to_json())
+            line = files.dumps(trial.to_json())
         except ConfigError:
             trial = _without_numbers(trial)
-            line = strict_json.dumps(trial.to_json())
-        self._write(line)
+            line = files.dumps(trial.to_json())
+        with files.writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        files.append_line(self.path, line)
         self._remember(trial)
         return trial
 
     def _remember(self, trial: Trial) -> None:
         self._trials.setdefault((trial.study, trial.stage), {})[trial.config] = trial
-
-    def _write(self, line: str) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab+") as stream:
-                end = stream.seek(0, os.SEEK_END)
-                torn = False
-                if end:
-                    stream.seek(end - 1)
-                    torn = stream.read(1) != b"\n"
-                stream.write((b"\n" if torn else b"") + line.encode() + b"\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-        except OSError as error:
-            raise OutputError(
-                f"{self.path}: cannot be written ({error.strerror or error})"
-            ) from error
 
     def _read(self) -> Iterator[Trial]:
         try:
@@ -105,7 +89,7 @@ class Ledger:
             self._skip(where, f"it is longer than {MAX_LINE_BYTES} bytes")
             return
         try:
-            yield Trial.from_json(strict_json.loads(line.decode("utf-8", errors="replace"), "it"))
+            yield Trial.from_json(files.loads(line.decode("utf-8", errors="replace"), "it"))
         except ConfigError as error:
             self._skip(where, str(error))
 

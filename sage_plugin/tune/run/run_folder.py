@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sage_plugin import files
 from sage_plugin.errors import OutputError, UsageError
-from sage_plugin.registry import store
 from sage_plugin.schema import DeviceFacts, LaunchConfig, Timing, Trial
 from sage_plugin.tune.run.study import Study
 
@@ -53,20 +53,19 @@ def claimed(folder: Path) -> Iterator[None]:
     import filelock
 
     holder = folder / HOLDER
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder / LOCK, timeout=0)
-        lock.acquire()
-    except filelock.Timeout:
-        raise OutputError(
-            f"{folder} is in use by {_holder(holder)}: wait for it, or name another --run-name"
-        ) from None
-    except OSError as error:
-        raise OutputError(f"{folder}: cannot be written ({error.strerror or error})") from error
+    with files.writing(folder):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(folder / LOCK, timeout=0)
+            lock.acquire()
+        except filelock.Timeout:
+            raise OutputError(
+                f"{folder} is in use by {_holder(holder)}: wait for it, or name another --run-name"
+            ) from None
     try:
         if holder.exists():
             logger.warning("%s: taking over from %s, which is gone", folder, _holder(holder))
-        store.write_atomically(
+        files.write_atomically(
             holder, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
         )
         yield
@@ -92,15 +91,6 @@ def set_aside(folder: Path) -> None:
         ledger.rename(folder / f"ledger.{stamp}.{os.getpid()}.jsonl")
 
 
-def write_json(path: Path, data: object) -> None:
-    """Replace a JSON file in one step.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    store.write_atomically(path, json.dumps(data, indent=1) + "\n")
-
-
 def write_trials(path: Path, studies: Sequence[Study], trials: Iterable[Trial]) -> None:
     """Write the trials of some studies as a table, one row each.
 
@@ -113,7 +103,7 @@ def write_trials(path: Path, studies: Sequence[Study], trials: Iterable[Trial]) 
     writer = csv.DictWriter(stream, fieldnames=list(_row_names()), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    store.write_atomically(path, stream.getvalue())
+    files.write_atomically(path, stream.getvalue())
 
 
 def metadata(

@@ -7,41 +7,14 @@ import json
 from dataclasses import dataclass
 
 from sage_plugin.accuracy.gate import Gate
+from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import (
     CallKey,
-    CallShape,
-    CaptureRecord,
     DeviceFacts,
     JsonRecord,
     LaunchConfig,
     Toolchain,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One set of Q, K and V: a capture on disk, or numbers to be drawn.
-
-    Attributes:
-        label: what evidence lists: `sha256:...` of a capture, or `synthetic:<distribution>:<seed>`.
-        shape: the full call.
-        folder: absolute path of the capture folder, empty for a synthetic source.
-        record: the capture's manifest line, `None` for a synthetic source.
-        distribution: of synthetic values.
-        seed: of synthetic values.
-    """
-
-    label: str
-    shape: CallShape
-    folder: str = ""
-    record: CaptureRecord | None = None
-    distribution: str = ""
-    seed: int = 0
-
-    @property
-    def synthetic(self) -> bool:
-        """Whether the values are drawn, not recorded."""
-        return self.record is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +53,8 @@ class Study:
     """
 
     key: CallKey
-    sources: tuple[Source, ...]
-    timed: Source
+    sources: tuple[ReplayInputs, ...]
+    timed: ReplayInputs
     space: tuple[LaunchConfig, ...]
     gate: Gate
     timer: Timer

@@ -11,7 +11,8 @@ import pytest
 from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.errors import CaptureError, ConfigError, SageError, TuningError, UsageError
 from sage_plugin.plugin.policy.rules import read
-from sage_plugin.tune.policy import evidence, front_plot
+from sage_plugin.replay import call as replay_call
+from sage_plugin.tune.policy import front_plot
 from sage_plugin.tune.policy.search import search
 from tests.tune.policy import recordings
 from tests.tune.policy.recordings import EVERYWHERE, LAYERS, MS, PER_STEP, SHAPE, STEPS
@@ -33,7 +34,7 @@ def refuse_to_measure(monkeypatch):
         def fail(*_args, **_more):
             raise AssertionError("measured again")
 
-        monkeypatch.setattr(evidence, "attention_errors", fail)
+        monkeypatch.setattr(replay_call, "attention_errors", fail)
 
     return use
 
@@ -111,13 +112,15 @@ def test_ctrl_c_leaves_what_was_measured_and_the_next_goes_on(folder, monkeypatc
         measured.append(args[0])
         return attention_errors(*args, **more)
 
-    monkeypatch.setattr(evidence, "attention_errors", stop)
+    monkeypatch.setattr(replay_call, "attention_errors", stop)
     with pytest.raises(KeyboardInterrupt):
         search(recordings.request(folder))
     assert len(recordings.ledger_lines(folder)) == 4
     after = []
     monkeypatch.setattr(
-        evidence, "attention_errors", lambda *a, **m: after.append(a) or attention_errors(*a, **m)
+        replay_call,
+        "attention_errors",
+        lambda *a, **m: after.append(a) or attention_errors(*a, **m),
     )
     search(recordings.request(folder))
     assert len(after) == 6 * len(KERNELS) - 4
@@ -130,7 +133,9 @@ def test_damaged_lines_of_the_ledger_are_measured_again(folder, monkeypatch):
     path.write_text("\n".join(["{", *lines[1:-1], lines[-1][:40]]))
     after = []
     monkeypatch.setattr(
-        evidence, "attention_errors", lambda *a, **m: after.append(a) or attention_errors(*a, **m)
+        replay_call,
+        "attention_errors",
+        lambda *a, **m: after.append(a) or attention_errors(*a, **m),
     )
     assert search(recordings.request(folder)).policy == first.policy
     assert len(after) == 2

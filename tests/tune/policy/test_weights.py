@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sage_plugin.accuracy.effects import Effect, Effects
 from sage_plugin.errors import ConfigError
+from sage_plugin.tune.policy.effects_file import Effect, Effects
 from sage_plugin.tune.policy.estimates import CellEstimates, Estimate
 from sage_plugin.tune.policy.weights import weights_of
 from tests.tune.policy import recordings

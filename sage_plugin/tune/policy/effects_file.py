@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.registry import strict_json
 from sage_plugin.schema import JsonRecord
 
 SCHEMA_VERSION = 1
@@ -54,7 +54,7 @@ def read(path: Path) -> Effects:
     Raises:
         ConfigError: it cannot be read, or is no sound file of effects.
     """
-    data = strict_json.read(path, MAX_BYTES, "file of effects")
+    data = files.read_json(path, MAX_BYTES, "file of effects")
     try:
         effects = Effects.from_json(data)
     except ConfigError as error:

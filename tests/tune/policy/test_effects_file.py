@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from sage_plugin.accuracy import effects
-from sage_plugin.accuracy.effects import Effect, Effects, read
 from sage_plugin.errors import ConfigError
+from sage_plugin.tune.policy import effects_file
+from sage_plugin.tune.policy.effects_file import Effect, Effects, read
 
 SOUND = Effects(1, "fav3_fp8", (Effect("a.attn", ":50%", 0.25), Effect("a.attn", "50%:", 0.0)))
 
@@ -50,6 +50,6 @@ def test_missing_and_huge_files_are_refused(tmp_path, monkeypatch):
             read(path)
     path = tmp_path / "e.json"
     path.write_text(changed())
-    monkeypatch.setattr(effects, "MAX_BYTES", 50)
+    monkeypatch.setattr(effects_file, "MAX_BYTES", 50)
     with pytest.raises(ConfigError, match="larger than 50 bytes"):
         read(path)

@@ -1,0 +1,1 @@
+"""Captured and drawn calls replayed: loaded, brought to their full size, judged and run."""
