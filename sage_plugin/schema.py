@@ -17,6 +17,10 @@ from sage_plugin.errors import ConfigError
 
 SCHEMA_VERSION = 1
 
+ATTENTION = "attention"
+FAMILIES = (ATTENTION,)
+"""Names of the op families, as manifests and registry files spell them."""
+
 KERNELS = ("torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
 """Kernel names of the attention family, plainest first."""
 

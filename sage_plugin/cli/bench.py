@@ -106,7 +106,7 @@ def command(
 ) -> None:
     """Replay captures, or synthetic inputs, through the kernels: time, throughput and error."""
     from sage_plugin.bench.compare import BenchPlan
-    from sage_plugin.kernels.attention.dispatch import parse_kernel
+    from sage_plugin.families import ATTENTION
 
     _check_outputs(csv, json)
     metrics = _metrics(metric)
@@ -118,7 +118,7 @@ def command(
     where, facts = device_of(device, method)
     plan = BenchPlan(
         kernels=named_kernels(kernel or (), facts),
-        reference=None if compare_to_ref is None else parse_kernel(compare_to_ref),
+        reference=None if compare_to_ref is None else ATTENTION.parse_kernel(compare_to_ref),
         method=method,
         config_dir=None if config_dir is None else str(config_dir),
         seed=seed,
@@ -171,12 +171,12 @@ def device_of(name: str | None, method: str | None = None) -> tuple[torch.device
 
 def named_kernels(names: Sequence[str], facts: DeviceFacts) -> tuple[tuple[str, str], ...]:
     """The named kernels; by default all that the device runs, but the oracle itself."""
-    from sage_plugin.kernels.attention import dispatch
+    from sage_plugin.families import ATTENTION
 
-    named = [dispatch.parse_kernel(text) for text in names]
+    named = [ATTENTION.parse_kernel(text) for text in names]
     if any(kernel == "auto" for kernel, _ in named):
         raise UsageError("--kernel auto: name the kernels to compare, or leave --kernel out")
-    every = [(kernel, "auto") for kernel in dispatch.kernels_of(facts) if kernel != "torch"]
+    every = [(kernel, "auto") for kernel in ATTENTION.kernels_of(facts) if kernel != "torch"]
     return tuple(named or every)
 
 

@@ -81,21 +81,21 @@ def explain(
 ) -> None:
     """Say why a call gets its launch config, place by place."""
     from sage_plugin import device as devices
-    from sage_plugin.kernels.attention import dispatch
+    from sage_plugin.families import ATTENTION
 
     shape = call_shape(
         batch=batch, heads_q=heads_q, heads_k=heads_k, seq_q=seq_q, seq_k=seq_k,
         head_dim=head_dim, dv=dim_v, dtype=dtype, causal=causal, layout=layout, mask=mask,
     )  # fmt: skip
     facts = devices.facts(device)
-    name, variant = dispatch.parse_kernel(kernel)
-    decision = dispatch.decide(shape, facts, kernel=name, variant=variant)
+    name, variant = ATTENTION.parse_kernel(kernel)
+    decision = ATTENTION.decide(shape, facts, kernel=name, variant=variant)
     if decision.reason is not None or decision.variant == "host":
         reason = decision.reason or f"{decision.kernel} is torch's own and has no launch config"
         _say(f"This call goes to the host's attention: {reason}.")
         _say("Next: name a kernel (--kernel fav3_sage) to see what it would get")
         return
-    _explain_key(dispatch.call_key(shape, decision), facts, config_dir, shape)
+    _explain_key(ATTENTION.call_key(shape, decision), facts, config_dir, shape)
 
 
 @app.command()
@@ -118,12 +118,12 @@ def check(path: Place = None, device: Device = None, config_dir: ConfigDir = Non
 def _problems_of(file: Path, facts: DeviceFacts) -> list[str]:
     """What is wrong with a file of launch configs, or with a policy."""
     from sage_plugin.errors import ConfigError
-    from sage_plugin.kernels.attention.dispatch import illegal_reason
+    from sage_plugin.families import ATTENTION
     from sage_plugin.plugin.policy import rules as policy
     from sage_plugin.registry.validate import problems
 
     if not policy.is_policy(file):
-        return list(problems(file, facts, illegal=illegal_reason))
+        return list(problems(file, facts, illegal=ATTENTION.illegal_reason))
     try:
         policy.read(file)
     except ConfigError as error:
@@ -151,25 +151,25 @@ def _explain_key(
     key: CallKey, facts: DeviceFacts, config_dir: Path | None, shape: CallShape
 ) -> None:
     from sage_plugin.cli.tune_view import config_text, shape_text
-    from sage_plugin.kernels.attention import dispatch
+    from sage_plugin.families import ATTENTION
     from sage_plugin.registry import lookup
 
-    dispatch.forget()
+    ATTENTION.forget()
     _say(f"{key.kernel}:{key.variant} on {facts.name}: {shape_text(shape)}")
     sentences = lookup.explain(
         key,
         facts=facts,
         config_dir=config_dir,
-        is_legal=lambda config: dispatch.illegal_reason(config, key, facts) is None,
+        is_legal=lambda config: ATTENTION.illegal_reason(config, key, facts) is None,
     )
     for sentence in sentences:
         _say(f"  {sentence}")
-    found = dispatch.find_launch(
+    found = ATTENTION.find_launch(
         key, facts, config_dir=None if config_dir is None else str(config_dir)
     )
     _say(f"It gets {config_text(found.config)} ({found.source}: {found.detail})")
     _say(f"  {found.config.text()}")
-    reason = dispatch.illegal_reason(found.config, key, facts)
+    reason = ATTENTION.illegal_reason(found.config, key, facts)
     _say("  legal on this device" if reason is None else f"  illegal on this device: {reason}")
     if found.source in ("exact", "env"):
         _say("Next: sage bench, to see what it is worth")

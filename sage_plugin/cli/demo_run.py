@@ -205,10 +205,10 @@ def measure(ask: DemoOptions, on_case: Callable[[], object]) -> list[Table]:
     from sage_plugin.bench.compare import BenchPlan, run_case
     from sage_plugin.bench.report import csv_text, json_text
     from sage_plugin.bench.suite import captured
-    from sage_plugin.kernels.attention import dispatch
+    from sage_plugin.families import ATTENTION
 
     facts = devices.facts(ask.device)
-    kernels = tuple((k, "auto") for k in dispatch.kernels_of(facts) if k != "torch")
+    kernels = tuple((k, "auto") for k in ATTENTION.kernels_of(facts) if k != "torch")
     plan = BenchPlan(
         kernels=kernels, reference=("fav2", "auto"), config_dir=str(ask.folder / "configs")
     )

@@ -20,11 +20,11 @@ from sage_plugin.capture.recording.tally import Tally
 from sage_plugin.capture.selection.extract import extract
 from sage_plugin.capture.selection.heads import Part
 from sage_plugin.capture.selection.spread import CaptureCell
-from sage_plugin.capture.store.manifest import FAMILY, CallCounts
+from sage_plugin.capture.store.manifest import CallCounts
 from sage_plugin.capture.store.writer import CaptureWriter
 from sage_plugin.errors import OutputError, UsageError
 from sage_plugin.plugin.context import CallEvent
-from sage_plugin.schema import SCHEMA_VERSION, CaptureRecord
+from sage_plugin.schema import ATTENTION, SCHEMA_VERSION, CaptureRecord
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class Intake:
         self._origins[watch] = origin
         return CaptureRecord(
             schema_version=SCHEMA_VERSION,
-            family=FAMILY,
+            family=ATTENTION,
             file="",
             layer=cell.layer,
             step=cell.step,

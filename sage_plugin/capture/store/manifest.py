@@ -14,11 +14,10 @@ from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import CaptureError, ConfigError
-from sage_plugin.schema import SCHEMA_VERSION, CallShape, CaptureRecord, JsonRecord
+from sage_plugin.schema import FAMILIES, SCHEMA_VERSION, CallShape, CaptureRecord, JsonRecord
 
 MANIFEST = "manifest.jsonl"
 COUNTS = "counts.json"
-FAMILY = "attention"
 MAX_INDEX_BYTES = 64 * 2**20
 
 
@@ -152,8 +151,10 @@ def _parse_line(line: str, path: Path) -> CaptureRecord:
     data = json.loads(line)
     _check_version(data, path)
     record = CaptureRecord.from_json(data)
-    if record.family != FAMILY:
-        raise ConfigError(f"op family {record.family!r}, expected {FAMILY!r}")
+    if record.family not in FAMILIES:
+        raise ConfigError(
+            f"op family {record.family!r}, expected {' or '.join(map(repr, FAMILIES))}"
+        )
     return record
 
 

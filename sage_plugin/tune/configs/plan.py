@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from sage_plugin import device as devices
-from sage_plugin.accuracy.gate import gate_for
 from sage_plugin.errors import CaptureError, ConfigError, OutputError, UsageError
-from sage_plugin.kernels.attention import dispatch
+from sage_plugin.families import ATTENTION, Family
 from sage_plugin.kernels.contract import HOST
 from sage_plugin.registry import load
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
@@ -21,7 +20,6 @@ from sage_plugin.tune.configs.space_file import SpaceFile
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.study import Study, Timer, digest
 
-FAMILY = "attention"
 CPU_KERNEL = "fav3_sage"
 """What is tuned on a CPU unless a kernel is named: the emulation of a GPU's default kernel."""
 
@@ -52,6 +50,7 @@ class TuningRequest:
         timeout_s: longest that one trial may take.
         seed: of the search order and of the order within timing rounds.
         fresh: start over instead of going on from the ledger.
+        family: the op family that is tuned.
     """
 
     inputs: TuningInputs
@@ -67,6 +66,7 @@ class TuningRequest:
     timeout_s: float = DEFAULT_TIMEOUT_S
     seed: int = 0
     fresh: bool = False
+    family: Family = ATTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def build(request: TuningRequest) -> TuningPlan:
         notes=tuple(dict.fromkeys(notes)),
         facts=facts,
         run_folder=request.runs_dir / run_name,
-        registry_path=load.file_path(_config_root(request), facts.slug, FAMILY),
+        registry_path=load.file_path(_config_root(request), facts.slug, request.family.name),
     )
 
 
@@ -133,12 +133,12 @@ def _study(
     facts: DeviceFacts,
     notes: list[str],
 ) -> Study | None:
-    kernel, variant = dispatch.parse_kernel(text)
-    shape = group.shape
-    decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
+    family, shape = request.family, group.shape
+    kernel, variant = family.parse_kernel(text)
+    decision = family.decide(shape, facts, kernel=kernel, variant=variant)
     if decision.reason is not None and decision.reason.cause.left_by_auto:  # tuned all the same
-        kernel = dispatch.automatic_kernel(facts)
-        decision = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
+        kernel = family.automatic_kernel(facts)
+        decision = family.decide(shape, facts, kernel=kernel, variant=variant)
     refuse_gpu_variant(decision.kernel, decision.variant, facts)
     what = f"{text} on {shape.batch}x{shape.heads_q}x{shape.seq_q}x{shape.seq_k}x{shape.head_dim}"
     what += "" if shape.mask_kind == "none" else f" with a {shape.mask_kind} mask"
@@ -147,9 +147,9 @@ def _study(
         return None
     if decision.variant == HOST:
         raise UsageError(f"kernel {text!r} has no launch config: name one of fav2, sage, fav3_sage")
-    key = dispatch.call_key(shape, decision)
+    key = family.call_key(shape, decision)
     try:
-        space = _space(request.space, key, facts, notes)
+        space = _space(request, key, facts, notes)
     except ConfigError as error:
         notes.append(f"{what}: {error}")
         return None
@@ -158,7 +158,7 @@ def _study(
         sources=group.sources,
         timed=group.timed,
         space=space,
-        gate=gate_for(key.kernel),
+        gate=family.gate_for(key.kernel),
         timer=request.timer or TIMERS.get(facts.kind, GPU_TIMER),
         device=device,
         facts=facts,
@@ -185,15 +185,16 @@ def refuse_gpu_variant(kernel: str, variant: str, facts: DeviceFacts) -> None:
 
 
 def _space(
-    given: SpaceFile | None, key: CallKey, facts: DeviceFacts, notes: list[str]
+    request: TuningRequest, key: CallKey, facts: DeviceFacts, notes: list[str]
 ) -> tuple[LaunchConfig, ...]:
     """Legal configs, the default first; what a space file holds beyond them is counted."""
+    given, family = request.space, request.family
     if given is None:
-        return dispatch.candidates(key, facts)
+        return family.candidates(key, facts)
     notes += given.notes
     legal, refused = [], Counter[str]()
-    for config in given.configs(dispatch.default_launch(key, facts)):
-        reason = dispatch.illegal_reason(config, key, facts)
+    for config in given.configs(family.default_launch(key, facts)):
+        reason = family.illegal_reason(config, key, facts)
         if reason is None:
             legal.append(config)
         else:

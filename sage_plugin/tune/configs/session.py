@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 
 from sage_plugin.errors import TuningError
-from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import lookup
 from sage_plugin.registry.merge import merge
 from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
@@ -20,7 +19,7 @@ from sage_plugin.tune.configs.outcome import (
     write_metadata,
     write_results,
 )
-from sage_plugin.tune.configs.plan import FAMILY, TuningPlan
+from sage_plugin.tune.configs.plan import TuningPlan
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.crash_marker import InFlight
 from sage_plugin.tune.run.ledger import Ledger
@@ -82,7 +81,7 @@ def tune(
                 write_results(plan, outcomes, session.ledger)
     finally:
         runner.close()
-        dispatch.forget()
+        plan.request.family.forget()
     report = TuneReport(plan, tuple(outcomes), interrupted)
     if not interrupted and len(report.failed) == len(plan.studies):
         reasons = "; ".join(dict.fromkeys(f"{o.study.kernel}: {o.notes[0]}" for o in outcomes))
@@ -125,11 +124,12 @@ class _Session:
 
     def _incumbent(self, study: Study) -> LaunchConfig | None:
         """The config that a call like this gets now, if one was tuned for exactly this key."""
+        family = self.plan.request.family
         match = lookup.find(
             study.key,
             facts=study.facts,
             config_dir=self.plan.registry_path.parents[1],
-            is_legal=lambda c: dispatch.illegal_reason(c, study.key, study.facts) is None,
+            is_legal=lambda c: family.illegal_reason(c, study.key, study.facts) is None,
         )
         return match.entry.config if match is not None and match.source == "exact" else None
 
@@ -203,7 +203,7 @@ def _merge(plan: TuningPlan, entries: tuple[RegistryEntry, ...]) -> str:
     report = merge(
         plan.registry_path,
         entries,
-        family=FAMILY,
+        family=plan.request.family.name,
         facts=plan.facts,
         toolchain=plan.studies[0].toolchain,
         min_gain=plan.request.min_gain,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from sage_plugin.errors import ConfigError, UsageError
-from sage_plugin.kernels.attention import dispatch
+from sage_plugin.families import ATTENTION
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.plugin.policy.rules import HOST, TUNABLE
 from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
@@ -56,7 +56,7 @@ class Option:
                 choice is not a kernel's.
         """
         name, *parts = text.split("+")
-        kernel, variant = dispatch.parse_kernel(name)
+        kernel, variant = ATTENTION.parse_kernel(name)
         if kernel in ("auto", HOST, "torch"):
             raise UsageError(
                 f"--kernel {name!r}: a policy chooses among kernels by name; the host's attention "
@@ -98,16 +98,16 @@ class Option:
             facts: the device.
             config_dir: folder of configs searched first.
         """
-        decision = dispatch.decide(shape, facts, kernel=self.kernel, variant=self.variant)
+        decision = ATTENTION.decide(shape, facts, kernel=self.kernel, variant=self.variant)
         if decision.reason is not None:
             return str(decision.reason)
-        key = dispatch.call_key(shape, decision)
-        config = dispatch.find_launch(key, facts, config_dir=config_dir).config
+        key = ATTENTION.call_key(shape, decision)
+        config = ATTENTION.find_launch(key, facts, config_dir=config_dir).config
         try:
             config = config.replaced(**self.fields)
         except ConfigError as error:
             return str(error)
-        reason = dispatch.illegal_reason(config, key, facts)
+        reason = ATTENTION.illegal_reason(config, key, facts)
         return Runnable(decision, config) if reason is None else reason
 
 
@@ -123,7 +123,7 @@ def default_options(facts: DeviceFacts, head_dim: int) -> tuple[Option, ...]:
     """
     rotated = head_dim & -head_dim  # the greatest power of two that divides it
     options = []
-    for kernel in dispatch.kernels_of(facts):
+    for kernel in ATTENTION.kernels_of(facts):
         if kernel in (HOST, "torch"):
             continue
         options.append(Option(kernel))
