@@ -154,7 +154,7 @@ def attend(
     elif isinstance(resolved, Executor):
         result = _run_resolved(layer, call, resolved, choice)
     else:
-        result = run_op(decision, call, mask, _request(layer, choice))
+        result = run_op(decision, call, mask, None, layer.state.options.config_dir)
     # Only a `T` of two tensors asks for the LSE.
     return host() if result is None else cast("torch.Tensor", result)
 
@@ -294,7 +294,7 @@ def _run(layer: LayerContext, call: AttentionCall, choice: Choice) -> Result | N
         return None
     if isinstance(resolved, Executor):
         return _run_resolved(layer, call, resolved, choice)
-    return run_op(resolved, call, mask, _request(layer, choice))
+    return run_op(resolved, call, mask, None, layer.state.options.config_dir)
 
 
 def _run_resolved(
@@ -305,7 +305,10 @@ def _run_resolved(
         if can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):
             result = run(executor, call)
         else:
-            result = run_op(executor.decision, call, call.attn_mask, _request(layer, choice))
+            launch = executor.launch if choice.launch else None
+            result = run_op(
+                executor.decision, call, call.attn_mask, launch, layer.state.options.config_dir
+            )
     except Exception as error:
         reason = build_failure(error)
         if reason is None or executor.key is None or layer.state.options.strict:

@@ -16,7 +16,7 @@ from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.api import attention, run_op
-from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest, shape_of
+from sage_plugin.kernels.attention.call import AttentionCall, shape_of
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.registry.merge import merge
@@ -411,7 +411,7 @@ def test_a_tuned_config_of_a_folder_is_used(tmp_path):
 def test_a_decision_can_be_run_as_it_is():
     q, k, v = draw(PLAIN)
     call = AttentionCall(q, k, v, is_causal=True, scale=0.125)
-    out = run_op(Decision("sage", "emulation"), call, None, KernelRequest())
+    out = run_op(Decision("sage", "emulation"), call, None)
     assert torch.equal(out, attention(q, k, v, is_causal=True, kernel="sage"))
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import api
-from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
+from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.contract import Decision
 from tests.kernels.calls import Shape, draw
@@ -157,4 +157,4 @@ def test_an_op_refuses_a_gradient():
     q, k, v = draw(SHAPE)
     call = AttentionCall(q.requires_grad_(), k, v, scale=0.1)
     with pytest.raises(UnsupportedInputError, match="have no backward"):
-        api.run_op(SAGE, call, None, KernelRequest())
+        api.run_op(SAGE, call, None)

@@ -32,7 +32,6 @@ def test_a_reason_is_a_value_with_a_sentence(cause):
 @pytest.mark.parametrize(
     ("reason", "text"),
     [
-        (FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 13), "shorter than min_seq=13"),
         (FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 13), "shorter than min_seq 13"),
         (FallbackReason(Fallback.V_CHANNELS, (64, 128)), "V has 64 channels and Q 128"),
         (FallbackReason(Fallback.POLICY, 2), "the policy's rule 2 leaves it to the host"),

@@ -150,6 +150,7 @@ def test_the_decision_is_told_of_a_mask_of_each_head(shape, special, monkeypatch
         told.append(named["special"])
         return stock(*call, **named)
 
+    dispatch.forget()
     monkeypatch.setattr(dispatch, "decide", decide)
     layer, handle = patched_toy()
     mask = None if shape is None else torch.rand(shape) > 0.3

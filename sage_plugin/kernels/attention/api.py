@@ -109,16 +109,16 @@ def attention(
         q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout, softcap, sinks,
         return_lse, window,
     )  # fmt: skip
-    request = KernelRequest(kernel, variant, launch, config_dir, min_seq if kernel == "auto" else 0)
+    min_seq = min_seq if kernel == "auto" else 0
     if can_bypass_dispatcher(q, k, v, attn_mask, sinks):
-        resolved = resolve(call, request)
+        resolved = resolve(call, KernelRequest(kernel, variant, launch, config_dir, min_seq))
         if isinstance(resolved, FallbackReason):
             return _on_host(call, kernel, resolved, out_dtype)
         return run(resolved, call, out_dtype)
-    decision, _, mask = decide(call, request)
+    decision, _, mask = decide(call, KernelRequest(kernel, variant, min_seq=min_seq))
     if decision.reason is not None:
         return _on_host(call, kernel, decision.reason, out_dtype)
-    return run_op(decision, call, mask, request, out_dtype)
+    return run_op(decision, call, mask, launch, config_dir, out_dtype)
 
 
 def run(
@@ -150,7 +150,8 @@ def run_op(
     decision: Decision,
     call: AttentionCall,
     mask: torch.Tensor | None,
-    request: KernelRequest,
+    launch: LaunchConfig | None = None,
+    config_dir: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Run a decided call as a torch op, which compilers, modes and transforms see; traceable.
@@ -159,7 +160,8 @@ def run_op(
         decision: kernel and variant.
         call: the call.
         mask: its mask as `mask.normalized` leaves it.
-        request: launch config and folder of configs of the call.
+        launch: launch config in place of the looked-up one.
+        config_dir: folder of configs searched first.
         out_dtype: dtype of the output.
 
     Raises:
@@ -167,7 +169,7 @@ def run_op(
     """
     if decision.kernel == "sdpa" and _is_plain_sdpa(call):
         return _sdpa(call, out_dtype)
-    q, launch = call.q, request.launch
+    q = call.q
     sides, cap, factor = validate.checked_rest(
         q, call.layout, call.window, call.softcap, call.scale, call.sinks
     )
@@ -178,7 +180,7 @@ def run_op(
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = op(
         q, call.k, call.v, mask, call.sinks, factor, call.is_causal, sides[0], sides[1], cap,
         decision.kernel, decision.variant, call.layout, text_of(launch),
-        str(request.config_dir or ""), out_dtype,
+        str(config_dir or ""), out_dtype,
     )  # fmt: skip
     return result
 
@@ -196,7 +198,7 @@ def _on_host(
         assert isinstance(executor, Executor), "the host's attention takes every call"
         return run(executor, call, out_dtype)
     mask = validate.checked_mask(call.attn_mask, call.q, call.k, call.layout)
-    return run_op(Decision("sdpa", HOST), call, mask, HOST_REQUEST, out_dtype)
+    return run_op(Decision("sdpa", HOST), call, mask, out_dtype=out_dtype)
 
 
 def _is_plain_sdpa(call: AttentionCall) -> bool:
