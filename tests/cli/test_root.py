@@ -6,7 +6,6 @@ import json
 import logging
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -30,6 +29,12 @@ CODES = {
     errors.OutputError: 3,
     errors.DemoError: 3,
 }
+
+
+HEAVY = {"torch", "triton", "diffusers", "transformers", "numpy"}
+MOST_MODULES = 600
+"""Typer and Rich are most of the 370 to 440 that a command loads; torch alone has 1,000."""
+LIGHT_PARTS = {"cli", "demo", "errors", "files", "schema"}
 
 
 @pytest.fixture(autouse=True)
@@ -140,26 +145,23 @@ from sage_plugin.cli import main
 try:
     main()
 except SystemExit as end:
-    print(json.dumps({"code": end.code, "modules": sorted({m.split(".")[0] for m in sys.modules})}))
+    print(json.dumps({"code": end.code, "modules": sorted(sys.modules)}))
 """
 
 
 @pytest.mark.parametrize(
     "words", [["--help"], ["--version"], ["tune", "--help"], ["policy", "prove", "-h"], ["nope"]]
 )
-def test_what_needs_no_kernel_loads_no_torch(words):
+def test_what_needs_no_kernel_loads_little(words):
     """`sage --help` answers at once; torch alone takes a second to load."""
     done = python("-c", PROBE, *words)
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["code"] == (2 if words == ["nope"] else 0)
-    assert not {"torch", "triton", "diffusers", "transformers", "numpy"} & set(told["modules"])
-
-
-def test_help_is_fast():
-    python("-c", PROBE, "--help")
-    start = time.perf_counter()
-    python("-m", "sage_plugin", "--help")
-    assert time.perf_counter() - start < 2
+    modules = told["modules"]
+    assert not HEAVY & {name.split(".")[0] for name in modules}
+    assert len(modules) < MOST_MODULES
+    parts = {name.split(".")[1] for name in modules if name.startswith("sage_plugin.")}
+    assert parts <= LIGHT_PARTS
 
 
 def test_it_runs_as_a_module_under_a_name_that_nothing_else_uses():

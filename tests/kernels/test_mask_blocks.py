@@ -164,9 +164,10 @@ def test_how_each_mask_is_read():
 
 # -- attention --------------------------------------------------------------------------------
 
-SHAPE = Shape(2, 4, 2, 70, 106, 64)
-SMALL = Shape(2, 4, 2, 40, 70, 32)
-FORMS = ((1, 1), (2, 1), (1, 4), (2, 4))
+SHAPE = Shape(2, 2, 1, 70, 106, 64)
+SMALL = Shape(2, 2, 1, 40, 70, 32)
+FORMS = ((1, 1), (2, 1), (1, 2), (2, 2))
+"""Two items and two heads: a plane of the mask is found by either, and the interpreter is slow."""
 
 
 def run(kernel, tensors, problem, **fields):
@@ -192,7 +193,7 @@ def assert_exact(kernel, tensors, problem, **fields):
 @pytest.mark.parametrize("kernel", EMULATED)
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 def test_plain_mixed_and_hidden_tiles_give_the_definition(kernel, positions):
-    mask = by_tiles(70, 106, planes=(2, 4))
+    mask = by_tiles(70, 106, planes=(2, 2))
     mask[0, :, 32:64] = False  # a row block of which nobody sees anything
     mask[1, :, 3] = False
     mask[1, 1] = True
@@ -207,17 +208,18 @@ def test_plain_mixed_and_hidden_tiles_give_the_definition(kernel, positions):
 @pytest.mark.parametrize("kernel", EMULATED)
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 def test_tiles_that_add_and_tiles_that_do_not_give_the_definition(kernel, positions):
-    mask = by_tiles(70, 106, planes=(1, 4))
+    mask = by_tiles(70, 106, planes=(1, 2))
     bias = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     bias[:, :, 20:50, 32:96] += 2 * torch.randn(30, 64, generator=torch.Generator().manual_seed(3))
-    for parts in ({}, {"softcap": 6.0, "sinks": torch.linspace(-1, 2, 4)}):
+    tensors = draw(Shape(1, 2, 1, 70, 106, 64))
+    for parts in ({}, {"softcap": 6.0, "sinks": torch.linspace(-1, 2, 2)}):
         problem = problem_of(bias, **positions, **parts)
-        dropped = naive(*draw(SHAPE), problem_of(mask, **positions, **parts))[0]
+        dropped = naive(*tensors, problem_of(mask, **positions, **parts))[0]
         if parts:
-            out, _ = run(kernel, draw(SHAPE), problem)
-            assert relative_l1(out, naive(*draw(SHAPE), problem)[0]) < LIMITS[kernel]
+            out, _ = run(kernel, tensors, problem)
+            assert relative_l1(out, naive(*tensors, problem)[0]) < LIMITS[kernel]
         else:
-            out, _ = assert_exact(kernel, draw(SHAPE), problem)
+            out, _ = assert_exact(kernel, tensors, problem)
         assert relative_l1(out, dropped) > 0.1
 
 
@@ -230,10 +232,10 @@ def test_a_mask_for_all_is_a_mask_for_each(kernel, planes, dtype):
         mask = torch.randn(mask.shape).masked_fill(~mask, -math.inf)
     tensors = draw(SMALL, torch.float16)
     out, lse = assert_exact(kernel, tensors, problem_of(mask, causal=True))
-    full = mask.expand(2, 4, 40, 70)
+    full = mask.expand(2, 2, 40, 70)
     turned = full.transpose(2, 3).contiguous().transpose(2, 3)
-    padded = torch.zeros(2, 4, 40, 71, dtype=dtype)[..., 1:].copy_(full)
-    shrunk = normalized(full, batch=2, heads_q=4, seq_q=40, seq_k=70)
+    padded = torch.zeros(2, 2, 40, 71, dtype=dtype)[..., 1:].copy_(full)
+    shrunk = normalized(full, batch=2, heads_q=2, seq_q=40, seq_k=70)
     for other in (full.contiguous(), turned, padded, shrunk):
         again, again_lse = run(kernel, tensors, problem_of(other, causal=True))
         assert torch.equal(again, out)
@@ -256,15 +258,15 @@ def test_nan_of_a_key_shows_where_its_tile_is_seen(kernel, which, add, softcap):
     given = torch.zeros(mask.shape).masked_fill(~mask, -math.inf) if add else mask
     if add:
         given[..., 1::2, :96] += 0.5
-    tensors = list(draw(Shape(1, 4, 2, 96, 128, 64)))
+    tensors = list(draw(Shape(1, 2, 2, 96, 128, 64)))
     problem = problem_of(given, softcap=softcap)
     clean, clean_lse = naive(*tensors, problem)
     tensors[which] = tensors[which].clone()
     tensors[which][:, 1, 70, 3] = math.nan
     out, lse = run(kernel, tensors, problem)
-    assert torch.equal(out[0, 2:].isnan().any(-1), sees.expand(2, 96))
-    assert not out[0, :2].isnan().any()
-    assert not lse[:, :2].isnan().any()
+    assert torch.equal(out[0, 1].isnan().any(-1), sees)
+    assert not out[0, 0].isnan().any()
+    assert not lse[:, 0].isnan().any()
     tensors[which][:, 1, 70, 3] = 0.0
     others = ~out.isnan().any(-1)
     assert relative_l1(out[others], clean[others]) < LIMITS[kernel]

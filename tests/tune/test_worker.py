@@ -73,11 +73,9 @@ def test_C2_a_child_killed_from_outside_in_the_middle_of_a_job(lane, tmp_path):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    start = time.monotonic()
     reply = lane.run(jobs.Hang(note))
     killer.join()
     assert (reply.status, "SIGKILL" in reply.message) == ("crashed", True)
-    assert time.monotonic() - start < 30
     assert lane.run(jobs.answer).value == 42
     os.kill(int(note.read_text().split()[1]), signal.SIGKILL)
 
