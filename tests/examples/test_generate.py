@@ -83,7 +83,7 @@ def test_every_layer_is_reported_on_demand(
     )
     out = capsys.readouterr().out
     assert "transformer.transformer_blocks.3.attn1" in out
-    assert "shorter than min_seq=1024" in out
+    assert "shorter than min_seq 1024" in out
     assert f"0 of {LAYERS} calls ran on a kernel" in out
     assert iio.imread("a/b.gif").shape[0] == 2
 

@@ -63,7 +63,7 @@ def test_each_part_is_a_call_on_the_kernel(case, found):
         assert all(calls == {label: parts} and not why for _, calls, why in spread_rows)
         # Cross attention to twelve tokens of text stays where it was.
         for _, calls, why in (row for row in rows if "attn2" in row[0]):
-            assert (calls, why) == ({}, {"shorter than min_seq=32": 1})
+            assert (calls, why) == ({}, {"shorter than min_seq 32": 1})
 
 
 @pytest.mark.parametrize("model", spread.MODELS)
