@@ -34,7 +34,6 @@ LONG_SIGNATURES = {
     "_quantize_q": 33,
     "_step": 42,
     "add_up": 49,
-    "merge_kernel": 23,
     "plain_attention_kernel": 58,
     "flash_kernel._step": 34,
     "prepass_kernel": 79,
