@@ -126,7 +126,7 @@ class _Place(NamedTuple):
     """Where a pointer of a launch comes from.
 
     Attributes:
-        argument: its number among the arguments.
+        argument: its number among the arguments, those in tuples counted one by one.
         base: number of a tensor: the inputs, then the output, the LSE, scratch and zeros.
         offset: bytes from its beginning.
         descriptor: what describes tiles there, without its tensor; `None` for a plain pointer.
@@ -147,7 +147,8 @@ class Launch(NamedTuple):
         programs: size of the grid.
         function: the driver's handle.
         metadata: what Triton's launcher wants to know of the build.
-        arguments: values, `None` for each pointer.
+        arguments: values, those in tuples one by one, `None` for each pointer.
+        tuples: first argument and length of each tuple.
         outside: pointers into inputs and outputs.
         inside: pointers into scratch.
     """
@@ -158,6 +159,7 @@ class Launch(NamedTuple):
     function: Any
     metadata: Any
     arguments: tuple[object, ...]
+    tuples: tuple[tuple[int, int], ...]
     outside: tuple[_Place, ...]
     inside: tuple[_Place, ...]
 
@@ -169,7 +171,33 @@ def memset(size: int, device: torch.device) -> torch.Tensor:
 
 def relaunch(one: Launch, stream: int, arguments: Sequence[object]) -> None:
     """Hand a build over to the driver."""
+    if one.tuples:
+        arguments = _grouped(arguments, one.tuples)
     one.run(one.programs, 1, 1, stream, one.function, one.metadata, None, None, None, *arguments)
+
+
+def _grouped(arguments: Sequence[object], tuples: tuple[tuple[int, int], ...]) -> list[object]:
+    """Arguments with those of tuples in tuples again."""
+    grouped: list[object] = []
+    done = 0
+    for first, length in tuples:
+        grouped += arguments[done:first]
+        done = first + length
+        grouped.append(tuple(arguments[first:done]))
+    return [*grouped, *arguments[done:]]
+
+
+def _ungrouped(arguments: Sequence[object]) -> tuple[list[object], tuple[tuple[int, int], ...]]:
+    """Arguments with those of tuples one by one, and where each tuple was; the inverse."""
+    values: list[object] = []
+    tuples = []
+    for value in arguments:
+        if isinstance(value, tuple):
+            tuples.append((len(values), len(value)))
+            values += value
+        else:
+            values.append(value)
+    return values, tuple(tuples)
 
 
 class _Form(NamedTuple):
@@ -312,9 +340,12 @@ def _launch_of(
     arguments: Sequence[object],
     first: int,
 ) -> Launch | None:
-    """A launch with its pointers found, `None` where one points elsewhere."""
-    values, places = list(arguments), []
-    for number, value in enumerate(arguments):
+    """A launch with its pointers found, `None` where one points elsewhere or lies deeper."""
+    values, tuples = _ungrouped(arguments)
+    places = []
+    for number, value in enumerate(values):
+        if isinstance(value, tuple):
+            return None
         tensor = value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -332,6 +363,7 @@ def _launch_of(
         built.function,
         built.packed_metadata,
         tuple(values),
+        tuples,
         tuple(place for place in places if place.base < first),
         tuple(place for place in places if place.base >= first),
     )

@@ -145,7 +145,7 @@ def test_programs_that_share_their_last_tiles_build(dim):
         call = of(kernel, "sm_90", dim, variant="hopper", with_resources=True, with_loops=True)
         *_, made, merge = compiled(call | {"seq": 2048, "attention_only": False})
         check(("plain", dim, kernel), made)
-        assert merge["name"] == "merge_kernel"
+        assert merge["name"] == "combine_kernel"
         assert merge["spill_bytes"] == 0, merge
 
 

@@ -46,7 +46,7 @@ def test_a_causal_tile_has_a_program_of_its_own(persistent, causal, programs, st
     """Two sequences of four heads and 500 rows: three tiles of 192 rows each."""
     run(Shape(2, 4, 2, 500, 600, 64), causal=causal, persistent=persistent)
     assert started["hopper_attention_kernel"].programs == programs
-    assert "merge_kernel" not in started
+    assert "combine_kernel" not in started
 
 
 @pytest.mark.parametrize(("heads", "programs"), [(1, 3), (4, 5)])
@@ -60,17 +60,16 @@ def test_no_more_programs_than_tiles_share_few_blocks(heads, programs, started):
 def test_the_last_tiles_are_joined_from_pieces(return_lse, started):
     """Twelve tiles of 16 blocks: ten are whole, two take 32 blocks of five programs."""
     out, lse = run(Shape(1, 4, 2, 500, 2048, 64), return_lse=return_lse, persistent=True)
-    attention, merge = started["hopper_attention_kernel"], started["merge_kernel"]
+    attention, merge = started["hopper_attention_kernel"], started["combine_kernel"]
     assert attention.programs == 5
-    assert attention.SPLIT
-    assert merge.programs * merge.ROWS == 2 * merge.BM == 2 * 192
+    assert attention.CONFIG.SPLIT
+    assert merge.programs * merge.CONFIG.ROWS == 2 * merge.CONFIG.BLOCK_M == 2 * 192
     outs, sums = merge.arguments[3:5]
     assert outs.shape == (7, 192, 64)
     assert sums.shape == (7, 192)
     assert {outs.dtype, sums.dtype} == {torch.float32}
-    assert [t.data_ptr() for t in (outs, sums)] == [
-        t.data_ptr() for t in attention.arguments[15:17]
-    ]  # fmt: skip
+    pieces = attention.arguments[5]
+    assert [t.data_ptr() for t in (outs, sums)] == [t.data_ptr() for t in pieces]
     assert merge.arguments[0].data_ptr() == out.data_ptr()
     assert merge.arguments[1] is lse
-    assert merge.LSE == attention.LSE == (lse is not None) == return_lse
+    assert merge.CONFIG.LSE == attention.CONFIG.LSE == (lse is not None) == return_lse

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from sage_plugin.kernels.attention.backends.hopper import scheduler, tiles
-from sage_plugin.kernels.attention.backends.hopper.combine_kernel import merge_kernel, pieces_of
+from sage_plugin.kernels.attention.backends.hopper.combine_kernel import combine_kernel, pieces_of
+from sage_plugin.kernels.attention.backends.hopper.config import CombineConfig
 from sage_plugin.kernels.attention.backends.hopper.scheduler import shared, single
 
 NUMBERS = SimpleNamespace(
@@ -115,11 +116,11 @@ def merged(shares, outs, sums, *, heads, seq, dim, shift=None, dtype=torch.float
     out = torch.full((1, heads, seq, dim), math.nan, dtype=dtype)
     lse = torch.full((1, heads, seq), math.nan)
     rows = 16
-    merge_kernel[(shares.cut * block_m // rows,)](
-        out, lse, shift, outs, sums, *out.stride(), heads, seq,
+    combine_kernel[(shares.cut * block_m // rows,)](
+        out, lse, shift, outs, sums, out.stride(), heads, seq,
         shift.shape[1] if shift is not None else 0, -(-seq // block_m), shares.whole,
-        shares.blocks, shares.share, seq, D=dim, DP=width, BM=block_m, ROWS=rows, LSE=True,
-        SHIFT=shift is not None,
+        shares.blocks, shares.share, seq,
+        CONFIG=CombineConfig(dim, width, block_m, rows, LSE=True, SHIFT=shift is not None),
     )  # fmt: skip
     return out, lse
 

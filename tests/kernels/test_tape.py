@@ -320,3 +320,45 @@ def test_recordings_of_two_threads_stay_apart(runs):
     for thread in threads:
         thread.join()
     assert seen == {3: [3], 5: [5]}
+
+
+class _TupleKernel:
+    """Takes its pointers and strides in tuples, and remembers what its build was handed."""
+
+    __name__, arg_names = "tuple_kernel", ("operands", "count", "strides", "CONFIG")
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.given = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        self.given.append(arguments)
+
+
+def test_pointers_in_tuples_are_found_and_handed_over_in_tuples(monkeypatch):
+    monkeypatch.setattr(launch_graph, "_stream", lambda device: "stream")
+    kernel, q, out = _TupleKernel(), torch.zeros(64), torch.zeros(8, 8)
+    config = frozenset({"BLOCK_M"})
+    with launch_graph.recording() as recorder:
+        scratch = launch_graph.empty(q.device, torch.float32, 32)
+        operands = (q, None, scratch[4:])
+        launch_graph.launch(kernel, 3, operands, 7, out.stride(), CONFIG=config)
+    tape = launch_graph.tape_of(recorder, [q], (out, None))
+    other = torch.zeros(64)
+    again, _ = tape.replay([other.data_ptr()])
+    [((first, nothing, inside), count, strides, constant)] = kernel.given
+    assert first == other.data_ptr()
+    assert nothing is None
+    assert type(inside) is int
+    assert (count, strides, constant) == (7, (8, 1), config)
+    assert again.shape == out.shape
+
+
+def test_a_tuple_in_a_tuple_is_not_recorded():
+    kernel, q = _TupleKernel(), torch.zeros(64)
+    with launch_graph.recording() as recorder:
+        launch_graph.launch(kernel, 3, ((q,), 1), 7, (1,), CONFIG=0)
+    assert launch_graph.tape_of(recorder, [q], (q, None)) is None

@@ -17,10 +17,10 @@ from sage_plugin.kernels.attention.backends.hopper.gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     warpgroup_mma_wait,
 )
 from sage_plugin.kernels.attention.backends.hopper.loads import load_keys, load_queries
+from sage_plugin.kernels.attention.backends.hopper.pipeline import Memory, QueryTile, new_ring
 from sage_plugin.kernels.attention.backends.hopper.running_max import (
     OFFSET,
     in_lanes,
@@ -28,7 +28,7 @@ from sage_plugin.kernels.attention.backends.hopper.running_max import (
     spread,
 )
 from sage_plugin.kernels.attention.backends.hopper.step import (
-    late_step,
+    pv_delayed_step,
     scores,
     step,
     values,
@@ -83,32 +83,35 @@ def _total(total, L: gl.constexpr, DP: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    q, rings, stage, phase, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
-    LINEAR: gl.constexpr, POSITIVE: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr,
-    TERM: gl.constexpr, CAUSAL: gl.constexpr,
+    tile, memory, stage, phase, total, of_keys, blocks, whole, m_i, l_i, acc, CONFIG: gl.constexpr
 ):  # fmt: skip
     """The key blocks of a tile, one after the other: maxima, row sums, accumulator.
 
     The first is in a stage of the rings, from which on the blocks of the next tile follow.
     """
-    k_tiles, _v_tiles, _ones, k_full, _k_empty, _v_full, _v_empty = rings
-    k_scale, k_scale_finite, term, drifts = operands
-    low, blocks, whole, seq_q, seq_k = sizes
-    L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    m_total = m
-    s = gl.zeros([64, BN], gl.int32 if QK8 else gl.float32, layout=L_S)
+    k_scale, k_scale_finite, _term, drifts = of_keys
+    low = tile.low
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    HEAD_DIM: gl.constexpr = CONFIG.PADDED_DIM
+    PV8: gl.constexpr = CONFIG.PV8
+    EARLY: gl.constexpr = CONFIG.EARLY
+    FLUSH: gl.constexpr = CONFIG.FLUSH
+    L_QK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    m_total = m_i
+    qk = gl.zeros([64, BLOCK_N], gl.int32 if CONFIG.QK8 else gl.float32, layout=L_QK)
     if EARLY:
-        mbarrier.wait(k_full.index(stage), phase, pred=blocks > low)
-        s = scores(q, k_tiles, stage, BN, QK8, QK8 and PV8)
+        k = memory.keys()
+        k.acquire(stage, phase, blocks > low)
+        qk = scores(tile.q, k, stage, CONFIG)
+    # Blocks of which some rows do not see every key
     for i in range(blocks - whole):
         j = blocks - 1 - i
-        s, m, l, acc, stage, phase = step(
-            q, rings, stage, phase, row_scale, gl.load(k_scale_finite + j), term, rows, j, low, s,
-            m, l, acc, True, seq_q, seq_k, DP, BN, STAGES, QK8, PV8, 0, POSITIVE, EARLY,
-            TERM, True, CAUSAL,
+        qk, m_i, l_i, acc, stage, phase = step(
+            tile, memory, stage, phase, gl.load(k_scale_finite + j), j, qk, m_i, l_i, acc, True,
+            True, CONFIG,
         )  # fmt: skip
-    if TERM:
+    # Blocks that every row sees whole, in segments between two flushes
+    if CONFIG.TERM:
         k_scale = k_scale_finite
     block_scale = gl.load(k_scale + gl.maximum(whole - 1, 0))
     length = _segment(drifts, whole - low, FLUSH, PV8)
@@ -117,51 +120,52 @@ def _walk(
         for i in range(gl.minimum(length, last + 1 - low)):
             j = last - i
             following = gl.load(k_scale + gl.maximum(j - 1, 0))
-            s, m, l, acc, stage, phase = step(
-                q, rings, stage, phase, row_scale, block_scale, term, rows, j, low, s, m, l, acc,
-                (i > 0) | (segment == 0), seq_q, seq_k, DP, BN, STAGES, QK8, PV8,
-                LINEAR, POSITIVE, EARLY, TERM, False, CAUSAL,
+            qk, m_i, l_i, acc, stage, phase = step(
+                tile, memory, stage, phase, block_scale, j, qk, m_i, l_i, acc,
+                (i > 0) | (segment == 0), False, CONFIG,
             )  # fmt: skip
             block_scale = following
         if FLUSH > 0:
-            _flush(total, acc, m, m_total, DP)
-            m_total = m
+            _flush(total, acc, m_i, m_total, HEAD_DIM)
+            m_total = m_i
     if EARLY:
-        warpgroup_mma_wait(0, deps=(s,))
-    return m, l, acc, stage, phase
+        warpgroup_mma_wait(0, deps=(qk,))
+    return m_i, l_i, acc, stage, phase
 
 
 @gluon.jit
-def _late_walk(
-    q, rings, stage, phase, total, operands, sizes, rows, row_scale, m, l, acc, DP: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, QK8: gl.constexpr,
-    FLUSH: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr,
+def _pv_delayed_walk(
+    tile, memory, stage, phase, total, of_keys, blocks, whole, m_i, l_i, acc, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """As `_walk`, with `late_step`: the product with V of a block is a step late."""
-    _k_tiles, v_tiles, _ones, _k_full, _k_empty, v_full, v_empty = rings
-    k_scale, k_scale_finite, term, drifts = operands
-    low, blocks, whole, seq_q, seq_k = sizes
-    L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    p = gl.zeros([64, BN], gl.float16, layout=L_S)
-    decay = gl.full([64, 4], 1.0, gl.float32, layout=m.type.layout)
+    """As `_walk`, with `pv_delayed_step`: the product with V of a block is a step late."""
+    k_scale, k_scale_finite, _term, drifts = of_keys
+    low = tile.low
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    HEAD_DIM: gl.constexpr = CONFIG.PADDED_DIM
+    FLUSH: gl.constexpr = CONFIG.FLUSH
+    L_QK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    L_M: gl.constexpr = m_i.type.layout
+    p = gl.zeros([64, BLOCK_N], gl.float16, layout=L_QK)
+    alpha = gl.full([64, 4], 1.0, gl.float32, layout=L_M)
     v_stage = stage
     v_phase = phase
-    m_total = m
-    # Not `m`: a loop does not carry a name that its first turn leaves at what it was before.
-    m_acc = gl.full([64, 4], LOWEST, gl.float32, layout=m.type.layout)
+    m_total = m_i
+    # Not `m_i`: a loop does not carry a name that its first turn leaves at what it was before.
+    m_acc = gl.full([64, 4], LOWEST, gl.float32, layout=L_M)
+    # Blocks of which some rows do not see every key
     for i in range(blocks - whole):
         j = blocks - 1 - i
-        m_acc = m
-        p, decay, m, l, acc, following, its_phase = late_step(
-            q, rings, stage, phase, v_stage, v_phase, i > 0, row_scale,
-            gl.load(k_scale_finite + j), term, rows, j, low, p, decay, m, l, acc, True, seq_q,
-            seq_k, DP, BN, STAGES, QK8, TERM, True, CAUSAL,
+        m_acc = m_i
+        p, alpha, m_i, l_i, acc, following, its_phase = pv_delayed_step(
+            tile, memory, stage, phase, v_stage, v_phase, i > 0, gl.load(k_scale_finite + j), j, p,
+            alpha, m_i, l_i, acc, True, True, CONFIG,
         )  # fmt: skip
         v_stage = stage
         v_phase = phase
         stage = following
         phase = its_phase
-    if TERM:
+    # Blocks that every row sees whole, in segments between two flushes
+    if CONFIG.TERM:
         k_scale = k_scale_finite
     block_scale = gl.load(k_scale + gl.maximum(whole - 1, 0))
     length = _segment(drifts, whole - low, FLUSH, False)
@@ -170,11 +174,10 @@ def _late_walk(
         for i in range(gl.minimum(length, last + 1 - low)):
             j = last - i
             next_scale = gl.load(k_scale + gl.maximum(j - 1, 0))
-            m_acc = m
-            p, decay, m, l, acc, following, its_phase = late_step(
-                q, rings, stage, phase, v_stage, v_phase, j < blocks - 1, row_scale, block_scale,
-                term, rows, j, low, p, decay, m, l, acc, (i > 0) | (segment == 0), seq_q, seq_k, DP,
-                BN, STAGES, QK8, TERM, False, CAUSAL,
+            m_acc = m_i
+            p, alpha, m_i, l_i, acc, following, its_phase = pv_delayed_step(
+                tile, memory, stage, phase, v_stage, v_phase, j < blocks - 1, block_scale, j, p,
+                alpha, m_i, l_i, acc, (i > 0) | (segment == 0), False, CONFIG,
             )  # fmt: skip
             block_scale = next_scale
             v_stage = stage
@@ -182,110 +185,118 @@ def _late_walk(
             stage = following
             phase = its_phase
         if FLUSH > 0:
-            _flush(total, acc, m_acc, m_total, DP)
+            _flush(total, acc, m_acc, m_total, HEAD_DIM)
             m_total = m_acc
+    # P V of the last block
     if FLUSH == 0:
-        acc = rescaled(acc, decay, DP)
-    mbarrier.wait(v_full.index(v_stage), v_phase, pred=blocks > low)
-    acc, _a = values(p, v_tiles, v_stage, acc, FLUSH == 0, DP, BN, False)
+        acc = rescaled(acc, alpha, HEAD_DIM)
+    v = memory.values()
+    v.acquire(v_stage, v_phase, blocks > low)
+    acc, _a = values(p, v, v_stage, acc, FLUSH == 0, CONFIG)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(v_stage), count=1, pred=blocks > low)
+    v.release(v_stage, blocks > low)
     if FLUSH > 0:
-        _flush(total, acc, m, m_total, DP)
-    return m, l, acc, stage, phase
+        _flush(total, acc, m_i, m_total, HEAD_DIM)
+    return m_i, l_i, acc, stage, phase
 
 
 @gluon.jit
 def _attend(
-    memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, GROUP: gl.constexpr,
-    GROUPS: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
-    LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
-    TERM: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr, SHIFT: gl.constexpr,
-    SPLIT: gl.constexpr,
+    memory, of_queries, of_values, of_keys, of_tiles, split, o, lse, pieces, strides, lengths,
+    GROUP: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: of each tile of the program 64 rows against its key blocks."""
-    q_tiles, q_full, q_empty, totals, rings = memory
-    q_scale, shift, v_scale, v_mean, v_residual, v_unit, of_keys = operands
+    q_scale, shift = of_queries
     k_scale, k_scale_finite, key_term, v_drifts = of_keys
+    v_scale, v_mean, v_residual, v_unit = of_values
     stride_ob, stride_oh, stride_os, stride_od = strides
     seq_q, seq_k, q_rows, k_rows, lse_rows = lengths
     _row_blocks, heads_q, _ratio = of_tiles
-    L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 32 if PV8 else 16])
-    L_L: gl.constexpr = gl.DistributedLinearLayout(
+    BLOCK_M: gl.constexpr = CONFIG.GROUPS * 64
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    HEAD_DIM: gl.constexpr = CONFIG.PADDED_DIM
+    D: gl.constexpr = CONFIG.HEAD_DIM
+    PV8: gl.constexpr = CONFIG.PV8
+    FLUSH: gl.constexpr = CONFIG.FLUSH
+    CAUSAL: gl.constexpr = CONFIG.CAUSAL
+    SPLIT: gl.constexpr = CONFIG.SPLIT
+    L_QK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32 if PV8 else 16])
+    L_M: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    L_R: gl.constexpr = gl.SliceLayout(1, L_S)
-    POSITIVE: gl.constexpr = QK8 == 0 and SHIFT and TERM == 0 and CAUSAL == 0
-    q = q_tiles.index(GROUP)
-    total = totals
+    L_R: gl.constexpr = gl.SliceLayout(1, L_QK)
+    q = memory.q.tiles.index(GROUP)  # (64, HEAD_DIM)
+    total = memory.totals
     if FLUSH > 0:
-        total = totals.index(GROUP)
+        total = memory.totals.index(GROUP)  # (64, HEAD_DIM)
     stage = 0
     phase = 0
     q_phase = 0
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    turns, more = turns_of(program, programs, shares, SPLIT)
+    turns, more = turns_of(program, programs, split, SPLIT)
     for turn in range(turns + more):
-        tile, low, high, piece = piece_of(turn, turns, program, programs, shares, SPLIT)
-        bh, kv, first_row = place_of(tile, of_tiles, GROUPS * 64, CAUSAL)
-        blocks, whole = key_blocks(first_row, seq_q, seq_k, GROUPS * 64, BN, CAUSAL)
+        # Which tile, and which of its key blocks
+        at, low, high, piece = piece_of(turn, turns, program, programs, split, SPLIT)
+        bh, kv, first_row = place_of(at, of_tiles, BLOCK_M, CAUSAL)
+        blocks, whole = key_blocks(first_row, seq_q, seq_k, BLOCK_M, BLOCK_N, CAUSAL)
         if SPLIT:
             blocks = high
             whole = gl.minimum(whole, high)
         first_row += GROUP * 64
-        rows = first_row + gl.arange(0, 64, layout=L_R)
+        offs_m = first_row + gl.arange(0, 64, layout=L_R)
         q_row = bh.to(gl.int64) * q_rows
-        of_block = kv * (k_rows // BN)
+        of_block = kv * (k_rows // BLOCK_N)
         keys = (
             k_scale + of_block, k_scale_finite + of_block, key_term + kv.to(gl.int64) * k_rows,
             v_drifts + kv,
         )  # fmt: skip
-        sizes = (low, blocks, whole, seq_q, seq_k)
-        m = gl.full([64, 4], 0.0 if POSITIVE else LOWEST, gl.float32, layout=L_L)
-        l = gl.zeros([64, 4], gl.float32, layout=L_L)
-        row_scale = in_lanes(gl.load(q_scale + q_row + rows), l)
-        acc = gl.zeros([64, DP], gl.float32, layout=L_O)
+        m_i = gl.full([64, 4], 0.0 if CONFIG.POSITIVE else LOWEST, gl.float32, layout=L_M)
+        l_i = gl.zeros([64, 4], gl.float32, layout=L_M)
+        row_scale = in_lanes(gl.load(q_scale + q_row + offs_m), l_i)  # (64,) to (64, 4)
+        acc = gl.zeros([64, HEAD_DIM], gl.float32, layout=L_O)
         if FLUSH > 0:
-            total.store(_shared_order(acc, DP))
-        mbarrier.wait(q_full.index(GROUP), q_phase)
-        if LATE:
-            m, l, acc, stage, phase = _late_walk(
-                q, rings, stage, phase, total, keys, sizes, rows, row_scale, m, l, acc, DP, BN,
-                STAGES, QK8, FLUSH, TERM, CAUSAL,
+            total.store(_shared_order(acc, HEAD_DIM))
+        # Its key blocks
+        memory.q.acquire(GROUP, q_phase)
+        tile = QueryTile(q, offs_m, row_scale, keys[2], low, seq_q, seq_k)
+        if CONFIG.DELAYED:
+            m_i, l_i, acc, stage, phase = _pv_delayed_walk(
+                tile, memory, stage, phase, total, keys, blocks, whole, m_i, l_i, acc, CONFIG
             )  # fmt: skip
         else:
-            m, l, acc, stage, phase = _walk(
-                q, rings, stage, phase, total, keys, sizes, rows, row_scale, m, l, acc, DP, BN,
-                STAGES, QK8, PV8, LINEAR, POSITIVE, FLUSH, EARLY, TERM, CAUSAL,
+            m_i, l_i, acc, stage, phase = _walk(
+                tile, memory, stage, phase, total, keys, blocks, whole, m_i, l_i, acc, CONFIG
             )  # fmt: skip
-        mbarrier.arrive(q_empty.index(GROUP), count=1)
+        memory.q.release(GROUP)
         q_phase ^= 1
+        # Epilogue: normalise and store, a piece of a split tile to scratch
         if FLUSH > 0:
-            acc = _total(total, L_O, DP)
-        norm = l
+            acc = _total(total, L_O, HEAD_DIM)
         if PV8 == 0:
-            norm = in_lanes(gl.sum(l, 1), l)
-        of_values = (v_scale + kv * DP, v_mean + kv * DP, v_residual + kv * DP, v_unit + kv * DP)
+            l_i = in_lanes(gl.sum(l_i, 1), l_i)
+        of_head = (
+            v_scale + kv * HEAD_DIM, v_mean + kv * HEAD_DIM, v_residual + kv * HEAD_DIM,
+            v_unit + kv * HEAD_DIM,
+        )  # fmt: skip
         if SPLIT:
             if piece >= 0:
-                _store_piece(
-                    pieces, acc, norm, m, of_values, piece, GROUP, GROUPS, DP, PV8
-                )  # fmt: skip
+                _store_piece(pieces, acc, l_i, m_i, of_head, piece, GROUP, CONFIG)
         if piece < 0:
             to = o + (bh // heads_q).to(gl.int64) * stride_ob
             to += (bh % heads_q).to(gl.int64) * stride_oh
             _store_rows(
-                to, acc, norm, of_values, stride_os, stride_od, first_row, seq_q, D, DP, PV8
+                to, acc, l_i, of_head, stride_os, stride_od, first_row, seq_q, D, HEAD_DIM, PV8
             )  # fmt: skip
-            if LSE:
-                value = _log_sum(norm, m, L_R)
-                if SHIFT:
+            if CONFIG.LSE:
+                value = _log_sum(l_i, m_i, L_R)
+                if CONFIG.SHIFT:
                     alive = value != float("-inf")
-                    value = gl.where(alive, value + gl.load(shift + q_row + rows), value)
-                gl.store(lse + bh.to(gl.int64) * lse_rows + rows, value * LN2, mask=rows < seq_q)
+                    value = gl.where(alive, value + gl.load(shift + q_row + offs_m), value)
+                gl.store(
+                    lse + bh.to(gl.int64) * lse_rows + offs_m, value * LN2, mask=offs_m < seq_q
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -298,16 +309,17 @@ def _log_sum(norm, m, L: gl.constexpr):
 
 @gluon.jit
 def _store_piece(
-    pieces, acc, norm, m, of_values, piece, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    DP: gl.constexpr, PV8: gl.constexpr,
+    pieces, acc, norm, m, of_values, piece, GROUP: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Store what a part of the keys makes of a tile's rows: the output, and log2 of the sums."""
     outs, sums = pieces
+    HEAD_DIM: gl.constexpr = CONFIG.PADDED_DIM
+    PV8: gl.constexpr = CONFIG.PV8
     L: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     rows = gl.arange(0, 64, layout=L)
-    first_row = (piece * GROUPS + GROUP) * 64
-    to = outs + first_row.to(gl.int64) * DP
-    _store_rows(to, acc, norm, of_values, DP, 1, 0, 64, DP, DP, PV8)
+    first_row = (piece * CONFIG.GROUPS + GROUP) * 64
+    to = outs + first_row.to(gl.int64) * HEAD_DIM
+    _store_rows(to, acc, norm, of_values, HEAD_DIM, 1, 0, 64, HEAD_DIM, HEAD_DIM, PV8)
     gl.store(sums + first_row + rows, _log_sum(norm, m, L))
 
 
@@ -336,24 +348,13 @@ def _store_rows(
     gl.store(at, out.to(o.dtype.element_ty), mask=live)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "heads_q", "ratio", "seq_q", "seq_k", "q_rows", "row_blocks", "tiles", "whole", "blocks",
-        "share", "lse_rows",
-    ]
-)  # fmt: skip
-def hopper_attention_kernel(
-    q_desc, k_desc, v_desc, o, lse, q_scale, k_scale, k_scale_finite, key_term, v_scale, v_mean,
-    v_residual, v_unit, v_drifts, shift, piece_outs, piece_sums, stride_ob, stride_oh, stride_os,
-    stride_od, heads_q, ratio, seq_q, seq_k, q_rows, k_rows, row_blocks, tiles, whole, blocks,
-    share, lse_rows,
-    D: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, QK8: gl.constexpr, PV8: gl.constexpr,
-    LINEAR: gl.constexpr, FLUSH: gl.constexpr, EARLY: gl.constexpr,
-    LATE: gl.constexpr, TERM: gl.constexpr, CAUSAL: gl.constexpr, LSE: gl.constexpr,
-    SHIFT: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Attention on quantised operands; Q, K and V are TMA descriptors, FP8 V is transposed."""
+@gluon.jit
+def _allocated(q_desc, k_desc, v_desc, CONFIG: gl.constexpr):
+    """The rings, their barriers set up, and the tiles of totals and ones."""
+    GROUPS: gl.constexpr = CONFIG.GROUPS
+    STAGES: gl.constexpr = CONFIG.STAGES
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    HEAD_DIM: gl.constexpr = CONFIG.PADDED_DIM
     q_tiles = gl.allocate_shared_memory(
         q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout
     )
@@ -364,75 +365,102 @@ def hopper_attention_kernel(
         v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout
     )
     L_ONES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    if PV8:
-        one = gl.full([8, BN], 0x38, gl.int8, layout=L_ONES).to(gl.float8e4nv, bitcast=True)
+    if CONFIG.PV8:
+        one = gl.full([8, BLOCK_N], 0x38, gl.int8, layout=L_ONES).to(gl.float8e4nv, bitcast=True)
     else:
-        one = gl.full([8, BN], 1.0, gl.float16, layout=L_ONES)
+        one = gl.full([8, BLOCK_N], 1.0, gl.float16, layout=L_ONES)
     ones = gl.allocate_shared_memory(
-        one.dtype, [8, BN], gl.NVMMASharedLayout.get_default_for([8, BN], one.dtype), one
+        one.dtype, [8, BLOCK_N], gl.NVMMASharedLayout.get_default_for([8, BLOCK_N], one.dtype), one
     )
-    if FLUSH > 0:
+    if CONFIG.FLUSH > 0:
         totals = gl.allocate_shared_memory(
-            gl.float32, [GROUPS, 64, DP], gl.SwizzledSharedLayout(16, 1, DP // 16, [1, 0])
-        )
+            gl.float32, [GROUPS, 64, HEAD_DIM],
+            gl.SwizzledSharedLayout(16, 1, HEAD_DIM // 16, [1, 0]),
+        )  # fmt: skip
     else:
         totals = ones
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q = new_ring(q_tiles, GROUPS)
+    k = new_ring(k_tiles, STAGES)
+    v = new_ring(v_tiles, STAGES)
     for i in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
+        q.init(i, 1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
+        k.init(i, GROUPS)
+        v.init(i, GROUPS)
     fence_async_shared()
-    rings = (k_tiles, v_tiles, ones, k_full, k_empty, v_full, v_empty)
-    memory = (q_tiles, q_full, q_empty, totals, rings)
-    of_keys = (k_scale, k_scale_finite, key_term, v_drifts)
-    operands = (q_scale, shift, v_scale, v_mean, v_residual, v_unit, of_keys)
-    of_tiles = (row_blocks, heads_q, ratio)
-    shares = (tiles, whole, blocks, share)
-    pieces = (piece_outs, piece_sums)
+    return Memory(q, totals, k, v, ones)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "heads_q", "ratio", "seq_q", "seq_k", "q_rows", "row_blocks", "tiles", "whole", "blocks",
+        "share", "lse_rows",
+    ]
+)  # fmt: skip
+def hopper_attention_kernel(
+    q_desc, k_desc, v_desc, outputs, operands, pieces, strides, heads_q, ratio, seq_q, seq_k,
+    q_rows, k_rows, row_blocks, tiles, whole, blocks, share, lse_rows, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Attention on quantised operands.
+
+    Numbers that no build may depend on are arguments of their own: Triton specialises what is in a
+    tuple, whatever `do_not_specialize` says.
+
+    Args:
+        q_desc: TMA descriptor of Q.
+        k_desc: of K.
+        v_desc: of V, transposed where it is FP8.
+        outputs: O and LSE.
+        operands: scales of Q, of K's blocks with and without infinities, terms of keys; scales,
+            means, residuals and their units of V's channels; whether V drifts; shifts of the LSE.
+        pieces: outputs and sums of pieces of tiles that are split.
+        strides: of O.
+        heads_q: heads of Q.
+        ratio: heads of Q to one of K.
+        seq_q: queries.
+        seq_k: keys.
+        q_rows: rows of a head of Q's operand.
+        k_rows: rows of a head of K's operand.
+        row_blocks: tiles of a head.
+        tiles: tiles of all heads.
+        whole: tiles that a program walks whole.
+        blocks: key blocks of a tile.
+        share: key blocks that a program walks of the tiles that are split.
+        lse_rows: rows of a head of the LSE.
+        CONFIG: an `AttentionConfig`.
+    """
+    memory = _allocated(q_desc, k_desc, v_desc, CONFIG)
+    o, lse = outputs
+    (q_scale, k_scale, k_scale_finite, key_term, v_scale, v_mean, v_residual, v_unit, v_drifts,
+     shift) = operands  # fmt: skip
+    # In a new tuple a stride of 1 is no constant to the workers.
+    stride_ob, stride_oh, stride_os, stride_od = strides
     strides = (stride_ob, stride_oh, stride_os, stride_od)
+    of_queries = (q_scale, shift)
+    of_keys = (k_scale, k_scale_finite, key_term, v_drifts)
+    of_values = (v_scale, v_mean, v_residual, v_unit)
+    of_tiles = (row_blocks, heads_q, ratio)
+    split = (tiles, whole, blocks, share)
     lengths = (seq_q, seq_k, q_rows, k_rows, lse_rows)
     # Numbers that are known to the compiler stay so only where they are written in the call.
-    if GROUPS == 2:
+    R: gl.constexpr = CONFIG.REGISTERS
+    if CONFIG.GROUPS == 2:
         gl.warp_specialize([
-            (_attend, (
-                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 0, 2, D,
-                DP, BN, STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
-                SPLIT)),
-            (_attend, (
-                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 1, 2, D,
-                DP, BN, STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
-                SPLIT)),
-            (load_queries, (q_desc, memory, of_tiles, shares, q_rows, 2, CAUSAL, SPLIT)),
-            (load_keys, (
-                k_desc, v_desc, memory, of_tiles, shares, seq_q, seq_k, k_rows, 2, DP, BN, STAGES,
-                PV8, CAUSAL, SPLIT)),
-        ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
+            (_attend, (memory, of_queries, of_values, of_keys, of_tiles, split, o, lse,
+                       pieces, strides, lengths, 0, CONFIG)),
+            (_attend, (memory, of_queries, of_values, of_keys, of_tiles, split, o, lse,
+                       pieces, strides, lengths, 1, CONFIG)),
+            (load_queries, (q_desc, memory, of_tiles, split, q_rows, CONFIG)),
+            (load_keys, (k_desc, v_desc, memory, of_tiles, split, seq_q, seq_k, k_rows, CONFIG)),
+        ], [4, 1, 1], [R, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_attend, (
-                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 0, 3, D,
-                DP, BN, STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
-                SPLIT)),
-            (_attend, (
-                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 1, 3, D,
-                DP, BN, STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
-                SPLIT)),
-            (_attend, (
-                memory, operands, of_tiles, shares, o, lse, pieces, strides, lengths, 2, 3, D,
-                DP, BN, STAGES, QK8, PV8, LINEAR, FLUSH, EARLY, LATE, TERM, CAUSAL, LSE, SHIFT,
-                SPLIT)),
-            (load_queries, (q_desc, memory, of_tiles, shares, q_rows, 3, CAUSAL, SPLIT)),
-            (load_keys, (
-                k_desc, v_desc, memory, of_tiles, shares, seq_q, seq_k, k_rows, 3, DP, BN, STAGES,
-                PV8, CAUSAL, SPLIT)),
-        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
+            (_attend, (memory, of_queries, of_values, of_keys, of_tiles, split, o, lse,
+                       pieces, strides, lengths, 0, CONFIG)),
+            (_attend, (memory, of_queries, of_values, of_keys, of_tiles, split, o, lse,
+                       pieces, strides, lengths, 1, CONFIG)),
+            (_attend, (memory, of_queries, of_values, of_keys, of_tiles, split, o, lse,
+                       pieces, strides, lengths, 2, CONFIG)),
+            (load_queries, (q_desc, memory, of_tiles, split, q_rows, CONFIG)),
+            (load_keys, (k_desc, v_desc, memory, of_tiles, split, seq_q, seq_k, k_rows, CONFIG)),
+        ], [4, 4, 1, 1], [R, R, 24, 24])  # fmt: skip

@@ -10,7 +10,8 @@ import torch
 from sage_plugin import device as devices
 from sage_plugin.kernels import launch_graph
 from sage_plugin.kernels.attention.backends.hopper.attention_kernel import hopper_attention_kernel
-from sage_plugin.kernels.attention.backends.hopper.combine_kernel import merge_kernel
+from sage_plugin.kernels.attention.backends.hopper.combine_kernel import combine_kernel
+from sage_plugin.kernels.attention.backends.hopper.config import AttentionConfig, CombineConfig
 from sage_plugin.kernels.attention.backends.hopper.gluon_compat import TensorDescriptor, gl
 from sage_plugin.kernels.attention.backends.hopper.scheduler import Shares, shared, single
 from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
@@ -25,10 +26,10 @@ GROUP_WARPS = 4
 REGISTERS = {2: 240, 3: 160}
 """Registers of a thread that multiplies, by warpgroups; an SM has 65,536 for them and the loads."""
 
-MERGED_VALUES = 2048
-"""Outputs of a program that joins shares of tiles."""
+COMBINED_VALUES = 2048
+"""Outputs of a program that combines the pieces of split tiles."""
 
-LATE_ABOVE = 64
+DELAYED_ABOVE = 64
 """Channels above which `overlap` of fp16 values runs P V a step late; else scores start early."""
 
 _GLUON_TYPES = {
@@ -52,41 +53,47 @@ class QuantizedHopper(QuantizedPortable):
         out_dtype: torch.dtype | None = None,
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One launch of attention on the quantised operands, and one that joins shares of tiles."""
+        """One launch of attention on the quantised operands, and one that combines split tiles."""
         ops, config, problem = operands, operands.launch_config, operands.problem
         out = ops.form.empty(out_dtype or ops.v_dtype)
         view = bhsd(out, problem.layout)
         lse = ops.form.empty_lse() if return_lse else None
         row_blocks = -(-ops.seq_q // config.block_m)
         groups, pv8 = config.block_m // GROUP_ROWS, self.recipe.pv == "fp8"
-        late = config.overlap and not pv8 and ops.k8.shape[-1] > LATE_ABOVE
+        delayed = config.overlap and not pv8 and ops.k8.shape[-1] > DELAYED_ABOVE
         shares = _shares(ops, out.device)
         outs, sums = _pieces(shares, config.block_m, ops)
-        launch_graph.launch(
-            hopper_attention_kernel, shares.programs,
-            *_descriptors(ops), view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite,
-            ops.key_term, ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.v_drifts,
-            ops.shift, outs, sums,
-            *view.stride(), ops.heads_q, ops.heads_q // ops.heads_k, ops.seq_q, ops.seq_k,
-            ops.q8.shape[1], ops.k8.shape[1], row_blocks, *shares[1:], view.shape[2],
-            D=ops.head_dim, DP=ops.k8.shape[-1], BN=config.block_n, GROUPS=groups,
-            STAGES=config.num_stages, QK8=self.recipe.qk == "int8", PV8=pv8,
-            LINEAR=config.exp_linear * config.block_n // 128,
-            FLUSH=config.pv_flush, EARLY=int(config.overlap and not late), LATE=int(late),
+        constants = AttentionConfig(
+            HEAD_DIM=ops.head_dim, PADDED_DIM=ops.k8.shape[-1], BLOCK_N=config.block_n,
+            GROUPS=groups, STAGES=config.num_stages, QK8=self.recipe.qk == "int8", PV8=pv8,
+            LINEAR=config.exp_linear * config.block_n // 128, FLUSH=config.pv_flush,
+            EARLY=int(config.overlap and not delayed), DELAYED=int(delayed),
             TERM=problem.mask is not None, CAUSAL=problem.right >= 0, LSE=return_lse,
             SHIFT=config.smooth_k, SPLIT=shares.cut > 0,
             REGISTERS=config.maxnreg or REGISTERS[groups],
-            num_warps=GROUP_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
+        launch_graph.launch(
+            hopper_attention_kernel, shares.programs,
+            *_descriptors(ops), (view, lse),
+            (ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term, ops.v_scale, ops.v_mean,
+             ops.v_residual, ops.v_unit, ops.v_drifts, ops.shift),
+            (outs, sums), view.stride(), ops.heads_q, ops.heads_q // ops.heads_k, ops.seq_q,
+            ops.seq_k, ops.q8.shape[1], ops.k8.shape[1], row_blocks,
+            *shares[1:], view.shape[2], CONFIG=constants, num_warps=GROUP_WARPS,
+            enable_fp_fusion=True,
         )  # fmt: skip
         if outs is not None:
-            rows = MERGED_VALUES // outs.shape[-1]
+            rows = COMBINED_VALUES // outs.shape[-1]
             launch_graph.launch(
-                merge_kernel, shares.cut * config.block_m // rows,
-                view, lse, ops.shift, outs, sums, *view.stride(), ops.heads_q, ops.seq_q,
+                combine_kernel, shares.cut * config.block_m // rows,
+                view, lse, ops.shift, outs, sums, view.stride(), ops.heads_q, ops.seq_q,
                 ops.q8.shape[1], row_blocks, shares.whole, shares.blocks, shares.share,
                 view.shape[2],
-                D=ops.head_dim, DP=outs.shape[-1], BM=config.block_m, ROWS=rows, LSE=return_lse,
-                SHIFT=config.smooth_k, num_warps=GROUP_WARPS, enable_fp_fusion=True,
+                CONFIG=CombineConfig(
+                    HEAD_DIM=ops.head_dim, PADDED_DIM=outs.shape[-1], BLOCK_M=config.block_m,
+                    ROWS=rows, LSE=return_lse, SHIFT=config.smooth_k,
+                ),
+                num_warps=GROUP_WARPS, enable_fp_fusion=True,
             )  # fmt: skip
         return out, lse
 

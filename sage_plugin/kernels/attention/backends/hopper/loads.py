@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from sage_plugin.kernels.attention.backends.hopper.gluon_compat import (
-    async_load,
-    gl,
-    gluon,
-    mbarrier,
-)
-from sage_plugin.kernels.attention.backends.hopper.step import next_stage
+from sage_plugin.kernels.attention.backends.hopper.gluon_compat import gl, gluon
+from sage_plugin.kernels.attention.backends.hopper.pipeline import next_stage
 from sage_plugin.kernels.attention.backends.hopper.tiles import (
     key_blocks,
     piece_of,
@@ -18,12 +13,11 @@ from sage_plugin.kernels.attention.backends.hopper.tiles import (
 
 
 @gluon.jit
-def load_queries(
-    q_desc, memory, of_tiles, shares, q_rows, GROUPS: gl.constexpr, CAUSAL: gl.constexpr,
-    SPLIT: gl.constexpr,
-):  # fmt: skip
+def load_queries(q_desc, memory, of_tiles, shares, q_rows, CONFIG: gl.constexpr):
     """The warp that loads Q: each warpgroup's rows as soon as it is through with those before."""
-    q_tiles, q_full, q_empty, _totals, _rings = memory
+    GROUPS: gl.constexpr = CONFIG.GROUPS
+    CAUSAL: gl.constexpr = CONFIG.CAUSAL
+    SPLIT: gl.constexpr = CONFIG.SPLIT
     phase = 1
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -33,21 +27,24 @@ def load_queries(
         bh, _kv, first_row = place_of(tile, of_tiles, GROUPS * 64, CAUSAL)
         for group in gl.static_range(GROUPS):
             row = bh * q_rows + first_row + group * 64
-            mbarrier.wait(q_empty.index(group), phase)
-            mbarrier.expect(q_full.index(group), q_desc.block_type.nbytes)
-            async_load(q_desc, [row, 0], q_full.index(group), q_tiles.index(group))
+            memory.q.reserve(q_desc, group, phase)
+            memory.q.load(q_desc, row, 0, group)  # (64, HEAD_DIM)
         phase ^= 1
 
 
 @gluon.jit
 def load_keys(
-    k_desc, v_desc, memory, of_tiles, shares, seq_q, seq_k, k_rows, GROUPS: gl.constexpr,
-    DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, PV8: gl.constexpr,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    k_desc, v_desc, memory, of_tiles, shares, seq_q, seq_k, k_rows, CONFIG: gl.constexpr
 ):  # fmt: skip
     """The warp that loads K and V: every block into the next empty stages."""
-    _q_tiles, _q_full, _q_empty, _totals, rings = memory
-    k_tiles, v_tiles, _ones, k_full, k_empty, v_full, v_empty = rings
+    BLOCK_M: gl.constexpr = CONFIG.GROUPS * 64
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    CAUSAL: gl.constexpr = CONFIG.CAUSAL
+    SPLIT: gl.constexpr = CONFIG.SPLIT
+    HEAD_DIM: gl.constexpr = CONFIG.PADDED_DIM
+    STAGES: gl.constexpr = CONFIG.STAGES
+    k = memory.keys()
+    v = memory.values()
     stage = 0
     phase = 1
     program = gl.program_id(0)
@@ -55,20 +52,17 @@ def load_keys(
     turns, pieces = turns_of(program, programs, shares, SPLIT)
     for turn in range(turns + pieces):
         tile, low, high, _piece = piece_of(turn, turns, program, programs, shares, SPLIT)
-        _bh, kv, first_row = place_of(tile, of_tiles, GROUPS * 64, CAUSAL)
+        _bh, kv, first_row = place_of(tile, of_tiles, BLOCK_M, CAUSAL)
         if CAUSAL:
-            high, _whole = key_blocks(first_row, seq_q, seq_k, GROUPS * 64, BN, CAUSAL)
+            high, _whole = key_blocks(first_row, seq_q, seq_k, BLOCK_M, BLOCK_N, CAUSAL)
         k_row = kv * k_rows
         for i in range(high - low):
-            first_key = (high - 1 - i) * BN
-            mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            async_load(k_desc, [k_row + first_key, 0], k_full.index(stage), k_tiles.index(stage))
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            if PV8:
-                v_at = [kv * DP, first_key]
+            first_key = (high - 1 - i) * BLOCK_N
+            k.reserve(k_desc, stage, phase)
+            k.load(k_desc, k_row + first_key, 0, stage)  # (BLOCK_N, HEAD_DIM)
+            v.reserve(v_desc, stage, phase)
+            if CONFIG.PV8:
+                v.load(v_desc, kv * HEAD_DIM, first_key, stage)  # (HEAD_DIM, BLOCK_N)
             else:
-                v_at = [k_row + first_key, 0]
-            async_load(v_desc, v_at, v_full.index(stage), v_tiles.index(stage))
+                v.load(v_desc, k_row + first_key, 0, stage)  # (BLOCK_N, HEAD_DIM)
             stage, phase = next_stage(stage, phase, STAGES)
