@@ -201,9 +201,14 @@ def compile_launch(launch: Launch, arch: str) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(launch.function.params):
-        value, at = launch.arguments[parameter.name], (index,)
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def kind_of(value: Any, at: tuple[int, ...], parameter: Any) -> Any:
+        if isinstance(value, tuple) and not parameter.is_constexpr:
+            kinds = [kind_of(one, (*at, index), parameter) for index, one in enumerate(value)]
+            return type(value)(*kinds) if hasattr(value, "_fields") else tuple(kinds)
         kind, aligned = _type_of(value)
         number = type(value) is int
         specialized = not (number and parameter.do_not_specialize)
@@ -212,7 +217,11 @@ def compile_launch(launch: Launch, arch: str) -> Any:
             kind, constants[at] = "constexpr", value
         elif aligned and specialized:
             attributes[at] = [["tt.divisibility", 16]]
-        signature[parameter.name] = kind
+        return kind
+
+    for index, parameter in enumerate(launch.function.params):
+        value = launch.arguments[parameter.name]
+        signature[parameter.name] = kind_of(value, (index,), parameter)
     if launch.function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(launch.function, signature, constants, attributes)
