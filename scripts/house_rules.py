@@ -31,16 +31,11 @@ FOLDER_LIMIT = 15
 JIT_PARAMETER_LIMIT = 20
 LONG_SIGNATURES = {
     "_attend": 26,
-    "_quantize_kv": 49,
-    "_quantize_q": 33,
     "_walk": 23,
-    "add_up": 49,
     "hopper_attention_kernel": 50,
     "late_step": 28,
     "merge_kernel": 23,
-    "prepass_kernel": 79,
     "step": 28,
-    "store_block": 27,
 }
 """Jit functions of more parameters than `JIT_PARAMETER_LIMIT`, with their number, which may only
 fall; with the file's stem in front where a name is used twice."""

@@ -125,7 +125,9 @@ class PlainPortable(ReadsInPlace):
         row_blocks = -(-sizes.seq_q // config.block_m)
         mask = MaskArguments.of(problem, seq_q=sizes.seq_q, launch=config, terms_by_key=False)
         call_sizes = CallSizes(heads_q, heads_q // k.shape[1], sizes.seq_q, sizes.seq_k)
-        strides = PlainStrides(*(_strides(t) for t in (q, k, v, o)), Strides(*mask.strides))
+        strides = PlainStrides(
+            _strides(q), _strides(k), _strides(v), _strides(o), Strides(*mask.strides)
+        )
         kernel_config = LoopConfig(
             HEAD_DIM=head_dim, BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()), LSE=return_lse,
             **_constants(problem, config, mask),
