@@ -34,14 +34,14 @@ class Strides(NamedTuple):
 
 
 class StridedTensor(NamedTuple):
-    """A tensor as kernels get it: where it begins, or a head of it, and its strides."""
+    """A head of a tensor, in a kernel: where it begins, and its strides."""
 
     at: Any
     strides: Any
 
 
 class SlidingWindow(NamedTuple):
-    """How many keys before and after its own a row sees."""
+    """How many keys before and after its own a row sees, in a kernel."""
 
     left: Any
     right: Any

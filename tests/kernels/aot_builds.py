@@ -207,6 +207,7 @@ def compile_launch(launch: Launch, arch: str) -> Any:
 
     def kind_of(value: Any, at: tuple[int, ...], parameter: Any) -> Any:
         if isinstance(value, tuple) and not parameter.is_constexpr:
+            assert not parameter.do_not_specialize, "Triton specializes integers in tuples"
             kinds = [kind_of(one, (*at, index), parameter) for index, one in enumerate(value)]
             return type(value)(*kinds) if hasattr(value, "_fields") else tuple(kinds)
         kind, aligned = _type_of(value)

@@ -24,10 +24,9 @@ from sage_plugin.kernels.quantize.triton.prepass_arguments import (
     HeadStatistics,
     KeyMaskStrides,
     PrepassConfig,
-    PrepassOrder,
     PrepassOutputs,
-    PrepassSizes,
     PrepassStrides,
+    PrepassTensors,
 )
 from sage_plugin.kernels.quantize.triton.prepass_kernel import prepass_kernel
 from sage_plugin.kernels.quantize.triton.reduce_kernels import COUNTERS
@@ -163,11 +162,7 @@ def _launch(
         Strides(*q.stride()), Strides(*k.stride()), Strides(*v.stride()),
         KeyMaskStrides(*key_mask.strides),
     )  # fmt: skip
-    sizes = PrepassSizes(ops.heads_k, ratio, ops.seq_q, ops.seq_k, problem.left, ops.q8.shape[1])
-    order = PrepassOrder(
-        plan.parts, plan.groups, plan.group_parts, plan.part_keys, plan.q_blocks, plan.k_blocks,
-        plan.lead, plan.ahead, slots,
-    )  # fmt: skip
+    tensors = PrepassTensors(q, k, v, outputs, statistics, key_mask.values, ends)
     for phase, programs, warps in plan.launches:
         threads = 32 * warps
         limit = {"maxnreg": LAST_REGISTERS if phase == 2 else REGISTERS} if limited else {}
@@ -184,7 +179,9 @@ def _launch(
         )  # fmt: skip
         launch_graph.launch(
             prepass_kernel, programs,
-            q, k, v, outputs, statistics, key_mask.values, ends, strides, sizes, ops.k8.shape[1],
-            order, problem.scale * LOG2E, CONFIG=config, num_warps=warps, enable_fp_fusion=False,
+            tensors, strides, ops.heads_k, ratio, ops.seq_q, ops.seq_k, problem.left,
+            ops.q8.shape[1], ops.k8.shape[1], plan.parts, plan.groups, plan.group_parts,
+            plan.part_keys, plan.q_blocks, plan.k_blocks, plan.lead, plan.ahead, slots,
+            problem.scale * LOG2E, CONFIG=config, num_warps=warps, enable_fp_fusion=False,
             **limit,
         )  # fmt: skip

@@ -89,6 +89,18 @@ class KeyMaskStrides(NamedTuple):
     key: Any
 
 
+class PrepassTensors(NamedTuple):
+    """What a launch points to."""
+
+    q: Any
+    k: Any
+    v: Any
+    outputs: Any
+    statistics: Any
+    key_mask: Any
+    cu_seqlens: Any
+
+
 class PrepassStrides(NamedTuple):
     """Strides of what is read."""
 
@@ -99,7 +111,7 @@ class PrepassStrides(NamedTuple):
 
 
 class PrepassSizes(NamedTuple):
-    """Numbers of a call that no kernel is compiled for; `heads` are those of keys."""
+    """Numbers of a call, in a kernel; `heads` are those of keys."""
 
     heads: Any
     ratio: Any
@@ -109,18 +121,13 @@ class PrepassSizes(NamedTuple):
     q_rows: Any
 
 
-class PrepassOrder(NamedTuple):
-    """How a call is cut into programs: see `schedule`."""
+class PrepassParts(NamedTuple):
+    """How the keys of a head are cut, in a kernel: see `schedule`."""
 
     parts: Any
     groups: Any
     group_parts: Any
     part_keys: Any
-    q_blocks: Any
-    k_blocks: Any
-    lead: Any
-    ahead: Any
-    slots: Any
 
 
 class KeyBlock(NamedTuple):

@@ -22,7 +22,12 @@ from sage_plugin.kernels.quantize.triton.block_kernels import (
     store_whole_values,
     value_rows,
 )
-from sage_plugin.kernels.quantize.triton.prepass_arguments import HeadMeans, KeyBlock
+from sage_plugin.kernels.quantize.triton.prepass_arguments import (
+    HeadMeans,
+    KeyBlock,
+    PrepassParts,
+    PrepassSizes,
+)
 from sage_plugin.kernels.quantize.triton.reduce_kernels import COUNTERS, add_up, await_head, rows_of
 from sage_plugin.kernels.quantize.triton.statistics_kernels import first_seen_key, key_terms
 
@@ -181,10 +186,15 @@ def _quantize_kv(
             store_block(to, k, v, strides, term, means, k_rows, CONFIG)
 
 
-@triton.jit(do_not_specialize=["sizes", "order"])
+@triton.jit(
+    do_not_specialize=[
+        "heads", "ratio", "seq_q", "seq_k", "left", "q_rows", "parts", "groups", "group_parts",
+        "part_keys", "q_blocks", "k_blocks", "lead", "ahead", "slots",
+    ]
+)  # fmt: skip
 def prepass_kernel(
-    q, k, v, outputs, statistics, key_mask, cu_seqlens, strides, sizes, k_rows, order, multiplier,
-    CONFIG: tl.constexpr,
+    tensors, strides, heads, ratio, seq_q, seq_k, left, q_rows, k_rows, parts, groups, group_parts,
+    part_keys, q_blocks, k_blocks, lead, ahead, slots, multiplier, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Quantise Q, K and V; `slots` heads of keys, each with its queries.
 
@@ -197,11 +207,15 @@ def prepass_kernel(
     queries.
     """
     PHASE: tl.constexpr = CONFIG.PHASE
-    parts, groups, lead, ahead = order.parts, order.groups, order.lead, order.ahead
-    q_blocks, k_blocks, slots = order.q_blocks, order.k_blocks, order.slots
+    sizes = PrepassSizes(heads, ratio, seq_q, seq_k, left, q_rows)
+    cut = PrepassParts(parts, groups, group_parts, part_keys)
+    outputs = tensors.outputs
+    statistics = tensors.statistics
+    key_mask = tensors.key_mask
+    cu_seqlens = tensors.cu_seqlens
     pid = tl.program_id(0)
     if PHASE == 0:
-        per_slot = parts + sizes.ratio * q_blocks + 2 * k_blocks
+        per_slot = parts + ratio * q_blocks + 2 * k_blocks
         late = tl.maximum(pid - lead * parts, 0)
         slot = late // per_slot
         index = late % per_slot - parts
@@ -215,7 +229,7 @@ def prepass_kernel(
     elif PHASE == 1:
         adds_up = pid < slots * parts
         late = pid - slots * parts
-        of_head = tl.maximum(sizes.ratio * q_blocks, 1)
+        of_head = tl.maximum(ratio * q_blocks, 1)
         slot = tl.where(adds_up, pid // parts, late // of_head)
         index = tl.where(adds_up, pid % parts, late % of_head)
     else:
@@ -227,22 +241,23 @@ def prepass_kernel(
     if adds_up:
         if slot < slots:
             add_up(
-                k, v, key_mask, cu_seqlens, statistics, strides, slot, index, sizes, order, CONFIG
-            )
+                tensors.k, tensors.v, key_mask, cu_seqlens, statistics, strides, slot, index, sizes,
+                cut, CONFIG,
+            )  # fmt: skip
     elif PHASE == 2:
         _quantize_kv(
-            k, v, outputs, statistics, key_mask, cu_seqlens, strides, slot, index, sizes, k_rows,
-            groups, CONFIG, False,
+            tensors.k, tensors.v, outputs, statistics, key_mask, cu_seqlens, strides, slot, index,
+            sizes, k_rows, groups, CONFIG, False,
         )  # fmt: skip
     elif (PHASE == 0) & (index >= ahead) & (index < ahead + 2 * k_blocks):
         _quantize_kv(
-            k, v, outputs, statistics, key_mask, cu_seqlens, strides, slot, index - ahead, sizes,
-            k_rows, groups, CONFIG, True,
+            tensors.k, tensors.v, outputs, statistics, key_mask, cu_seqlens, strides, slot,
+            index - ahead, sizes, k_rows, groups, CONFIG, True,
         )  # fmt: skip
     else:
         if (PHASE == 0) & (index >= ahead):
             index -= 2 * k_blocks
         _quantize_q(
-            q, outputs, statistics, cu_seqlens.q, strides.q, slot, index // q_blocks, sizes,
+            tensors.q, outputs, statistics, cu_seqlens.q, strides.q, slot, index // q_blocks, sizes,
             groups, index % q_blocks, multiplier, CONFIG, PHASE != 2,
         )  # fmt: skip

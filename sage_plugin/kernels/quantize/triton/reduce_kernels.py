@@ -172,7 +172,7 @@ def _fold_head(records, count, statistics, head, counters, CONFIG: tl.constexpr)
 
 @triton.jit
 def add_up(
-    k, v, key_mask, cu_seqlens, statistics, strides, head, part, sizes, order, CONFIG: tl.constexpr
+    k, v, key_mask, cu_seqlens, statistics, strides, head, part, sizes, cut, CONFIG: tl.constexpr
 ):
     """One part of one head; the last of a group, and of the head, add up what others found."""
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
@@ -182,11 +182,11 @@ def add_up(
     PACKED: tl.constexpr = CONFIG.PACKED
     b, h = (head // sizes.heads).to(tl.int64), (head % sizes.heads).to(tl.int64)
     head = head.to(tl.int64)
-    parts, groups = order.parts, order.groups
+    parts, groups = cut.parts, cut.groups
     first, seq = sequence(cu_seqlens.k, b, sizes.seq_k, PACKED)
     if PACKED:
-        parts_here = tl.maximum(tl.cdiv(seq, order.part_keys), 1)
-        groups_here = tl.cdiv(parts_here, order.group_parts)
+        parts_here = tl.maximum(tl.cdiv(seq, cut.part_keys), 1)
+        groups_here = tl.cdiv(parts_here, cut.group_parts)
     else:
         parts_here = parts
         groups_here = groups
@@ -202,13 +202,13 @@ def add_up(
         records = statistics.records + head * (parts + groups) * record_size(BLOCK_D)
         counters = statistics.counters + head * (COUNTERS + groups)
         part_record(
-            records + part * record_size(BLOCK_D), k, v, key_mask, part, order.part_keys, seq,
+            records + part * record_size(BLOCK_D), k, v, key_mask, part, cut.part_keys, seq,
             first_seen, strides, CONFIG,
         )  # fmt: skip
         # the records of a group, by the last of its members
-        group = part // order.group_parts
-        begin = group * order.group_parts
-        members = tl.minimum(parts_here - begin, order.group_parts)
+        group = part // cut.group_parts
+        begin = group * cut.group_parts
+        members = tl.minimum(parts_here - begin, cut.group_parts)
         last = _arrive(counters + COUNTERS + group, ARRIVALS) == members * ARRIVALS
         records_here = records + begin * record_size(BLOCK_D)
         if last & (groups_here > 1):

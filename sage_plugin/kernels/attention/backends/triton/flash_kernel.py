@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from sage_plugin.kernels.attention.backends.triton.loop_kernels import (
+    CallSizes,
     MaskPlane,
     block_and_head,
     fold_keys,
@@ -18,6 +19,7 @@ from sage_plugin.kernels.attention.backends.triton.loop_kernels import (
 )
 from sage_plugin.kernels.primitives import (
     LOG2E,
+    SlidingWindow,
     StridedTensor,
     add_row,
     added_tile,
@@ -30,6 +32,19 @@ from sage_plugin.kernels.primitives import (
     visible_keys,
     with_sink,
 )
+
+
+class PlainTensors(NamedTuple):
+    """What a launch points to."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    mask: Any
+    sinks: Any
+    cu_seqlens: Any
 
 
 class PlainStrides(NamedTuple):
@@ -122,26 +137,34 @@ def _step(
     return m_new, l_i, acc
 
 
-@triton.jit(do_not_specialize=["sizes", "row_blocks", "lse_rows", "window"])
+@triton.jit(
+    do_not_specialize=[
+        "heads_q", "ratio", "seq_q", "seq_k", "row_blocks", "lse_rows", "left", "right",
+    ]
+)  # fmt: skip
 def plain_attention_kernel(
-    q, k, v, o, lse, mask, sinks, cu_seqlens, strides, planes, sizes, row_blocks, lse_rows, window,
+    tensors, strides, planes, heads_q, ratio, seq_q, seq_k, row_blocks, lse_rows, left, right,
     scale, softcap, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """FlashAttention-2 on tensors read in place; `scale` and `softcap` have log2 e folded in."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     HEAD_DIM: tl.constexpr = CONFIG.HEAD_DIM
     PACKED: tl.constexpr = CONFIG.PACKED
+    sizes = CallSizes(heads_q, ratio, seq_q, seq_k)
+    window = SlidingWindow(left, right)
+    cu_seqlens = tensors.cu_seqlens
+    mask = tensors.mask
     block, bh = block_and_head(row_blocks, CONFIG)
-    b, h = bh // sizes.heads_q, bh % sizes.heads_q
+    b, h = bh // heads_q, bh % heads_q
     here = query_block(b, h, bh, block, row_blocks, sizes, cu_seqlens, CONFIG)
     q_first, k_first = here.q_first, here.k_first
     if PACKED:
         if here.first_row >= here.seq_q:
             return
-    q = head_rows(q, strides.q, q_first, b, h, 1, PACKED)
-    k = head_rows(k, strides.k, k_first, b, h, sizes.ratio, PACKED)
-    v = head_rows(v, strides.v, k_first, b, h, sizes.ratio, PACKED)
-    o = head_rows(o, strides.o, q_first, b, h, 1, PACKED)
+    q = head_rows(tensors.q, strides.q, q_first, b, h, 1, PACKED)
+    k = head_rows(tensors.k, strides.k, k_first, b, h, ratio, PACKED)
+    v = head_rows(tensors.v, strides.v, k_first, b, h, ratio, PACKED)
+    o = head_rows(tensors.o, strides.o, q_first, b, h, 1, PACKED)
     lse_row = lse_begin(here, lse_rows, PACKED)
     mask_at = mask.at
     if mask_at is not None:
@@ -160,7 +183,7 @@ def plain_attention_kernel(
     # output: (BLOCK_M, BLOCK_D), and the log-sum-exp
     alive = l_i != 0.0  # NaN is alive: it has to be seen
     if CONFIG.SINKS:
-        sink = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + here.h).to(tl.float32) * LOG2E
+        sink = tl.zeros([BLOCK_M], tl.float32) + tl.load(tensors.sinks + h).to(tl.float32) * LOG2E
         m_i, l_i, alpha = with_sink(m_i, l_i, sink, 0.0)
         acc = acc * alpha[:, None]
         norm = l_i
@@ -170,4 +193,4 @@ def plain_attention_kernel(
     store_rows(o, out, offs_m, offs_d, here.seq_q, strides.o, HEAD_DIM)
     if CONFIG.LSE:
         value = tl.log2(norm) + m_i
-        store_lse(lse + lse_row, value, alive, offs_m, here.seq_q, CONFIG.SINKS)
+        store_lse(tensors.lse + lse_row, value, alive, offs_m, here.seq_q, CONFIG.SINKS)

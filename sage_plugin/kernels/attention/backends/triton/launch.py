@@ -10,14 +10,16 @@ import triton.language as tl
 from sage_plugin.kernels import launch_graph
 from sage_plugin.kernels.attention.backends.triton.flash_kernel import (
     PlainStrides,
+    PlainTensors,
     plain_attention_kernel,
 )
-from sage_plugin.kernels.attention.backends.triton.loop_kernels import CallSizes, LoopConfig
+from sage_plugin.kernels.attention.backends.triton.loop_kernels import LoopConfig
 from sage_plugin.kernels.attention.backends.triton.mask_blocks import MaskArguments
 from sage_plugin.kernels.attention.backends.triton.quantized_kernel import (
     OperandScales,
     QuantizedConfig,
     QuantizedStrides,
+    QuantizedTensors,
     quantized_attention_kernel,
 )
 from sage_plugin.kernels.contract import (
@@ -29,7 +31,6 @@ from sage_plugin.kernels.contract import (
 )
 from sage_plugin.kernels.primitives import (
     SequenceEnds,
-    SlidingWindow,
     Strides,
 )
 from sage_plugin.kernels.quantize.operands import QuantizedOperands, Sizes
@@ -83,7 +84,6 @@ class QuantizedPortable:
         tma = config.loads == "descriptor"
         q8, k8, v8 = _descriptors(ops) if tma else (ops.q8, ops.k8, ops.v8)
         mask = MaskArguments.of(problem, seq_q=ops.seq_q, launch=config, terms_by_key=True)
-        sizes = CallSizes(ops.heads_q, ops.heads_q // ops.heads_k, ops.seq_q, ops.seq_k)
         scales = OperandScales(
             ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term, ops.v_scale, ops.v_mean,
             ops.v_residual, ops.v_unit, ops.shift,
@@ -93,13 +93,16 @@ class QuantizedPortable:
             PV8=recipe.pv == "fp8", P_TYPE=P_TYPES[recipe.pv_dtype], OFFSET=recipe.p_offset,
             TMA=tma, SHIFT=config.smooth_k, LSE=return_lse, **_constants(problem, config, mask),
         )  # fmt: skip
+        tensors = QuantizedTensors(
+            view, lse, scales, mask.tensors(), problem.sinks, _sequence_ends(problem)
+        )
         launch_graph.launch(
             quantized_attention_kernel, row_blocks * ops.sequences * ops.heads_q,
-            q8, k8, v8, view, lse, scales, mask.tensors(), problem.sinks,
-            _sequence_ends(problem), QuantizedStrides(_strides(view), Strides(*mask.strides)),
-            mask.planes, sizes, ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2],
-            SlidingWindow(problem.left, problem.right), problem.softcap * LOG2E,
-            CONFIG=kernel_config, **compiler_options(config),
+            q8, k8, v8, tensors, QuantizedStrides(_strides(view), Strides(*mask.strides)),
+            mask.planes, ops.heads_q, ops.heads_q // ops.heads_k, ops.seq_q, ops.seq_k,
+            ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2], problem.left,
+            problem.right, problem.softcap * LOG2E, CONFIG=kernel_config,
+            **compiler_options(config),
         )  # fmt: skip
         return out, lse
 
@@ -124,7 +127,9 @@ class PlainPortable(ReadsInPlace):
         heads_q, head_dim = q.shape[1], q.shape[3]
         row_blocks = -(-sizes.seq_q // config.block_m)
         mask = MaskArguments.of(problem, seq_q=sizes.seq_q, launch=config, terms_by_key=False)
-        call_sizes = CallSizes(heads_q, heads_q // k.shape[1], sizes.seq_q, sizes.seq_k)
+        tensors = PlainTensors(
+            q, k, v, o, lse, mask.tensors(), problem.sinks, _sequence_ends(problem)
+        )
         strides = PlainStrides(
             _strides(q), _strides(k), _strides(v), _strides(o), Strides(*mask.strides)
         )
@@ -134,9 +139,8 @@ class PlainPortable(ReadsInPlace):
         )  # fmt: skip
         launch_graph.launch(
             plain_attention_kernel, row_blocks * sizes.sequences * heads_q,
-            q, k, v, o, lse, mask.tensors(), problem.sinks,
-            _sequence_ends(problem), strides, mask.planes, call_sizes, row_blocks, q.shape[2],
-            SlidingWindow(problem.left, problem.right),
+            tensors, strides, mask.planes, heads_q, heads_q // k.shape[1], sizes.seq_q,
+            sizes.seq_k, row_blocks, q.shape[2], problem.left, problem.right,
             problem.scale * LOG2E, problem.softcap * LOG2E, CONFIG=kernel_config,
             **compiler_options(config),
         )  # fmt: skip

@@ -3,7 +3,8 @@
 A kernel brings its `STEP`, which folds one key block into the running maximum `m_i`, sum `l_i` and
 output `acc` of its rows. Records of values and pointers are named tuples, whose fields are
 arguments of the launch, and the frozen record `CONFIG` is one constant. No field may be called
-`values` or `type`, which Triton's own tuples have.
+`values` or `type`, which Triton's own tuples have. Triton specializes every integer in a tuple:
+those that it must not are arguments of their own, and come together in a kernel only.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class LoopConfig:
 
 
 class CallSizes(NamedTuple):
-    """Numbers of a call that no kernel is compiled for; `ratio` query heads share a key head."""
+    """Numbers of a call, in a kernel; `ratio` query heads share a key head."""
 
     heads_q: Any
     ratio: Any

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from sage_plugin.kernels.attention.backends.triton.loop_kernels import (
+    CallSizes,
     LoopConfig,
     MaskPlane,
     block_and_head,
@@ -25,6 +26,7 @@ from sage_plugin.kernels.attention.backends.triton.loop_kernels import (
 )
 from sage_plugin.kernels.primitives import (
     LOG2E,
+    SlidingWindow,
     add_row,
     added_tile,
     head_rows,
@@ -76,6 +78,17 @@ class OperandScales(NamedTuple):
     v_residual: Any
     v_unit: Any
     shift: Any
+
+
+class QuantizedTensors(NamedTuple):
+    """What a launch points to besides Q, K and V, which may be descriptors."""
+
+    o: Any
+    lse: Any
+    scales: Any
+    mask: Any
+    sinks: Any
+    cu_seqlens: Any
 
 
 class QuantizedStrides(NamedTuple):
@@ -202,10 +215,14 @@ def _step(
     return m_new, l_i, acc
 
 
-@triton.jit(do_not_specialize=["sizes", "q_rows", "row_blocks", "lse_rows", "window"])
+@triton.jit(
+    do_not_specialize=[
+        "heads_q", "ratio", "seq_q", "seq_k", "q_rows", "row_blocks", "lse_rows", "left", "right",
+    ]
+)  # fmt: skip
 def quantized_attention_kernel(
-    q, k, v, o, lse, scales, mask, sinks, cu_seqlens, strides, planes, sizes, q_rows, k_rows,
-    row_blocks, lse_rows, window, softcap, CONFIG: tl.constexpr,
+    q, k, v, tensors, strides, planes, heads_q, ratio, seq_q, seq_k, q_rows, k_rows, row_blocks,
+    lse_rows, left, right, softcap, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Attention on quantised operands; q, k, v are pointers, or TMA descriptors when TMA is set."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
@@ -215,10 +232,15 @@ def quantized_attention_kernel(
     PACKED: tl.constexpr = CONFIG.PACKED
     SOFTCAP: tl.constexpr = CONFIG.SOFTCAP
     TRUE_SCORES: tl.constexpr = CONFIG.SOFTCAP or CONFIG.SINKS or CONFIG.LSE
+    sizes = CallSizes(heads_q, ratio, seq_q, seq_k)
+    window = SlidingWindow(left, right)
+    scales = tensors.scales
+    cu_seqlens = tensors.cu_seqlens
+    mask = tensors.mask
     block, bh = block_and_head(row_blocks, CONFIG)
-    b, h = bh // sizes.heads_q, bh % sizes.heads_q
-    heads_k = sizes.heads_q // sizes.ratio
-    kv_head = b * heads_k + h // sizes.ratio
+    b, h = bh // heads_q, bh % heads_q
+    heads_k = heads_q // ratio
+    kv_head = b * heads_k + h // ratio
     here = query_block(b, h, bh, block, row_blocks, sizes, cu_seqlens, CONFIG)
     q_first, k_first = here.q_first, here.k_first
     if PACKED:
@@ -226,10 +248,10 @@ def quantized_attention_kernel(
             return
     offs_m = here.first_row + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q_row = scratch_row(q_first, b, h, sizes.heads_q, q_rows, BLOCK_M, PACKED)
-    kv_row = scratch_row(k_first, b, h // sizes.ratio, heads_k, k_rows, BLOCK_N, PACKED)
+    q_row = scratch_row(q_first, b, h, heads_q, q_rows, BLOCK_M, PACKED)
+    kv_row = scratch_row(k_first, b, h // ratio, heads_k, k_rows, BLOCK_N, PACKED)
     if PACKED:
-        v_row = (h // sizes.ratio) * BLOCK_D
+        v_row = (h // ratio) * BLOCK_D
         v_column = (k_first // BLOCK_N + b) * BLOCK_N
     else:
         v_row = kv_head * BLOCK_D
@@ -263,7 +285,7 @@ def quantized_attention_kernel(
     scale = tl.load(scales.v_scale + kv_head * BLOCK_D + offs_d)[None, :]
     alive = l_i != 0.0  # NaN is alive: it has to be seen
     if CONFIG.SINKS:
-        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        sink = tl.load(tensors.sinks + h).to(tl.float32) * LOG2E
         before = l_i
         if SOFTCAP:
             m_i, l_i, alpha = with_sink(m_i, l_i, tl.zeros([BLOCK_M], tl.float32) + sink, OFFSET)
@@ -275,11 +297,11 @@ def quantized_attention_kernel(
         norm = tl.where(alive, l_i, 1.0)
         out = acc / norm[:, None] * scale + mean
     out = tl.where(alive[:, None], out, 0.0)
-    o = head_rows(o, strides.o, q_first, b, h, 1, PACKED)
+    o = head_rows(tensors.o, strides.o, q_first, b, h, 1, PACKED)
     store_rows(o, out, offs_m, offs_d, here.seq_q, strides.o, CONFIG.HEAD_DIM)
     if CONFIG.LSE:
         value = tl.log2(norm) - OFFSET + m_i
         if CONFIG.SHIFT and not SOFTCAP:
             value += row_shift
-        lse += lse_begin(here, lse_rows, PACKED)
+        lse = tensors.lse + lse_begin(here, lse_rows, PACKED)
         store_lse(lse, value, alive, offs_m, here.seq_q, CONFIG.SINKS)
