@@ -30,15 +30,6 @@ UNTUNED_MARK = "# not tuned:"
 FOLDER_LIMIT = 15
 JIT_PARAMETER_LIMIT = 20
 LONG_SIGNATURES = {
-    "_quantize_kv": 49,
-    "_quantize_q": 33,
-    "_step": 42,
-    "add_up": 49,
-    "plain_attention_kernel": 58,
-    "flash_kernel._step": 34,
-    "prepass_kernel": 79,
-    "quantized_attention_kernel": 62,
-    "store_block": 27,
 }
 """Jit functions of more parameters than `JIT_PARAMETER_LIMIT`, with their number, which may only
 fall; with the file's stem in front where a name is used twice."""

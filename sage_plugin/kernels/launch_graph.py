@@ -1,8 +1,8 @@
 """What a call does on a GPU, recorded once and repeated for the same call with other tensors.
 
 Python spends some 0.3 ms on a call of a quantised kernel: a dozen allocations and views, and
-Triton's binder, which reads type, value and alignment of each of the 45 to 80 arguments of a launch
-to find its build. All of it follows from the key of the call. A tape keeps the builds, and for each
+Triton's binder, which reads type, value and alignment of each of the 45 to 80 values of a launch to
+find its build. All of it follows from the key of the call. A tape keeps the builds, and for each
 argument its value, or the tensor and the place in it that it points to; a repetition makes one
 allocation for all scratch and hands the builds over to the driver.
 
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -126,7 +126,7 @@ class _Place(NamedTuple):
     """Where a pointer of a launch comes from.
 
     Attributes:
-        argument: its number among the arguments, those in tuples counted one by one.
+        argument: its number among the arguments, those inside of tuples counted one by one.
         base: number of a tensor: the inputs, then the output, the LSE, scratch and zeros.
         offset: bytes from its beginning.
         descriptor: what describes tiles there, without its tensor; `None` for a plain pointer.
@@ -147,8 +147,8 @@ class Launch(NamedTuple):
         programs: size of the grid.
         function: the driver's handle.
         metadata: what Triton's launcher wants to know of the build.
-        arguments: values, those in tuples one by one, `None` for each pointer.
-        tuples: first argument and length of each tuple.
+        arguments: values, `None` for each pointer; those of tuples with pointers lie flat.
+        groups: how they lie in tuples, `None` for one that lies in none; `None` where all do.
         outside: pointers into inputs and outputs.
         inside: pointers into scratch.
     """
@@ -159,7 +159,7 @@ class Launch(NamedTuple):
     function: Any
     metadata: Any
     arguments: tuple[object, ...]
-    tuples: tuple[tuple[int, int], ...]
+    groups: tuple[Any, ...] | None
     outside: tuple[_Place, ...]
     inside: tuple[_Place, ...]
 
@@ -171,33 +171,9 @@ def memset(size: int, device: torch.device) -> torch.Tensor:
 
 def relaunch(one: Launch, stream: int, arguments: Sequence[object]) -> None:
     """Hand a build over to the driver."""
-    if one.tuples:
-        arguments = _grouped(arguments, one.tuples)
+    if one.groups is not None:
+        arguments = _grouped(iter(arguments), one.groups)
     one.run(one.programs, 1, 1, stream, one.function, one.metadata, None, None, None, *arguments)
-
-
-def _grouped(arguments: Sequence[object], tuples: tuple[tuple[int, int], ...]) -> list[object]:
-    """Arguments with those of tuples in tuples again."""
-    grouped: list[object] = []
-    done = 0
-    for first, length in tuples:
-        grouped += arguments[done:first]
-        done = first + length
-        grouped.append(tuple(arguments[first:done]))
-    return [*grouped, *arguments[done:]]
-
-
-def _ungrouped(arguments: Sequence[object]) -> tuple[list[object], tuple[tuple[int, int], ...]]:
-    """Arguments with those of tuples one by one, and where each tuple was; the inverse."""
-    values: list[object] = []
-    tuples = []
-    for value in arguments:
-        if isinstance(value, tuple):
-            tuples.append((len(values), len(value)))
-            values += value
-        else:
-            values.append(value)
-    return values, tuple(tuples)
 
 
 class _Form(NamedTuple):
@@ -340,14 +316,13 @@ def _launch_of(
     arguments: Sequence[object],
     first: int,
 ) -> Launch | None:
-    """A launch with its pointers found, `None` where one points elsewhere or lies deeper."""
-    values, tuples = _ungrouped(arguments)
+    """A launch with its pointers found, `None` where one points elsewhere."""
+    groups = tuple(_group_of(value) for value in arguments)
+    values: list[object] = list(_flat(arguments, groups))
     places = []
-    for number, value in enumerate(values):
-        if isinstance(value, tuple):
-            return None
-        tensor = value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
-        if not isinstance(tensor, torch.Tensor):
+    for number, value in enumerate(tuple(values)):
+        tensor = _tensor_of(value)
+        if tensor is None:
             continue
         address = tensor.data_ptr()
         span = next((s for s in spans if s.begin <= address < s.end), None)
@@ -363,10 +338,36 @@ def _launch_of(
         built.function,
         built.packed_metadata,
         tuple(values),
-        tuples,
+        groups if any(groups) else None,
         tuple(place for place in places if place.base < first),
         tuple(place for place in places if place.base >= first),
     )
+
+
+def _tensor_of(value: object) -> torch.Tensor | None:
+    """The tensor that an argument points to, itself or as a descriptor."""
+    tensor = value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
+    return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def _group_of(value: object) -> tuple[Any, ...] | None:
+    """How pointers lie in a tuple; `None` for all else, tuples without pointers among them."""
+    if not isinstance(value, tuple):
+        return None
+    groups = tuple(_group_of(one) for one in value)
+    return groups if any(groups) or any(_tensor_of(one) is not None for one in value) else None
+
+
+def _flat(values: Sequence[object], groups: Sequence[Any]) -> Iterator[object]:
+    for value, group in zip(values, groups, strict=True):
+        if group is None:
+            yield value
+        else:
+            yield from _flat(cast("tuple[object, ...]", value), group)
+
+
+def _grouped(values: Iterator[object], groups: tuple[Any, ...]) -> tuple[object, ...]:
+    return tuple(next(values) if one is None else _grouped(values, one) for one in groups)
 
 
 class _Address:

@@ -9,6 +9,8 @@ empty sum, and become 0 with LSE -inf.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -20,6 +22,36 @@ HIDES = tl.constexpr(-1e38)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Strides(NamedTuple):
+    """Strides of a tensor of four dimensions."""
+
+    batch: Any
+    head: Any
+    row: Any
+    channel: Any
+
+
+class StridedTensor(NamedTuple):
+    """A head of a tensor, in a kernel: where it begins, and its strides."""
+
+    at: Any
+    strides: Any
+
+
+class SlidingWindow(NamedTuple):
+    """How many keys before and after its own a row sees, in a kernel."""
+
+    left: Any
+    right: Any
+
+
+class SequenceEnds(NamedTuple):
+    """Cumulative lengths of packed sequences, `None` where each has a batch item."""
+
+    q: Any
+    k: Any
 
 
 @triton.jit
@@ -53,9 +85,17 @@ def scratch_row(first, b, h, heads, rows, BLOCK: tl.constexpr, PACKED: tl.conste
 
 
 @triton.jit
+def head_rows(x, strides, first, b, h, ratio, PACKED: tl.constexpr):
+    """First row of a sequence's head, which `ratio` query heads share; packed ones lie in a row."""
+    if PACKED:
+        return x + (first * strides.row + (h // ratio) * strides.head)
+    return x + (b * strides.batch + (h // ratio) * strides.head)
+
+
+@triton.jit
 def key_blocks(
-    first_row, seq_q, seq_k, left, right, BM: tl.constexpr, BN: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    first_row, seq_q, seq_k, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
     """Key blocks of a program: first, first and last that need no comparison, last."""
     diagonal = seq_k - seq_q
@@ -63,21 +103,21 @@ def key_blocks(
     all_from = 0
     if LEFT:
         low = tl.maximum(first_row + diagonal - left, 0)
-        all_from = tl.maximum(first_row + BM - 1 + diagonal - left, 0)
+        all_from = tl.maximum(first_row + BLOCK_M - 1 + diagonal - left, 0)
     high = seq_k
     all_to = seq_k
     if RIGHT:
-        high = tl.maximum(tl.minimum(seq_k, first_row + BM + diagonal + right), 0)
+        high = tl.maximum(tl.minimum(seq_k, first_row + BLOCK_M + diagonal + right), 0)
         all_to = tl.maximum(tl.minimum(seq_k, first_row + 1 + diagonal + right), 0)
-    end = tl.cdiv(high, BN)
-    begin = tl.minimum(low // BN, end)
-    inner = tl.minimum(tl.cdiv(all_from, BN), end)
-    return begin, inner, tl.maximum(all_to // BN, inner), end
+    end = tl.cdiv(high, BLOCK_N)
+    begin = tl.minimum(low // BLOCK_N, end)
+    inner = tl.minimum(tl.cdiv(all_from, BLOCK_N), end)
+    return begin, inner, tl.maximum(all_to // BLOCK_N, inner), end
 
 
 @triton.jit
 def visible_keys(rows, keys, seq_q, seq_k, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """`(1 or BM, BN)`: which keys each row sees, as far as positions tell."""
+    """`(1 or BLOCK_M, BLOCK_N)`: which keys each row sees, as far as positions tell."""
     seen = (keys < seq_k)[None, :]
     if RIGHT:
         seen = seen & (keys[None, :] <= (rows + (seq_k - seq_q + right))[:, None])
@@ -126,37 +166,37 @@ def key_bit(n):
 
 
 @triton.jit
-def seen_bytes(bits, tile, BM: tl.constexpr, BN: tl.constexpr):
-    """`(BM, BN)`: the word of each row and key of a tile, its key's byte shifted to the front."""
-    WORDS: tl.constexpr = BN // 32 if BN > 32 else 1
-    n = tl.arange(0, BN)
-    at = bits + tile.to(tl.int64) * (BM * WORDS) + tl.arange(0, BM)
-    words = tl.broadcast_to(tl.load(at)[:, None], [BM, BN])
+def seen_bytes(bits, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`(BLOCK_M, BLOCK_N)`: the word of each row and key, its key's byte shifted to the front."""
+    WORDS: tl.constexpr = BLOCK_N // 32 if BLOCK_N > 32 else 1
+    n = tl.arange(0, BLOCK_N)
+    at = bits + tile.to(tl.int64) * (BLOCK_M * WORDS) + tl.arange(0, BLOCK_M)
+    words = tl.broadcast_to(tl.load(at)[:, None], [BLOCK_M, BLOCK_N])
     for part in tl.static_range(1, WORDS):
-        later = tl.load(at + part * BM)
+        later = tl.load(at + part * BLOCK_M)
         words = tl.where((n >= part * 32)[None, :], later[:, None], words)
     return words >> (n // 2 % 4 * 8)[None, :]
 
 
 @triton.jit
-def hide(x, seen, BN: tl.constexpr):
+def hide(x, seen, BLOCK_N: tl.constexpr):
     """A tile of scores, -inf for keys that their row does not see.
 
     In integers: a choice by bits becomes a vector of bits, which LLVM packs and unpacks.
     """
-    n = tl.arange(0, BN)
+    n = tl.arange(0, BLOCK_N)
     shown = (seen << (31 - n // 8 % 4 * 2 - n % 2)[None, :]) >> 31
     bits = (x.to(tl.int32, bitcast=True) & shown) | (~shown & -0x800000)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def hide_finite(x, seen, BN: tl.constexpr):
+def hide_finite(x, seen, BLOCK_N: tl.constexpr):
     """`hide` for numbers that are all finite: -inf is added, for which other units have time.
 
     A product moves the bit of a hidden key to the exponent and all bits above.
     """
-    n = tl.arange(0, BN)
+    n = tl.arange(0, BLOCK_N)
     bit = n // 8 % 4 * 2 + n % 2
     hidden = ~seen & (1 << bit)[None, :]
     return x + (hidden * (-(1 << (23 - bit)))[None, :]).to(tl.float32, bitcast=True)
@@ -164,39 +204,39 @@ def hide_finite(x, seen, BN: tl.constexpr):
 
 @triton.jit
 def offset_of_rows(
-    scale, term, bits, tile, OFFSET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    scale, term, bits, tile, OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """`(BM)`: NaN for rows of a tile that see a key that is not finite, else OFFSET.
+    """`(BLOCK_M)`: NaN for rows of a tile that see a key that is not finite, else OFFSET.
 
     A NaN in the scale of the tile's keys tells that it has one, and the keys' terms which.
     """
-    WORD: tl.constexpr = 32 if BN > 32 else BN
+    WORD: tl.constexpr = 32 if BLOCK_N > 32 else BLOCK_N
     n = tl.arange(0, WORD)
-    at = bits + tile.to(tl.int64) * (BM * BN // WORD) + tl.arange(0, BM)
-    hit = tl.zeros([BM], tl.int32)
-    for part in tl.static_range(BN // WORD):
+    at = bits + tile.to(tl.int64) * (BLOCK_M * BLOCK_N // WORD) + tl.arange(0, BLOCK_M)
+    hit = tl.zeros([BLOCK_M], tl.int32)
+    for part in tl.static_range(BLOCK_N // WORD):
         bad = tl.full([], 0, tl.int32)
         if scale != scale:
             value = tl.load(term + part * WORD + n)
             bad = tl.sum(tl.where(value != value, 1 << key_bit(n), 0), 0)
-        hit |= tl.load(at + part * BM) & bad
+        hit |= tl.load(at + part * BLOCK_M) & bad
     return tl.where(hit != 0, float("nan"), OFFSET)
 
 
 @triton.jit
 def added_tile(
-    mask, first_row, j, seq_q, seq_k, stride_q, stride_k, BM: tl.constexpr, BN: tl.constexpr,
-    UNIT: tl.constexpr,
+    mask, first_row, j, seq_q, seq_k, stride_q, stride_k, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """`(BM, BN)` of the values of a float mask; UNIT divides its lengths and strides.
+    """`(BLOCK_M, BLOCK_N)` of the values of a float mask; UNIT divides its lengths and strides.
 
     Offsets are 64-bit up to the tile and 32-bit inside of it.
     """
-    m = tl.minimum(tl.arange(0, BM), seq_q - 1 - first_row)
-    n = tl.arange(0, BN)
+    m = tl.minimum(tl.arange(0, BLOCK_M), seq_q - 1 - first_row)
+    n = tl.arange(0, BLOCK_N)
     stride_q = stride_q // UNIT * UNIT
-    base = mask + first_row.to(tl.int64) * stride_q + j.to(tl.int64) * BN * stride_k
-    live = (n < seq_k // UNIT * UNIT - j * BN)[None, :]
+    base = mask + first_row.to(tl.int64) * stride_q + j.to(tl.int64) * BLOCK_N * stride_k
+    live = (n < seq_k // UNIT * UNIT - j * BLOCK_N)[None, :]
     return tl.load(base + (m[:, None] * stride_q + n[None, :] * stride_k), mask=live, other=0)
 
 
@@ -207,25 +247,27 @@ def soft_cap(x, cap):
 
 
 @triton.jit
-def two_level(acc, decay, partial):
+def two_level(acc, alpha, partial):
     """Rescale the fp32 sum and add a block's partial product outside of the tensor core.
 
     Tensor cores truncate while they accumulate; an explicit fma keeps the compiler from folding the
     addition back into the product.
     """
-    return tl.math.fma(acc, tl.broadcast_to(decay[:, None], acc.shape), partial)
+    return tl.math.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), partial)
 
 
 @triton.jit
-def with_sink(m, l, sink, OFFSET: tl.constexpr):
+def with_sink(m_i, l_i, sink, OFFSET: tl.constexpr):
     """Row maximum and sum with one more logit, and the factor of what was summed before."""
-    top = tl.maximum(m, sink)
-    decay = tl.math.exp2(m - top)
-    return top, l * decay + tl.math.exp2(sink - (top - OFFSET)), decay
+    m_new = tl.maximum(m_i, sink)
+    alpha = tl.math.exp2(m_i - m_new)
+    return m_new, l_i * alpha + tl.math.exp2(sink - (m_new - OFFSET)), alpha
 
 
 @triton.jit
-def store_rows(o, tile, rows, d, seq_q, stride_s, stride_d, D: tl.constexpr):
-    """Store a `(BM, DP)` tile to the rows of one sequence's head."""
-    at = o + rows.to(tl.int64)[:, None] * stride_s + d.to(tl.int64)[None, :] * stride_d
-    tl.store(at, tile.to(o.dtype.element_ty), mask=(rows < seq_q)[:, None] & (d < D)[None, :])
+def store_rows(o, tile, offs_m, offs_d, seq_q, strides, HEAD_DIM: tl.constexpr):
+    """Store a `(BLOCK_M, BLOCK_D)` tile to the rows of one sequence's head."""
+    at = o + offs_m.to(tl.int64)[:, None] * strides.row
+    at += offs_d.to(tl.int64)[None, :] * strides.channel
+    live = (offs_m < seq_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store(at, tile.to(o.dtype.element_ty), mask=live)

@@ -207,12 +207,12 @@ def compile_launch(launch: Launch, arch: str) -> Any:
 
     def kind_of(value: Any, at: tuple[int, ...], parameter: Any) -> Any:
         if isinstance(value, tuple) and not parameter.is_constexpr:
+            assert not parameter.do_not_specialize, "Triton specializes integers in tuples"
             kinds = [kind_of(one, (*at, index), parameter) for index, one in enumerate(value)]
             return type(value)(*kinds) if hasattr(value, "_fields") else tuple(kinds)
         kind, aligned = _type_of(value)
         number = type(value) is int
-        # `do_not_specialize` does not reach into tuples (Triton 3.6 to 3.9).
-        specialized = not (number and parameter.do_not_specialize and len(at) == 1)
+        specialized = not (number and parameter.do_not_specialize)
         one = number and specialized and value == 1
         if parameter.is_constexpr or value is None or one:
             kind, constants[at] = "constexpr", value

@@ -58,6 +58,8 @@ class RawBuild:
 
 
 def _form(value):
+    if isinstance(value, tuple):
+        return type(value), [_form(one) for one in value]
     descriptor = not isinstance(value, torch.Tensor) and hasattr(value, "base")
     tensor = value.base if descriptor else value
     if not isinstance(tensor, torch.Tensor):
@@ -70,6 +72,10 @@ def _rebuilt(form, given):
     """An argument from its address; views of one storage become views of one again."""
     if form is None:
         return given
+    if len(form) == 2:
+        kind, forms = form
+        values = [_rebuilt(*pair) for pair in zip(forms, given, strict=True)]
+        return kind(*values) if hasattr(kind, "_fields") else kind(values)
     dtype, shape, strides, offset, size, descriptor = form
     address = given.base.data_ptr() if descriptor else given
     assert type(address) is int

@@ -44,7 +44,7 @@ class KeyMask:
             seen_keys_kernel, batch * heads * blocks,
             readable, seen, mask.stride(0), mask.stride(1), broadcast_stride(mask, 2),
             mask.stride(3), heads, ratio, operands.seq_q, seq_k, blocks, problem.left,
-            problem.right, ROWS=SEEN_ROWS, BN=SEEN_KEYS, LEFT=problem.left >= 0,
+            problem.right, ROWS=SEEN_ROWS, BLOCK_N=SEEN_KEYS, LEFT=problem.left >= 0,
             RIGHT=problem.right >= 0, num_warps=SEEN_WARPS,
         )  # fmt: skip
         return cls(seen, (broadcast_stride(seen, 0), broadcast_stride(seen, 1), 1))

@@ -15,10 +15,19 @@ import torch
 
 from sage_plugin.kernels import launch_graph
 from sage_plugin.kernels.contract import AttentionParams, OutputForm, bhsd
+from sage_plugin.kernels.primitives import SequenceEnds, Strides
 from sage_plugin.kernels.quantize.operands import QuantizedOperands, Sizes
 from sage_plugin.kernels.quantize.recipe import FP16_FLOOR, FP16_HEADROOM, LOG2E, TINY, Recipe
 from sage_plugin.kernels.quantize.schedule import plan_of
 from sage_plugin.kernels.quantize.triton.key_mask import KeyMask
+from sage_plugin.kernels.quantize.triton.prepass_arguments import (
+    HeadStatistics,
+    KeyMaskStrides,
+    PrepassConfig,
+    PrepassOutputs,
+    PrepassStrides,
+    PrepassTensors,
+)
 from sage_plugin.kernels.quantize.triton.prepass_kernel import prepass_kernel
 from sage_plugin.kernels.quantize.triton.reduce_kernels import COUNTERS
 from sage_plugin.schema import LaunchConfig
@@ -139,28 +148,40 @@ def _launch(
     pv8 = recipe.pv == "fp8"
     amd = torch.version.hip is not None
     limited = not (amd or launch.hadamard or _is_wide(q, k, v))
+    outputs = PrepassOutputs(
+        ops.q8, ops.k8, ops.v8, ops.q_scale, ops.shift, ops.k_scale, ops.k_scale_finite,
+        ops.key_term,
+    )  # fmt: skip
+    statistics = HeadStatistics(
+        k_mean, ops.v_mean, ops.v_scale, ops.v_unit, ops.v_residual, ops.v_drifts, records, counters
+    )
+    ends = SequenceEnds(
+        packed.cu_seqlens_q if packed else None, packed.cu_seqlens_k if packed else None
+    )
+    strides = PrepassStrides(
+        Strides(*q.stride()), Strides(*k.stride()), Strides(*v.stride()),
+        KeyMaskStrides(*key_mask.strides),
+    )  # fmt: skip
+    tensors = PrepassTensors(q, k, v, outputs, statistics, key_mask.values, ends)
     for phase, programs, warps in plan.launches:
         threads = 32 * warps
         limit = {"maxnreg": LAST_REGISTERS if phase == 2 else REGISTERS} if limited else {}
-        launch_graph.launch(
-            prepass_kernel, programs,
-            q, k, v, ops.q8, ops.k8, ops.v8, ops.q_scale, ops.shift, ops.k_scale,
-            ops.k_scale_finite, ops.key_term, k_mean, ops.v_mean, ops.v_scale, ops.v_unit,
-            ops.v_residual, ops.v_drifts, records, counters, key_mask.values,
-            packed.cu_seqlens_q if packed else None, packed.cu_seqlens_k if packed else None,
-            *q.stride(), *k.stride(), *v.stride(), *key_mask.strides,
-            ops.heads_k, ratio, ops.seq_q, ops.seq_k, problem.left, ops.q8.shape[1],
-            ops.k8.shape[1], plan.parts, plan.groups, plan.group_parts, plan.part_keys,
-            plan.q_blocks, plan.k_blocks, plan.lead, plan.ahead, slots, problem.scale * LOG2E,
-            D=ops.head_dim, DP=width, BM=launch.block_m, BN=launch.block_n, Q_ROWS=plan.q_tile,
-            ROWS=PART_TILE * threads // width, DEPTH=LOADS_AT_ONCE,
-            CHUNK=max(1, FOLD_TILE * threads // width),
-            ARRIVALS=AMD_WAVE * warps if amd else 1,
+        config = PrepassConfig(
+            HEAD_DIM=ops.head_dim, BLOCK_D=width, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+            Q_ROWS=plan.q_tile, ROWS=PART_TILE * threads // width, DEPTH=LOADS_AT_ONCE,
+            CHUNK=max(1, FOLD_TILE * threads // width), ARRIVALS=AMD_WAVE * warps if amd else 1,
             QK8=recipe.qk == "int8", QMAX=recipe.qk_max, TINY=TINY, PV8=pv8,
             VMAX=recipe.fp8_max if pv8 else 65504.0, LIMIT=recipe.fp8_max if pv8 else FP16_HEADROOM,
             FLOOR=FP16_FLOOR, K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v,
             MASKED=key_mask.values is not None, LEFT=problem.left >= 0, TURNS=_turns(launch),
-            GRANULE=launch.q_granule, PACKED=packed is not None,
-            SHIFT=ops.shift is not None, PHASE=phase, num_warps=warps, enable_fp_fusion=False,
+            GRANULE=launch.q_granule, PACKED=packed is not None, SHIFT=ops.shift is not None,
+            PHASE=phase,
+        )  # fmt: skip
+        launch_graph.launch(
+            prepass_kernel, programs,
+            tensors, strides, ops.heads_k, ratio, ops.seq_q, ops.seq_k, problem.left,
+            ops.q8.shape[1], ops.k8.shape[1], plan.parts, plan.groups, plan.group_parts,
+            plan.part_keys, plan.q_blocks, plan.k_blocks, plan.lead, plan.ahead, slots,
+            problem.scale * LOG2E, CONFIG=config, num_warps=warps, enable_fp_fusion=False,
             **limit,
         )  # fmt: skip

@@ -22,67 +22,71 @@ from sage_plugin.kernels.quantize.triton.block_kernels import (
     store_whole_values,
     value_rows,
 )
+from sage_plugin.kernels.quantize.triton.prepass_arguments import (
+    HeadMeans,
+    KeyBlock,
+    PrepassParts,
+    PrepassSizes,
+)
 from sage_plugin.kernels.quantize.triton.reduce_kernels import COUNTERS, add_up, await_head, rows_of
 from sage_plugin.kernels.quantize.triton.statistics_kernels import first_seen_key, key_terms
 
 
 @triton.jit
-def _tile(x, n, stride_s, stride_d, D: tl.constexpr, DP: tl.constexpr):
+def _tile(x, n, strides, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of a sequence's head that are all there, as they are."""
-    d = tl.arange(0, DP)
-    at = x + n.to(tl.int64)[:, None] * stride_s + d.to(tl.int64)[None, :] * stride_d
-    if D < DP:
-        return tl.load(at, mask=(d < D)[None, :], other=0.0, eviction_policy=READ_ONCE)
+    d = tl.arange(0, BLOCK_D)
+    at = x + n.to(tl.int64)[:, None] * strides.row + d.to(tl.int64)[None, :] * strides.channel
+    if HEAD_DIM < BLOCK_D:
+        return tl.load(at, mask=(d < HEAD_DIM)[None, :], other=0.0, eviction_policy=READ_ONCE)
     return tl.load(at, eviction_policy=READ_ONCE)
 
 
 @triton.jit
 def _quantize_q(
-    q, q8, q_scale, shift, k_mean, counters, cu_seqlens, stride_qb, stride_qh, stride_qs,
-    stride_qd, head, member, heads, ratio, seq, q_rows, groups, block, multiplier,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, QK8: tl.constexpr,
-    QMAX: tl.constexpr, TINY: tl.constexpr, SHIFT: tl.constexpr, TURNS: tl.constexpr,
-    GRANULE: tl.constexpr, ARRIVALS: tl.constexpr, PACKED: tl.constexpr, WAITS: tl.constexpr,
+    q, outputs, statistics, cu_seqlens, strides, head, member, sizes, groups, block, multiplier,
+    CONFIG: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: scale folded in, a scale a granule of rows, and q . mean(K)."""
+    HEAD_DIM: tl.constexpr = CONFIG.HEAD_DIM
+    BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    ROWS: tl.constexpr = CONFIG.Q_ROWS
+    PACKED: tl.constexpr = CONFIG.PACKED
+    heads, ratio = sizes.heads, sizes.ratio
     b = (head // heads).to(tl.int64)
     h = (head % heads * ratio + member).to(tl.int64)
     head = head.to(tl.int64)
-    first, seq = sequence(cu_seqlens, b, seq, PACKED)
+    first, seq = sequence(cu_seqlens, b, sizes.seq_q, PACKED)
     start = block * ROWS
-    padded = tl.cdiv(seq, BM) * BM
+    padded = tl.cdiv(seq, BLOCK_M) * BLOCK_M
     if start < padded:
-        d = tl.arange(0, DP)
+        d = tl.arange(0, BLOCK_D)
         n = tl.arange(0, ROWS)
-        q = rows_of(q, first, b, h, stride_qb, stride_qh, stride_qs, PACKED)
-        q += start.to(tl.int64) * stride_qs
-        at = q + n.to(tl.int64)[:, None] * stride_qs + d.to(tl.int64)[None, :] * stride_qd
-        row = scratch_row(first, b, h, heads * ratio, q_rows, BM, PACKED) + start
-        to = q8 + row * DP + n[:, None] * DP + d[None, :]
-        live = (start + n < seq)[:, None] & (d < D)[None, :]
+        q = rows_of(q, strides, first, b, h, PACKED)
+        q += start.to(tl.int64) * strides.row
+        at = q + n.to(tl.int64)[:, None] * strides.row
+        at += d.to(tl.int64)[None, :] * strides.channel
+        row = scratch_row(first, b, h, heads * ratio, sizes.q_rows, BLOCK_M, PACKED) + start
+        to = outputs.q8 + row * BLOCK_D + n[:, None] * BLOCK_D + d[None, :]
+        live = (start + n < seq)[:, None] & (d < HEAD_DIM)[None, :]
         inside = start + n < padded
-        whole = (start + ROWS <= seq) & (D == DP)
+        whole = (start + ROWS <= seq) & (HEAD_DIM == BLOCK_D)
         if whole:
             x = tl.load(at, eviction_policy=READ_ONCE)
         else:
             x = tl.load(at, mask=live, other=0.0, eviction_policy=READ_ONCE)
-        if SHIFT:  # while the queries are on their way
+        if CONFIG.SHIFT:  # while the queries are on their way
             if WAITS:
-                await_head(counters + head * (COUNTERS + groups), ARRIVALS)
-            mean = tl.load(k_mean + head * DP + d)
+                await_head(statistics.counters + head * (COUNTERS + groups), CONFIG.ARRIVALS)
+            mean = tl.load(statistics.k_mean + head * BLOCK_D + d)
         x = x.to(tl.float32) * multiplier
         if whole:
-            quantize_queries(
-                x, to, q_scale + row + n, inside, ROWS, D, DP, QK8, QMAX, TINY, TURNS, GRANULE,
-                False,
-            )  # fmt: skip
+            quantize_queries(x, to, outputs.q_scale + row + n, inside, CONFIG, False)
         else:
-            quantize_queries(
-                x, to, q_scale + row + n, inside, ROWS, D, DP, QK8, QMAX, TINY, TURNS, GRANULE,
-                True,
-            )  # fmt: skip
-        if SHIFT:
-            tl.store(shift + row + n, tl.sum(x * mean[None, :], 1), mask=inside)
+            quantize_queries(x, to, outputs.q_scale + row + n, inside, CONFIG, True)
+        if CONFIG.SHIFT:
+            tl.store(outputs.shift + row + n, tl.sum(x * mean[None, :], 1), mask=inside)
 
 
 @triton.jit
@@ -95,92 +99,91 @@ def _all_finite(counters, ARRIVALS: tl.constexpr, WAITS: tl.constexpr):
 
 @triton.jit
 def _quantize_kv(
-    k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual, counters,
-    key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks, stride_kd, stride_vb,
-    stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk, head, index, heads, seq_q,
-    seq, left, k_rows, groups,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr,
-    TINY: tl.constexpr, PV8: tl.constexpr, VMAX: tl.constexpr, K_MEAN: tl.constexpr,
-    TURNS: tl.constexpr, ARRIVALS: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
-    PACKED: tl.constexpr, WAITS: tl.constexpr,
+    k, v, outputs, statistics, key_mask, cu_seqlens, strides, head, index, sizes, k_rows, groups,
+    CONFIG: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """A block of keys, or with an odd `index` of values; unseen or not finite ones are zero.
 
     Where a block is not whole, or its head not finite, the program of the keys does both.
     """
+    HEAD_DIM: tl.constexpr = CONFIG.HEAD_DIM
+    BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    ARRIVALS: tl.constexpr = CONFIG.ARRIVALS
+    MASKED: tl.constexpr = CONFIG.MASKED
+    PACKED: tl.constexpr = CONFIG.PACKED
+    PV8: tl.constexpr = CONFIG.PV8
+    heads = sizes.heads
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     head = head.to(tl.int64)
     block = index // 2
     of_values = index % 2 == 1
-    first, seq = sequence(cu_seqlens_k, b, seq, PACKED)
-    start = block * BN
+    first, seq = sequence(cu_seqlens.k, b, sizes.seq_k, PACKED)
+    start = block * BLOCK_N
     if start < seq:
-        n = tl.arange(0, BN)
-        row = scratch_row(first, b, h, heads, k_rows, BN, PACKED) + start
-        k8 += row * DP
-        key_term += row
-        k_scale += row // BN
-        k_scale_finite += row // BN
+        n = tl.arange(0, BLOCK_N)
+        row = scratch_row(first, b, h, heads, k_rows, BLOCK_N, PACKED) + start
+        # where this block goes
+        k8 = outputs.k8 + row * BLOCK_D
+        key_term = outputs.key_term + row
+        k_scale = outputs.k_scale + row // BLOCK_N
+        k_scale_finite = outputs.k_scale_finite + row // BLOCK_N
+        v8 = outputs.v8
         if not PV8:
-            v8 += row * DP
+            v8 += row * BLOCK_D
         elif PACKED:
-            v8 += h * DP * k_rows + (first // BN + b + block) * BN
+            v8 += h * BLOCK_D * k_rows + (first // BLOCK_N + b + block) * BLOCK_N
         else:
-            v8 += head * DP * k_rows + start
-        k = rows_of(k, first, b, h, stride_kb, stride_kh, stride_ks, PACKED)
-        v = rows_of(v, first, b, h, stride_vb, stride_vh, stride_vs, PACKED)
-        k += start.to(tl.int64) * stride_ks
-        v += start.to(tl.int64) * stride_vs
+            v8 += head * BLOCK_D * k_rows + start
+        k = rows_of(k, strides.k, first, b, h, PACKED)
+        v = rows_of(v, strides.v, first, b, h, PACKED)
+        k += start.to(tl.int64) * strides.k.row
+        v += start.to(tl.int64) * strides.v.row
         if MASKED:
-            key_mask += b * stride_mb + h * stride_mh
-        counters += head * (COUNTERS + groups)
-        k_mean += head * DP
-        v_mean += head * DP
-        v_scale += head * DP
-        v_residual += head * DP
-        first_seen = first_seen_key(cu_seqlens_q, b, seq_q, seq, left, LEFT, PACKED)
+            key_mask += b * strides.mask.batch + h * strides.mask.head
+        counters = statistics.counters + head * (COUNTERS + groups)
+        k_mean = statistics.k_mean + head * BLOCK_D
+        v_mean = statistics.v_mean + head * BLOCK_D
+        v_scale = statistics.v_scale + head * BLOCK_D
+        v_residual = statistics.v_residual + head * BLOCK_D
+        to = KeyBlock(k8, k_scale, k_scale_finite, key_term, v8, v_residual)
+        means = HeadMeans(k_mean, v_mean, v_scale)
+        # which of its keys are seen: (BLOCK_N)
+        first_seen = first_seen_key(
+            cu_seqlens.q, b, sizes.seq_q, seq, sizes.left, CONFIG.LEFT, PACKED
+        )
         inside = (start + n < seq) & (start + n >= first_seen)
-        term = key_terms(key_mask, (start + n).to(tl.int64), inside, stride_mk, MASKED)
-        whole = (start + BN <= seq) & (start >= first_seen)
+        term = key_terms(key_mask, (start + n).to(tl.int64), inside, strides.mask.key, MASKED)
+        whole = (start + BLOCK_N <= seq) & (start >= first_seen)
         if MASKED:
             whole = whole & (tl.max((term == float("-inf")).to(tl.int32), 0) == 0)
         done = 0
-        if K_MEAN:
+        if CONFIG.K_MEAN:
             if whole:
                 if of_values:
                     if PV8:
-                        w0 = _tile(v, value_rows(0, BN), stride_vs, stride_vd, D, DP)
-                        w1 = _tile(v, value_rows(1, BN), stride_vs, stride_vd, D, DP)
-                        w2 = _tile(v, value_rows(2, BN), stride_vs, stride_vd, D, DP)
-                        w3 = _tile(v, value_rows(3, BN), stride_vs, stride_vd, D, DP)
+                        w0 = _tile(v, value_rows(0, BLOCK_N), strides.v, HEAD_DIM, BLOCK_D)
+                        w1 = _tile(v, value_rows(1, BLOCK_N), strides.v, HEAD_DIM, BLOCK_D)
+                        w2 = _tile(v, value_rows(2, BLOCK_N), strides.v, HEAD_DIM, BLOCK_D)
+                        w3 = _tile(v, value_rows(3, BLOCK_N), strides.v, HEAD_DIM, BLOCK_D)
                     else:
-                        w0 = _tile(v, n, stride_vs, stride_vd, D, DP)
+                        w0 = _tile(v, n, strides.v, HEAD_DIM, BLOCK_D)
                         w1 = w0
                         w2 = w0
                         w3 = w0
                     done = _all_finite(counters, ARRIVALS, WAITS)
                     if done != 0:
-                        store_whole_values(
-                            v8, v_residual, w0, w1, w2, w3, v_mean, v_scale, k_rows, BN, DP, PV8,
-                            VMAX,
-                        )  # fmt: skip
+                        store_whole_values(to, w0, w1, w2, w3, means, k_rows, CONFIG)
                 else:
-                    x = _tile(k, n, stride_ks, stride_kd, D, DP)
+                    x = _tile(k, n, strides.k, HEAD_DIM, BLOCK_D)
                     done = _all_finite(counters, ARRIVALS, WAITS)
                     if done != 0:
                         tl.store(key_term + n, term)
-                        store_whole_keys(
-                            k8, k_scale, k_scale_finite, x, k_mean, D, BN, DP, QK8, QMAX, TINY,
-                            TURNS,
-                        )  # fmt: skip
+                        store_whole_keys(to, x, means, CONFIG)
         if (done == 0) & (not of_values):
             if WAITS:
                 await_head(counters, ARRIVALS)
-            store_block(
-                k8, k_scale, k_scale_finite, key_term, v8, v_residual, k, v, stride_ks, stride_kd,
-                stride_vs, stride_vd, term, k_mean, v_mean, v_scale, k_rows, D, BN, DP, QK8, QMAX,
-                TINY, PV8, VMAX, TURNS, K_MEAN,
-            )  # fmt: skip
+            store_block(to, k, v, strides, term, means, k_rows, CONFIG)
 
 
 @triton.jit(
@@ -190,19 +193,8 @@ def _quantize_kv(
     ]
 )  # fmt: skip
 def prepass_kernel(
-    q, k, v, q8, k8, v8, q_scale, shift, k_scale, k_scale_finite, key_term, k_mean, v_mean,
-    v_scale, v_unit, v_residual, v_drifts, records, counters, key_mask, cu_seqlens_q, cu_seqlens_k,
-    stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
-    heads, ratio, seq_q, seq_k, left, q_rows, k_rows, parts, groups, group_parts, part_keys,
-    q_blocks, k_blocks, lead, ahead, slots, multiplier,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, Q_ROWS: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
-    ARRIVALS: tl.constexpr, QK8: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr,
-    PV8: tl.constexpr, VMAX: tl.constexpr, LIMIT: tl.constexpr, FLOOR: tl.constexpr,
-    K_MEAN: tl.constexpr, V_MEAN: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
-    TURNS: tl.constexpr, GRANULE: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
-    PHASE: tl.constexpr,
+    tensors, strides, heads, ratio, seq_q, seq_k, left, q_rows, k_rows, parts, groups, group_parts,
+    part_keys, q_blocks, k_blocks, lead, ahead, slots, multiplier, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Quantise Q, K and V; `slots` heads of keys, each with its queries.
 
@@ -214,6 +206,13 @@ def prepass_kernel(
     `lead` further on, `ahead` blocks of queries, its blocks of keys and values, and the rest of the
     queries.
     """
+    PHASE: tl.constexpr = CONFIG.PHASE
+    sizes = PrepassSizes(heads, ratio, seq_q, seq_k, left, q_rows)
+    cut = PrepassParts(parts, groups, group_parts, part_keys)
+    outputs = tensors.outputs
+    statistics = tensors.statistics
+    key_mask = tensors.key_mask
+    cu_seqlens = tensors.cu_seqlens
     pid = tl.program_id(0)
     if PHASE == 0:
         per_slot = parts + ratio * q_blocks + 2 * k_blocks
@@ -242,35 +241,23 @@ def prepass_kernel(
     if adds_up:
         if slot < slots:
             add_up(
-                k, v, key_mask, cu_seqlens_q, cu_seqlens_k, records, counters, k_mean, v_mean,
-                v_scale, v_unit, v_residual, v_drifts, stride_kb, stride_kh, stride_ks, stride_kd,
-                stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
-                slot, index, heads, seq_q, seq_k, left, parts, groups, group_parts, part_keys,
-                D, DP, ROWS, DEPTH, CHUNK, ARRIVALS, K_MEAN, V_MEAN, PV8, LIMIT, FLOOR, TINY,
-                MASKED, LEFT, PACKED,
+                tensors.k, tensors.v, key_mask, cu_seqlens, statistics, strides, slot, index, sizes,
+                cut, CONFIG,
             )  # fmt: skip
     elif PHASE == 2:
         _quantize_kv(
-            k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
-            counters, key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks,
-            stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
-            slot, index, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
-            QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, False,
+            tensors.k, tensors.v, outputs, statistics, key_mask, cu_seqlens, strides, slot, index,
+            sizes, k_rows, groups, CONFIG, False,
         )  # fmt: skip
     elif (PHASE == 0) & (index >= ahead) & (index < ahead + 2 * k_blocks):
         _quantize_kv(
-            k, v, k8, v8, k_scale, k_scale_finite, key_term, k_mean, v_mean, v_scale, v_residual,
-            counters, key_mask, cu_seqlens_q, cu_seqlens_k, stride_kb, stride_kh, stride_ks,
-            stride_kd, stride_vb, stride_vh, stride_vs, stride_vd, stride_mb, stride_mh, stride_mk,
-            slot, index - ahead, heads, seq_q, seq_k, left, k_rows, groups, D, DP, BN, QK8,
-            QMAX, TINY, PV8, VMAX, K_MEAN, TURNS, ARRIVALS, MASKED, LEFT, PACKED, True,
+            tensors.k, tensors.v, outputs, statistics, key_mask, cu_seqlens, strides, slot,
+            index - ahead, sizes, k_rows, groups, CONFIG, True,
         )  # fmt: skip
     else:
         if (PHASE == 0) & (index >= ahead):
             index -= 2 * k_blocks
         _quantize_q(
-            q, q8, q_scale, shift, k_mean, counters, cu_seqlens_q, stride_qb, stride_qh, stride_qs,
-            stride_qd, slot, index // q_blocks, heads, ratio, seq_q, q_rows, groups,
-            index % q_blocks, multiplier, D, DP, Q_ROWS, BM, QK8, QMAX, TINY, SHIFT, TURNS,
-            GRANULE, ARRIVALS, PACKED, PHASE != 2,
+            tensors.q, outputs, statistics, cu_seqlens.q, strides.q, slot, index // q_blocks, sizes,
+            groups, index % q_blocks, multiplier, CONFIG, PHASE != 2,
         )  # fmt: skip

@@ -8,9 +8,18 @@ import torch
 import triton.language as tl
 
 from sage_plugin.kernels import launch_graph
-from sage_plugin.kernels.attention.backends.triton.flash_kernel import plain_attention_kernel
+from sage_plugin.kernels.attention.backends.triton.flash_kernel import (
+    PlainStrides,
+    PlainTensors,
+    plain_attention_kernel,
+)
+from sage_plugin.kernels.attention.backends.triton.loop_kernels import LoopConfig
 from sage_plugin.kernels.attention.backends.triton.mask_blocks import MaskArguments
 from sage_plugin.kernels.attention.backends.triton.quantized_kernel import (
+    OperandScales,
+    QuantizedConfig,
+    QuantizedStrides,
+    QuantizedTensors,
     quantized_attention_kernel,
 )
 from sage_plugin.kernels.contract import (
@@ -19,6 +28,10 @@ from sage_plugin.kernels.contract import (
     PlainOperands,
     ReadsInPlace,
     bhsd,
+)
+from sage_plugin.kernels.primitives import (
+    SequenceEnds,
+    Strides,
 )
 from sage_plugin.kernels.quantize.operands import QuantizedOperands, Sizes
 from sage_plugin.kernels.quantize.recipe import LOG2E, Recipe
@@ -71,21 +84,25 @@ class QuantizedPortable:
         tma = config.loads == "descriptor"
         q8, k8, v8 = _descriptors(ops) if tma else (ops.q8, ops.k8, ops.v8)
         mask = MaskArguments.of(problem, seq_q=ops.seq_q, launch=config, terms_by_key=True)
-        cu_q, cu_k = _cu_seqlens(problem)
+        scales = OperandScales(
+            ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term, ops.v_scale, ops.v_mean,
+            ops.v_residual, ops.v_unit, ops.shift,
+        )  # fmt: skip
+        kernel_config = QuantizedConfig(
+            HEAD_DIM=ops.head_dim, BLOCK_D=ops.k8.shape[-1], QK8=recipe.qk == "int8",
+            PV8=recipe.pv == "fp8", P_TYPE=P_TYPES[recipe.pv_dtype], OFFSET=recipe.p_offset,
+            TMA=tma, SHIFT=config.smooth_k, LSE=return_lse, **_constants(problem, config, mask),
+        )  # fmt: skip
+        tensors = QuantizedTensors(
+            view, lse, scales, mask.tensors(), problem.sinks, _sequence_ends(problem)
+        )
         launch_graph.launch(
             quantized_attention_kernel, row_blocks * ops.sequences * ops.heads_q,
-            q8, k8, v8, view, lse, ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term,
-            ops.v_scale, ops.v_mean, ops.v_residual, ops.v_unit, ops.shift,
-            mask.values, mask.bits, mask.lists, problem.sinks, cu_q, cu_k,
-            *view.stride(), *mask.strides, *mask.planes, ops.heads_q, ops.heads_q // ops.heads_k,
-            ops.seq_q, ops.seq_k, ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2],
-            problem.left, problem.right, problem.softcap * LOG2E,
-            D=ops.head_dim, DP=ops.k8.shape[-1], BM=config.block_m, BN=config.block_n,
-            QK8=recipe.qk == "int8", PV8=recipe.pv == "fp8", P_TYPE=P_TYPES[recipe.pv_dtype],
-            OFFSET=recipe.p_offset, FLUSH=config.pv_flush, TMA=tma, MASK=mask.mode,
-            UNIT=mask.unit, GROUP=mask.group, LSE=return_lse, SHIFT=config.smooth_k,
-            STAGES=config.num_stages,
-            **_switches(problem), **compiler_options(config),
+            q8, k8, v8, tensors, QuantizedStrides(_strides(view), Strides(*mask.strides)),
+            mask.planes, ops.heads_q, ops.heads_q // ops.heads_k, ops.seq_q, ops.seq_k,
+            ops.q8.shape[1], ops.k8.shape[1], row_blocks, view.shape[2], problem.left,
+            problem.right, problem.softcap * LOG2E, CONFIG=kernel_config,
+            **compiler_options(config),
         )  # fmt: skip
         return out, lse
 
@@ -110,24 +127,38 @@ class PlainPortable(ReadsInPlace):
         heads_q, head_dim = q.shape[1], q.shape[3]
         row_blocks = -(-sizes.seq_q // config.block_m)
         mask = MaskArguments.of(problem, seq_q=sizes.seq_q, launch=config, terms_by_key=False)
-        cu_q, cu_k = _cu_seqlens(problem)
+        tensors = PlainTensors(
+            q, k, v, o, lse, mask.tensors(), problem.sinks, _sequence_ends(problem)
+        )
+        strides = PlainStrides(
+            _strides(q), _strides(k), _strides(v), _strides(o), Strides(*mask.strides)
+        )
+        kernel_config = LoopConfig(
+            HEAD_DIM=head_dim, BLOCK_D=max(16, 1 << (head_dim - 1).bit_length()), LSE=return_lse,
+            **_constants(problem, config, mask),
+        )  # fmt: skip
         launch_graph.launch(
             plain_attention_kernel, row_blocks * sizes.sequences * heads_q,
-            q, k, v, o, lse, mask.values, mask.bits, mask.lists, problem.sinks, cu_q, cu_k,
-            *q.stride(), *k.stride(), *v.stride(), *o.stride(), *mask.strides, *mask.planes,
-            heads_q, heads_q // k.shape[1], sizes.seq_q, sizes.seq_k, row_blocks, q.shape[2],
-            problem.left, problem.right, problem.scale * LOG2E, problem.softcap * LOG2E,
-            D=head_dim, DP=max(16, 1 << (head_dim - 1).bit_length()),
-            BM=config.block_m, BN=config.block_n, FLUSH=config.pv_flush, MASK=mask.mode,
-            UNIT=mask.unit, GROUP=mask.group, LSE=return_lse, STAGES=config.num_stages,
-            **_switches(problem), **compiler_options(config),
+            tensors, strides, mask.planes, heads_q, heads_q // k.shape[1], sizes.seq_q,
+            sizes.seq_k, row_blocks, q.shape[2], problem.left, problem.right,
+            problem.scale * LOG2E, problem.softcap * LOG2E, CONFIG=kernel_config,
+            **compiler_options(config),
         )  # fmt: skip
         return out, lse
 
 
-def _switches(problem: AttentionParams) -> dict[str, bool]:
-    """What a kernel is compiled for besides its mask."""
+def _constants(
+    problem: AttentionParams, config: LaunchConfig, mask: MaskArguments
+) -> dict[str, Any]:
+    """What both kernels are compiled for."""
     return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+        "FLUSH": config.pv_flush,
+        "MASK": mask.mode,
+        "UNIT": mask.unit,
+        "GROUP": mask.group,
         "LEFT": problem.left >= 0,
         "RIGHT": problem.right >= 0,
         "SOFTCAP": problem.softcap > 0.0,
@@ -136,9 +167,15 @@ def _switches(problem: AttentionParams) -> dict[str, bool]:
     }
 
 
-def _cu_seqlens(problem: AttentionParams) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _strides(tensor: torch.Tensor) -> Strides:
+    return Strides(*tensor.stride())
+
+
+def _sequence_ends(problem: AttentionParams) -> SequenceEnds:
     packed = problem.packed
-    return (packed.cu_seqlens_q, packed.cu_seqlens_k) if packed else (None, None)
+    if packed is None:
+        return SequenceEnds(None, None)
+    return SequenceEnds(packed.cu_seqlens_q, packed.cu_seqlens_k)
 
 
 def _descriptors(ops: QuantizedOperands) -> tuple[Any, Any, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.attention.backends.triton.loop_kernels import MaskTensors
 from sage_plugin.kernels.attention.backends.triton.mask_kernel import classify_mask_kernel
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.contract import AttentionParams
@@ -95,6 +96,10 @@ class MaskArguments:
             group=1 if heads > 1 else SHARING,
         )
 
+    def tensors(self) -> MaskTensors:
+        """What a kernel gets."""
+        return MaskTensors(self.values, self.bits, self.lists)
+
 
 def _unit(mask: torch.Tensor, strides: tuple[int, ...]) -> int:
     """A power of two that divides the keys and the strides of a mask with keys side by side."""
@@ -123,7 +128,7 @@ def _classified(
     launch_graph.launch(
         classify_mask_kernel, rows, as_readable(mask), bits, lists, *strides, heads, seq_q, seq_k,
         row_blocks, problem.left, problem.right,
-        BM=block_m, BN=block_n, UNIT=unit, BOOL=mask.dtype == torch.bool, LEFT=problem.left >= 0,
-        RIGHT=problem.right >= 0, STAGES=STAGES, num_warps=warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, UNIT=unit, BOOL=mask.dtype == torch.bool,
+        LEFT=problem.left >= 0, RIGHT=problem.right >= 0, STAGES=STAGES, num_warps=warps,
     )  # fmt: skip
     return bits, lists
