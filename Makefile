@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu test-real compile-matrix lint format wheel clean FORCE
+.PHONY: help demo test test-fast test-gpu test-real mutants compile-matrix lint format wheel clean FORCE
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -46,7 +46,13 @@ demo: $(STAMPS)/demo  ## capture, tune, measure and generate with the embedded v
 	$(BIN)/python -m sage_plugin demo $(DEMO_ARGS)
 
 test: $(STAMPS)/test  ## run the CPU test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu' --durations=25 $(PYTEST_ARGS)
+
+test-fast: $(STAMPS)/test  ## run what takes no more than 90 s of it, between edits
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not slow' $(PYTEST_ARGS)
+
+mutants: $(STAMPS)/test  ## break the package in thirty places; the tests must notice
+	$(BIN)/python scripts/mutants.py
 
 test-gpu: $(STAMPS)/test  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -174,7 +174,6 @@ def test_report_109_rdna_multiplies_on_its_matrix_units_and_spills_nothing():
         assert one["spill_bytes"] == 0, one
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", OTHERS)
 def test_the_defaults_compile_for_every_other_architecture(arch):
     """AMD's FP8 type is its own on gfx942 (report 111); fp32 precision names differ on it too."""
@@ -183,7 +182,6 @@ def test_the_defaults_compile_for_every_other_architecture(arch):
     assert found == OTHERS[arch]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_every_form_of_a_call_compiles(arch):
     widest = "sage" if arch == "sm_80" else "fav3_sage"
@@ -202,7 +200,6 @@ def test_every_form_of_a_call_compiles(arch):
             assert one["products"] == kinds, one
 
 
-@pytest.mark.slow
 def test_fp32_inputs_are_multiplied_without_tf32():
     for one in compiled(
         of("fav2", "sm_90", 64, dtype="float32"), of("fav2", "sm_80", 64, dtype="float32")

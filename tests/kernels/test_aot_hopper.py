@@ -98,14 +98,12 @@ def test_a_default_builds_fits_and_spills_nothing_in_its_main_loop(dim):
         check(case, made)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_other_defaults_do_so_too(dim):
     for case, made in built(*(case for case in CASES if case[1] == dim and case not in FEW)):
         check(case, made)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -127,7 +125,6 @@ def test_every_field_of_a_config_builds(kernel, fields):
     check(case, made)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_block_that_overlaps_the_next_builds(overlap, dim):
@@ -137,7 +134,6 @@ def test_a_block_that_overlaps_the_next_builds(overlap, dim):
         check(case, made)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 def test_programs_that_share_their_last_tiles_build(dim):
     """2,048 keys are enough for shares; the launch that joins them is the call's last."""
@@ -149,7 +145,6 @@ def test_programs_that_share_their_last_tiles_build(dim):
         assert merge["spill_bytes"] == 0, merge
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_every_form_of_a_call_builds(kernel):
     forms = (

@@ -282,7 +282,6 @@ def test_explain_tells_absent_damaged_and_foreign_places(put, tmp_path):
     assert first().endswith("no such file")
 
 
-@pytest.mark.slow
 def test_A8_the_key_is_the_same_in_every_interpreter():
     script = (
         "from tests.registry import samples; import hashlib;"

@@ -1,0 +1,33 @@
+"""What the fast run leaves out is there to be left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.slow import SLOW
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("beginning", SLOW)
+def test_each_beginning_is_that_of_a_test(beginning: str) -> None:
+    place, _, name = beginning.partition("::")
+    files = [path for path in ROOT.glob("tests/**/test_*.py") if _id(path).startswith(place)]
+    assert files
+    assert any(f"\ndef {name or 'test_'}" in path.read_text(encoding="utf-8") for path in files)
+
+
+def test_they_are_in_no_part_of_one_another() -> None:
+    assert [a for a in SLOW for b in SLOW if a != b and a.startswith(b)] == []
+
+
+def test_marked_are_they_alone(request: pytest.FixtureRequest) -> None:
+    for item in request.session.items:
+        marked = item.get_closest_marker("slow") is not None
+        assert marked == item.nodeid.startswith(SLOW), item.nodeid
+
+
+def _id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()

@@ -1,0 +1,52 @@
+"""What `make test-fast` leaves out, by the beginning of its node id: measured, CPU seconds each.
+
+A folder, a file or a test is here where it takes more than about three seconds on one core, or
+where its many cases together take more than ten. `make test` prints the slowest tests of a run.
+"""
+
+from __future__ import annotations
+
+SLOW = (
+    # Pages, demo, examples and benchmarks: whole runs of a small model, 20 s a page at most.
+    "tests/benchmarks/test_step_times.py",
+    "tests/cli/test_demo.py",
+    "tests/demo/test_pipeline.py",
+    "tests/docs/test_families.py",
+    "tests/docs/test_snippets.py",
+    "tests/examples/",
+    # Ahead-of-time compilers: 10 to 60 s a process.
+    "tests/kernels/test_aot",
+    # Triton's interpreter: 280, 110, 72, 40 and 20 s; tests/kernels/test_portable.py stays.
+    "tests/kernels/test_fallback.py",
+    "tests/kernels/test_mask_blocks.py",
+    "tests/kernels/test_portable.py::test_report_22_every_tail_is_masked",
+    "tests/kernels/test_portable.py::test_what_is_not_finite_is_seen",
+    "tests/kernels/test_portable_semantics.py",
+    "tests/kernels/test_prepass.py",
+    "tests/kernels/test_tape.py",
+    "tests/reports/",
+    # The compiler of torch, and opcheck: 2 to 8 s a graph.
+    "tests/kernels/test_ops.py::test_report_73",
+    "tests/kernels/test_ops.py::test_report_74_opcheck",
+    "tests/kernels/test_ops.py::test_report_75",
+    "tests/kernels/test_ops.py::test_the_default_compiler_agrees_with_eager",
+    "tests/plugin/test_compile.py",
+    "tests/plugin/test_names.py",
+    "tests/plugin/test_policy.py::test_a_graph",
+    "tests/plugin/test_policy.py::test_twelve_blocks",
+    "tests/plugin/test_transformers.py::test_report_79",
+    # Many models, processes or drawn runs: 3 to 15 s each.
+    "tests/cli/test_tune.py",
+    "tests/packaging/test_archives.py",
+    "tests/packaging/test_mutants.py::test_what_becomes_of_a_mutant",
+    "tests/plugin/test_families.py",
+    "tests/plugin/test_parallel.py",
+    "tests/plugin/test_retarget.py::test_every_processor_of_diffusers_can_be_redirected",
+    "tests/plugin/test_upstream.py",
+    "tests/registry/test_lookup.py::test_A8_the_key_is_the_same_in_every_interpreter",
+    "tests/tune/policy/test_search.py",
+    "tests/tune/test_child_runner.py",
+    "tests/tune/test_session.py",
+    "tests/tune/test_trial.py",
+    "tests/tune/test_worker.py",
+)
