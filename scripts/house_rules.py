@@ -29,10 +29,6 @@ TUNED = {
 UNTUNED_MARK = "# not tuned:"
 FOLDER_LIMIT = 15
 JIT_PARAMETER_LIMIT = 20
-LONG_SIGNATURES = {
-}
-"""Jit functions of more parameters than `JIT_PARAMETER_LIMIT`, with their number, which may only
-fall; with the file's stem in front where a name is used twice."""
 
 
 def breaches(root: Path = ROOT) -> list[str]:
@@ -98,7 +94,7 @@ def _file_breaches(name: str, text: str, tree: ast.Module) -> Iterator[tuple[int
         if _swallows(node):
             yield node.lineno, "an exception is swallowed: name it, or say what was done about it"
         if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list)):
-            yield from _signature_breaches(path.stem, node)
+            yield from _signature_breaches(node)
         if "search_space" not in (path.stem, path.parent.name) and "/kernels/" in name:
             for line, knob in _tuning_numbers(node):
                 if UNTUNED_MARK not in lines[line - 1]:
@@ -155,17 +151,13 @@ def _is_jit(decorator: ast.expr) -> bool:
     return ast.unparse(function).endswith("jit")
 
 
-def _signature_breaches(stem: str, node: ast.FunctionDef) -> Iterator[tuple[int, str]]:
-    """A jit function that takes too much, and a listed one that no longer does."""
-    key = f"{stem}.{node.name}" if f"{stem}.{node.name}" in LONG_SIGNATURES else node.name
-    limit = LONG_SIGNATURES.get(key, JIT_PARAMETER_LIMIT)
+def _signature_breaches(node: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+    """Name a jit function that takes too much."""
     count = sum(isinstance(one, ast.arg) for one in ast.walk(node.args))
-    if count > limit:
-        yield node.lineno, f"{node.name} takes {count} parameters, at most {limit}: pass a tuple"
-    elif key in LONG_SIGNATURES and count <= JIT_PARAMETER_LIMIT:
+    if count > JIT_PARAMETER_LIMIT:
         yield (
             node.lineno,
-            f"{node.name} takes {count} parameters: take it out of LONG_SIGNATURES",
+            f"{node.name} takes {count} parameters, at most {JIT_PARAMETER_LIMIT}: pass a tuple",
         )
 
 

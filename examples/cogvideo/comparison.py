@@ -17,8 +17,8 @@ from sage_plugin.bench.clips import plot, report, summary
 from sage_plugin.bench.clips.draw import Frames
 from sage_plugin.bench.clips.record import ClipRow, Proof
 from sage_plugin.bench.clips.run_config import POLICY
-from sage_plugin.bench.report import write
 from sage_plugin.errors import OutputError
+from sage_plugin.files import write_atomically
 
 REFERENCE = "unpatched"
 
@@ -120,7 +120,7 @@ class Comparison:
             raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error
         if self.proof.of(POLICY) is None:
             return ""
-        write(folder / "result.json", report.json_text(self.proof, facts))
+        write_atomically(folder / "result.json", report.json_text(self.proof, facts))
         return plot.save(self.proof, folder / "plane.png")
 
     def _write_frames(self, path: Path) -> None:

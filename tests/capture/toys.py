@@ -114,7 +114,8 @@ def line(**changes: Any) -> CaptureRecord:
     """A manifest line that fits `tensors()`."""
     base = CaptureRecord(
         schema_version=SCHEMA_VERSION, family=ATTENTION, file="",
-        layer="transformer.blocks.0.attn1", step=0, timestep=1.0, call_index=0, shape=shape(), batch_indices=(0,), head_indices=(0, 1),
+        layer="transformer.blocks.0.attn1", step=0, timestep=1.0, call_index=0, shape=shape(),
+        batch_indices=(0,), head_indices=(0, 1),
         strides_q=(64, 32, 8, 1), strides_k=(64, 32, 8, 1), strides_v=(64, 32, 8, 1),
         text_length=None, model_class="Toy", config_hash="", versions={"torch": "0"}, sha256="",
     )  # fmt: skip

@@ -17,17 +17,10 @@ def rules() -> ModuleType:
     return loaded("house_rules")
 
 
-@pytest.fixture
-def nothing_listed(rules: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No known exceptions, which a package of one file would no longer need."""
-    monkeypatch.setattr(rules, "LONG_SIGNATURES", {})
-
-
 def test_the_package_keeps_them(rules: ModuleType) -> None:
     assert rules.breaches() == []
 
 
-@pytest.mark.usefixtures("nothing_listed")
 @pytest.mark.parametrize(
     ("name", "text", "word"),
     [
@@ -56,7 +49,6 @@ def test_a_breach_is_named(
     assert word in breach
 
 
-@pytest.mark.usefixtures("nothing_listed")
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -119,29 +111,13 @@ def test_files_of_a_folder(
 
 @pytest.mark.parametrize("decorator", ["triton.jit", "gluon.jit", "jit", "tl.jit(noinline=True)"])
 @pytest.mark.parametrize(
-    ("name", "count", "words"),
-    [
-        ("f", 20, None),
-        ("f", 21, "f takes 21 parameters, at most 20"),
-        ("g", 30, None),
-        ("g", 25, None),
-        ("g", 31, "g takes 31 parameters, at most 30"),
-        ("g", 20, "g takes 20 parameters: take it out of LONG_SIGNATURES"),
-        ("h", 25, "h takes 25 parameters, at most 22"),
-    ],
+    ("count", "words"), [(20, None), (21, "f takes 21 parameters, at most 20")]
 )
 def test_parameters_of_a_jit_function(
-    rules: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    decorator: str,
-    name: str,
-    count: int,
-    words: str | None,
+    rules: ModuleType, tmp_path: Path, decorator: str, count: int, words: str | None
 ) -> None:
-    monkeypatch.setattr(rules, "LONG_SIGNATURES", {"g": 30, "h": 30, "row_kernel.h": 22})
     names = ", ".join(["a", *(f"B{i}: tl.constexpr" for i in range(count - 2)), "*rest"])
-    write(tmp_path, kernels__row_kernel=f"@{decorator}\ndef {name}({names}): ...\n")
+    write(tmp_path, kernels__row_kernel=f"@{decorator}\ndef f({names}): ...\n")
     found = rules.breaches(tmp_path)
     assert len(found) == (words is not None)
     assert all(words and words in one for one in found)
