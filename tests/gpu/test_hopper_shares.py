@@ -9,7 +9,7 @@ import torch
 
 import sage_plugin
 from sage_plugin import device
-from sage_plugin.kernels.attention.backends.hopper import scheduler as shares
+from sage_plugin.kernels.attention.backends.hopper import scheduler
 from sage_plugin.kernels.attention.oracle import oracle
 from tests.gpu.test_hopper import both, check, inputs, pytestmark  # noqa: F401
 from tests.gpu.variants import config_of, relative
@@ -40,7 +40,7 @@ def test_programs_share_the_last_tiles_by_keys(kernel, shape, mask, dim):
     config = config_of(kernel, "hopper", q, k, v, mask=given, persistent=True)
     rows = -(-shape[3] // config.block_m) * shape[0] * shape[1]
     processors = device.facts("cuda").sm_count
-    assert shares.shared(rows, -(-seq_k // config.block_n), processors).cut > 0
+    assert scheduler.stream_k(rows, -(-seq_k // config.block_n), processors).cut > 0
     made, twin = both(kernel, q, k, v, mask=given, fields={"persistent": True})
     check(made, twin, oracle(q, k, v, mask=given), small=1e-3, small_lse=6e-3)
     again = both(kernel, q, k, v, mask=given, fields={"persistent": True})[0]

@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from sage_plugin.kernels.attention.backends.hopper import scheduler, tiles
+from sage_plugin.kernels.attention.backends.hopper import tiles
 from sage_plugin.kernels.attention.backends.hopper.combine_kernel import combine_kernel, pieces_of
 from sage_plugin.kernels.attention.backends.hopper.config import CombineConfig
-from sage_plugin.kernels.attention.backends.hopper.scheduler import shared, single
+from sage_plugin.kernels.attention.backends.hopper.scheduler import (
+    StreamKSplit,
+    stream_k,
+    tile_each,
+)
 
 NUMBERS = SimpleNamespace(
     minimum=min, maximum=max, where=lambda condition, yes, no: yes if condition else no
@@ -44,7 +48,7 @@ def walked(shares):
 
 
 SHARES = st.builds(
-    shared,
+    stream_k,
     tiles=st.integers(1, 700),
     blocks=st.integers(0, 300),
     processors=st.integers(1, 150),
@@ -98,14 +102,14 @@ def test_no_program_walks_more_than_the_whole_rounds_and_a_share(shares):
     ],
 )
 def test_a_round_is_cut_where_that_shortens_it(tiles, blocks, whole, share):
-    made = shared(tiles, blocks, 132)
+    made = stream_k(tiles, blocks, 132)
     assert (made.whole, made.share) == (whole, share)
     assert made.programs == (132 if share else min(tiles, 132))
 
 
 def test_a_program_a_tile():
-    assert single(500, 7) == (500, 500, 500, 7, 0)
-    assert [found for _, found in walked(single(3, 7))] == [
+    assert tile_each(500, 7) == (500, 500, 500, 7, 0)
+    assert [found for _, found in walked(tile_each(3, 7))] == [
         (tile, 0, 7, -1) for tile in range(3)
     ]  # fmt: skip
 
@@ -128,7 +132,7 @@ def merged(shares, outs, sums, *, heads, seq, dim, shift=None, dtype=torch.float
 @pytest.fixture
 def pieces():
     """Three heads of two tiles of 64 rows; programs share the last two tiles in pieces."""
-    shares = scheduler.Shares(4, 6, 4, 10, 5)
+    shares = StreamKSplit(4, 6, 4, 10, 5)
     generator = torch.Generator().manual_seed(0)
     outs = torch.randn(shares.pieces, 64, 32, generator=generator)
     sums = 4 * torch.randn(shares.pieces, 64, generator=generator)

@@ -13,7 +13,11 @@ from sage_plugin.kernels.attention.backends.hopper.attention_kernel import hoppe
 from sage_plugin.kernels.attention.backends.hopper.combine_kernel import combine_kernel
 from sage_plugin.kernels.attention.backends.hopper.config import AttentionConfig, CombineConfig
 from sage_plugin.kernels.attention.backends.hopper.gluon_compat import TensorDescriptor, gl
-from sage_plugin.kernels.attention.backends.hopper.scheduler import Shares, shared, single
+from sage_plugin.kernels.attention.backends.hopper.scheduler import (
+    StreamKSplit,
+    stream_k,
+    tile_each,
+)
 from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
 from sage_plugin.kernels.contract import bhsd
 from sage_plugin.kernels.quantize.operands import QuantizedOperands
@@ -61,33 +65,33 @@ class QuantizedHopper(QuantizedPortable):
         row_blocks = -(-ops.seq_q // config.block_m)
         groups, pv8 = config.block_m // GROUP_ROWS, self.recipe.pv == "fp8"
         delayed = config.overlap and not pv8 and ops.k8.shape[-1] > DELAYED_ABOVE
-        shares = _shares(ops, out.device)
-        outs, sums = _pieces(shares, config.block_m, ops)
+        split = _split_of(ops, out.device)
+        outs, sums = _pieces(split, config.block_m, ops)
         constants = AttentionConfig(
             HEAD_DIM=ops.head_dim, PADDED_DIM=ops.k8.shape[-1], BLOCK_N=config.block_n,
             GROUPS=groups, STAGES=config.num_stages, QK8=self.recipe.qk == "int8", PV8=pv8,
             LINEAR=config.exp_linear * config.block_n // 128, FLUSH=config.pv_flush,
             EARLY=int(config.overlap and not delayed), DELAYED=int(delayed),
             TERM=problem.mask is not None, CAUSAL=problem.right >= 0, LSE=return_lse,
-            SHIFT=config.smooth_k, SPLIT=shares.cut > 0,
+            SHIFT=config.smooth_k, SPLIT=split.cut > 0,
             REGISTERS=config.maxnreg or REGISTERS[groups],
         )  # fmt: skip
         launch_graph.launch(
-            hopper_attention_kernel, shares.programs,
+            hopper_attention_kernel, split.programs,
             *_descriptors(ops), (view, lse),
             (ops.q_scale, ops.k_scale, ops.k_scale_finite, ops.key_term, ops.v_scale, ops.v_mean,
              ops.v_residual, ops.v_unit, ops.v_drifts, ops.shift),
             (outs, sums), view.stride(), ops.heads_q, ops.heads_q // ops.heads_k, ops.seq_q,
             ops.seq_k, ops.q8.shape[1], ops.k8.shape[1], row_blocks,
-            *shares[1:], view.shape[2], CONFIG=constants, num_warps=GROUP_WARPS,
+            *split[1:], view.shape[2], CONFIG=constants, num_warps=GROUP_WARPS,
             enable_fp_fusion=True,
         )  # fmt: skip
         if outs is not None:
             rows = COMBINED_VALUES // outs.shape[-1]
             launch_graph.launch(
-                combine_kernel, shares.cut * config.block_m // rows,
+                combine_kernel, split.cut * config.block_m // rows,
                 view, lse, ops.shift, outs, sums, view.stride(), ops.heads_q, ops.seq_q,
-                ops.q8.shape[1], row_blocks, shares.whole, shares.blocks, shares.share,
+                ops.q8.shape[1], row_blocks, split.whole, split.blocks, split.share,
                 view.shape[2],
                 CONFIG=CombineConfig(
                     HEAD_DIM=ops.head_dim, PADDED_DIM=outs.shape[-1], BLOCK_M=config.block_m,
@@ -98,26 +102,26 @@ class QuantizedHopper(QuantizedPortable):
         return out, lse
 
 
-def _shares(ops: QuantizedOperands, device: torch.device) -> Shares:
+def _split_of(ops: QuantizedOperands, device: torch.device) -> StreamKSplit:
     """Who walks what; causal tiles, which differ in length, have a program each."""
     config = ops.launch_config
     tiles = -(-ops.seq_q // config.block_m) * ops.sequences * ops.heads_q
     blocks = -(-ops.seq_k // config.block_n)
     if config.persistent and ops.problem.right < 0:
-        return shared(tiles, blocks, devices.facts(device).sm_count)
-    return single(tiles, blocks)
+        return stream_k(tiles, blocks, devices.facts(device).sm_count)
+    return tile_each(tiles, blocks)
 
 
 def _pieces(
-    shares: Shares, block_m: int, ops: QuantizedOperands
+    split: StreamKSplit, block_m: int, ops: QuantizedOperands
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Scratch for what pieces of tiles leave: fp32 outputs, and log2 of their rows' sums."""
-    if not shares.cut:
+    if not split.cut:
         return None, None
     new = functools.partial(launch_graph.empty, ops.q8.device, torch.float32)
     return (
-        new(shares.pieces, block_m, ops.k8.shape[-1]),
-        new(shares.pieces, block_m),
+        new(split.pieces, block_m, ops.k8.shape[-1]),
+        new(split.pieces, block_m),
     )
 
 

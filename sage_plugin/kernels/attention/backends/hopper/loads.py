@@ -13,7 +13,7 @@ from sage_plugin.kernels.attention.backends.hopper.tiles import (
 
 
 @gluon.jit
-def load_queries(q_desc, memory, of_tiles, shares, q_rows, CONFIG: gl.constexpr):
+def load_queries(q_desc, memory, of_tiles, split, q_rows, CONFIG: gl.constexpr):
     """The warp that loads Q: each warpgroup's rows as soon as it is through with those before."""
     GROUPS: gl.constexpr = CONFIG.GROUPS
     CAUSAL: gl.constexpr = CONFIG.CAUSAL
@@ -21,9 +21,9 @@ def load_queries(q_desc, memory, of_tiles, shares, q_rows, CONFIG: gl.constexpr)
     phase = 1
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    turns, pieces = turns_of(program, programs, shares, SPLIT)
+    turns, pieces = turns_of(program, programs, split, SPLIT)
     for turn in range(turns + pieces):
-        tile, _low, _high, _piece = piece_of(turn, turns, program, programs, shares, SPLIT)
+        tile, _low, _high, _piece = piece_of(turn, turns, program, programs, split, SPLIT)
         bh, _kv, first_row = place_of(tile, of_tiles, GROUPS * 64, CAUSAL)
         for group in gl.static_range(GROUPS):
             row = bh * q_rows + first_row + group * 64
@@ -34,7 +34,7 @@ def load_queries(q_desc, memory, of_tiles, shares, q_rows, CONFIG: gl.constexpr)
 
 @gluon.jit
 def load_keys(
-    k_desc, v_desc, memory, of_tiles, shares, seq_q, seq_k, k_rows, CONFIG: gl.constexpr
+    k_desc, v_desc, memory, of_tiles, split, seq_q, seq_k, k_rows, CONFIG: gl.constexpr
 ):  # fmt: skip
     """The warp that loads K and V: every block into the next empty stages."""
     BLOCK_M: gl.constexpr = CONFIG.GROUPS * 64
@@ -49,9 +49,9 @@ def load_keys(
     phase = 1
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    turns, pieces = turns_of(program, programs, shares, SPLIT)
+    turns, pieces = turns_of(program, programs, split, SPLIT)
     for turn in range(turns + pieces):
-        tile, low, high, _piece = piece_of(turn, turns, program, programs, shares, SPLIT)
+        tile, low, high, _piece = piece_of(turn, turns, program, programs, split, SPLIT)
         _bh, kv, first_row = place_of(tile, of_tiles, BLOCK_M, CAUSAL)
         if CAUSAL:
             high, _whole = key_blocks(first_row, seq_q, seq_k, BLOCK_M, BLOCK_N, CAUSAL)

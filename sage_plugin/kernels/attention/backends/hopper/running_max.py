@@ -31,6 +31,22 @@ INT8 makes scores uncertain by dozens of such units, and larger steps than this 
 than floats near 3 * 2^22 times the step have."""
 
 
+# Registers of the PTX below, for an accumulator of n registers a thread: $0 to $4n-1 are
+#
+#     $0 .. n-1    $n .. 2n-1    $2n .. 3n-1    $3n .. 4n-1
+#     acc, out     packed, out   acc, in        packed, in
+#
+# `packed` has what a thread knows of its two rows in its first eight registers (the others repeat
+# them and are not read):
+#
+#     register     0      1      2      3      4      5      6      7
+#     row          upper  upper  lower  lower  upper  upper  lower  lower
+#     in           score  m_i    score  m_i    scale  l_i    scale  l_i
+#     out          sub    m_i    sub    m_i    mul    l_i    mul    l_i
+#
+# Of `acc`, registers 0 and 1 of every four are of the upper row, 2 and 3 of the lower one.
+
+
 def _ptx(value: float) -> str:
     """A 32-bit float as PTX writes it."""
     return f"0f{struct.unpack('I', struct.pack('f', value))[0]:08X}"

@@ -1,4 +1,4 @@
-"""How the programs of a Hopper launch share its tiles, and the last of them by key blocks."""
+"""How the programs of a Hopper launch split its tiles: the last ones by key blocks (Stream-K)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ many tiles as programs has to store and to read again. Measured on an H200 with 
 1,024 to 12,288 tokens."""
 
 
-class Shares(NamedTuple):
+class StreamKSplit(NamedTuple):
     """Who walks what in a launch of the Hopper kernel.
 
     Attributes:
@@ -42,23 +42,23 @@ class Shares(NamedTuple):
         return self.programs + self.cut
 
 
-def single(tiles: int, blocks: int) -> Shares:
+def tile_each(tiles: int, blocks: int) -> StreamKSplit:
     """A program for each tile."""
-    return Shares(tiles, tiles, tiles, blocks, 0)
+    return StreamKSplit(tiles, tiles, tiles, blocks, 0)
 
 
-def shared(tiles: int, blocks: int, processors: int) -> Shares:
+def stream_k(tiles: int, blocks: int, processors: int) -> StreamKSplit:
     """A program for each of so many multiprocessors; a last round that is not full is cut.
 
     Example:
-        >>> shared(tiles=20, blocks=100, processors=8)
-        Shares(programs=8, tiles=20, whole=16, blocks=100, share=50)
-        >>> shared(tiles=24, blocks=100, processors=8)
-        Shares(programs=8, tiles=24, whole=24, blocks=100, share=0)
+        >>> stream_k(tiles=20, blocks=100, processors=8)
+        StreamKSplit(programs=8, tiles=20, whole=16, blocks=100, share=50)
+        >>> stream_k(tiles=24, blocks=100, processors=8)
+        StreamKSplit(programs=8, tiles=24, whole=24, blocks=100, share=0)
     """
     rest = tiles % processors
     share = max(-(-rest * blocks // processors), SMALLEST_SHARE)
     cost = COST_BLOCKS + COST_BLOCKS_FULL * rest / processors
     if rest and blocks - share > cost:
-        return Shares(processors, tiles, tiles - rest, blocks, share)
-    return Shares(min(tiles, processors), tiles, tiles, blocks, 0)
+        return StreamKSplit(processors, tiles, tiles - rest, blocks, share)
+    return StreamKSplit(min(tiles, processors), tiles, tiles, blocks, 0)

@@ -1,7 +1,7 @@
 """Gluon code of the Hopper kernels: which tiles a program walks, and which of their key blocks.
 
 Programs that share tiles take whole ones in turn. Where `SPLIT` is set the last round, which would
-not be full, is cut into shares of equally many key blocks: a share is a piece of one tile, or of
+not be full, is split as in Stream-K: equally many key blocks a program, a piece of one tile or of
 two that follow each other. Pieces are numbered by program plus tile, which no two share.
 """
 
@@ -36,16 +36,16 @@ def place_of(tile, of_tiles, BM: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def turns_of(program, programs, shares, SPLIT: gl.constexpr):
+def turns_of(program, programs, split, SPLIT: gl.constexpr):
     """How many whole tiles a program walks, and how many pieces after them.
 
     Args:
         program: its number.
         programs: how many there are.
-        shares: tiles, how many of them are walked whole, key blocks of a tile, and of a share.
+        split: tiles, how many of them are walked whole, key blocks of a tile, and of a share.
         SPLIT: whether there are shares.
     """
-    tiles, whole, blocks, share = shares
+    tiles, whole, blocks, share = split
     turns = (whole - program + programs - 1) // programs
     pieces = 0
     if SPLIT:
@@ -57,12 +57,12 @@ def turns_of(program, programs, shares, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def piece_of(turn, turns, program, programs, shares, SPLIT: gl.constexpr):
+def piece_of(turn, turns, program, programs, split, SPLIT: gl.constexpr):
     """What a program walks in a turn: a tile, from which key block to which, the piece's number.
 
     Without `SPLIT`, and for whole tiles, the number is -1 and the blocks are all of a tile's.
     """
-    tiles, whole, blocks, share = shares
+    tiles, whole, blocks, share = split
     tile = program + turn * programs
     low = 0
     high = blocks
