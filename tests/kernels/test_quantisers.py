@@ -60,6 +60,17 @@ def test_v_comes_back_within_half_a_step(recipe, step, smooth):
     assert (found.values.float().reshape(1, 2, 48, 8)[:, :, 37:] == 0).all()
 
 
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("recipe", [INT8, FP16], ids=["fp8", "fp16"])
+def test_what_the_output_is_owed_makes_good_the_mean_of_v(recipe, smooth):
+    """Weights spread over all keys take the mean of V, and so carry the mean rounding error."""
+    v = torch.randn(1, 2, 37, 8, generator=torch.Generator().manual_seed(0)) * 5 + 20
+    found = quantize_v(v, block_n=16, smooth=smooth, recipe=recipe)
+    mean = found.values.float().sum((2, 3)) / 37 * found.scale + found.owed
+    limit = 1e-5 if recipe is INT8 else 2e-3
+    assert (mean - v.mean(2)).abs().max() < limit
+
+
 def test_wide_values_get_a_scale_in_fp16():
     v = torch.tensor([7e4, -3e6, 1.0]).view(1, 1, 3, 1)
     found = quantize_v(v, block_n=16, smooth=False, recipe=FP16)
