@@ -357,8 +357,12 @@ def test_pointers_in_tuples_are_found_and_handed_over_in_tuples(monkeypatch):
     assert again.shape == out.shape
 
 
-def test_a_tuple_in_a_tuple_is_not_recorded():
+def test_a_pointer_in_a_tuple_of_a_tuple_is_handed_over_where_it_lay(monkeypatch):
+    monkeypatch.setattr(launch_graph, "_stream", lambda device: "stream")
     kernel, q = _TupleKernel(), torch.zeros(64)
     with launch_graph.recording() as recorder:
         launch_graph.launch(kernel, 3, ((q,), 1), 7, (1,), CONFIG=0)
-    assert launch_graph.tape_of(recorder, [q], (q, None)) is None
+    tape = launch_graph.tape_of(recorder, [q], (torch.zeros(8), None))
+    other = torch.zeros(64)
+    tape.replay([other.data_ptr()])
+    assert kernel.given == [(((other.data_ptr(),), 1), 7, (1,), 0)]

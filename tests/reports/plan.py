@@ -22,8 +22,13 @@ class Plan:
 
     def launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         self.grids.append(grid)
+        self._note(arguments)
+
+    def _note(self, arguments: tuple[Any, ...]) -> None:
         for x in arguments:
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, tuple):
+                self._note(x)
+            elif isinstance(x, torch.Tensor):
                 self.tensors[x.untyped_storage()._cdata] = x
 
 
@@ -32,7 +37,7 @@ class _Recorder:
         self.plan = plan
 
     def __getitem__(self, grid):
-        return lambda *arguments, **_: self.plan.launch(grid, arguments)
+        return lambda *arguments, **named: self.plan.launch(grid, (*arguments, *named.values()))
 
 
 def plan(

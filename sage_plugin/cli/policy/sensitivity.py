@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,8 +15,9 @@ from sage_plugin.cli.policy import clips as policy_clips
 from sage_plugin.cli.policy.search import Bands
 from sage_plugin.demo.sizes import SIZES
 from sage_plugin.errors import UsageError
-from sage_plugin.tune.policy import effects_file
-from sage_plugin.tune.policy.effects_file import SCHEMA_VERSION, Effect, Effects
+
+if TYPE_CHECKING:
+    from sage_plugin.tune.policy.effects_file import Effects
 
 Kernels = Annotated[
     list[str] | None, typer.Option("--kernel", metavar="NAME", help="The kernel to measure with.")
@@ -37,6 +38,7 @@ def command(
 ) -> None:
     """Draw a clip for each layer and band, and show and write how far each is from the host's."""
     from sage_plugin.bench.clips.effects import measure_effects
+    from sage_plugin.tune.policy.effects_file import SCHEMA_VERSION, Effect, Effects
 
     where, facts = device_of(device)
     names = policy_clips.labels(named_kernels(kernel or (), facts))
@@ -64,6 +66,7 @@ def command(
 def _check_output(path: Path) -> None:
     from sage_plugin.bench.report import check_writable
     from sage_plugin.errors import ConfigError
+    from sage_plugin.tune.policy import effects_file
 
     check_writable(path)
     if path.exists() and path.stat().st_size:
