@@ -11,6 +11,8 @@ import inspect
 import math
 from typing import Any
 
+import numpy as np
+
 
 def make_types_once(interpreter: Any) -> None:
     """Patch the language and the interpreter of the installed Triton; call it once."""
@@ -23,6 +25,7 @@ def make_types_once(interpreter: Any) -> None:
     _keep_numpy_types(interpreter, tl)
     _call_builtins_directly(interpreter)
     _list_builtins_once(interpreter, tl)
+    _make_handles_quickly(interpreter, tl)
     _compare_quickly(interpreter.TritonSemantic, tl)
 
 
@@ -144,9 +147,39 @@ def _list_builtins_once(interpreter: Any, tl: Any) -> None:
     interpreter._patch_builtin = patch
 
 
+def _make_handles_quickly(interpreter: Any, tl: Any) -> None:
+    """Arrays and their types, checked in one step; numpy spends more on a view than on a copy."""
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        bits = getattr(dtype, "primitive_bitwidth", 64)  # of a pointer
+        if data.itemsize * 8 > max(bits, 8):
+            raise ValueError(f"an array of {data.dtype} holds no {dtype}")
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        out, kind = op(lhs.data, rhs.data), lhs.dtype.scalar
+        wanted = interpreter._get_np_dtype(kind)
+        return handle(out.astype(wanted) if out.itemsize > wanted.itemsize else out, kind)
+
+    def broadcast(self: Any, arg: Any, shape: Any) -> Any:
+        out = np.empty(tuple(shape), arg.data.dtype)
+        out[...] = arg.data
+        return handle(out, arg.dtype.scalar)
+
+    def expand_dims(self: Any, arg: Any, axis: int) -> Any:
+        return handle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
+
+    handle.__init__ = init
+    builder.binary_op, builder.create_broadcast = binary_op, broadcast
+    builder.create_expand_dims = expand_dims
+
+
 def _compare_quickly(semantic: Any, tl: Any) -> None:
     """Operands of one type or shape, which most are, need no conversion and no broadcast."""
     equal, broadcast = tl.dtype.__eq__, semantic.broadcast_impl_value
+    check = semantic.binary_op_type_checking_impl
+    wide = {"int32": range(-(2**31), 2**31), "int64": range(-(2**63), 2**63)}
 
     def same_type(self: Any, other: Any) -> bool:
         return self is other or equal(self, other)
@@ -154,5 +187,27 @@ def _compare_quickly(semantic: Any, tl: Any) -> None:
     def same_shape(self: Any, lhs: Any, rhs: Any) -> Any:
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
+    def stays(kind: Any, number: Any) -> bool:
+        """Whether an operation of a tensor and a Python number has the type of the tensor."""
+        if type(number) is int:
+            return kind.name == "fp32" or number in wide.get(kind.name, ())
+        return type(number) is float and kind.name == "fp32"
+
+    def operands(
+        self: Any, lhs: Any, rhs: Any, ptr_l: bool = False, ptr_r: bool = False, *rest: Any,
+        **more: Any,
+    ) -> Any:  # fmt: skip
+        if isinstance(lhs, tl.tensor):
+            kind = lhs.dtype
+            if isinstance(rhs, tl.tensor):
+                if kind.name == rhs.dtype.name and kind.name in ("int32", "int64", "fp32"):
+                    return same_shape(self, lhs, rhs)
+            elif stays(kind, rhs):
+                return same_shape(self, lhs, self.scalar_constant(rhs, kind))
+        elif isinstance(rhs, tl.tensor) and stays(rhs.dtype, lhs):
+            return same_shape(self, self.scalar_constant(lhs, rhs.dtype), rhs)
+        return check(self, lhs, rhs, ptr_l, ptr_r, *rest, **more)
+
     tl.dtype.__eq__ = same_type
     semantic.broadcast_impl_value = same_shape
+    semantic.binary_op_type_checking_impl = operands
