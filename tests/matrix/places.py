@@ -67,7 +67,9 @@ class Place:
         if self.name == "torch":
             return {"kernel": kernel}
         if self.device == "cpu":
-            blocks = {"block_m": 32, "block_n": 32} | row.launch
+            # One kernel reads by descriptors, where it is free to choose.
+            loads = "descriptor" if kernel == "fav3_sage" else "pointer"
+            blocks = {"block_m": 32, "block_n": 32, "loads": loads} | row.launch
             return {"kernel": kernel, "variant": self.variant, "launch": launch(**blocks)}
         causal = case.options.get("is_causal", False)
         config = config_of(
