@@ -32,7 +32,7 @@ def _args(**changes: object) -> argparse.Namespace:
 
 @pytest.fixture
 def launching(monkeypatch: pytest.MonkeyPatch):
-    """A call of two launches, of about 2 ms and 4 ms, and 3 ms beside them; one from a tape."""
+    """A call of two launches, of about 2 ms and 4 ms, and 3 ms beside them; one replayed."""
 
     class Function:
         def __init__(self, name: str, ms: float) -> None:

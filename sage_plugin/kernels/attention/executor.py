@@ -26,7 +26,14 @@ from sage_plugin.kernels.contract import (
 )
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.launch_config import Memo
-from sage_plugin.kernels.launch_graph import Outputs, Tape, aligned, hooked, recording, tape_of
+from sage_plugin.kernels.launch_graph import (
+    LaunchGraph,
+    Outputs,
+    aligned,
+    graph_of,
+    has_launch_hooks,
+    recording,
+)
 from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.schema import CallKey, CallShape, LaunchConfig
 
@@ -56,7 +63,7 @@ class Executor:
     ) -> None:
         self.decision, self.kernel = decision, kernel
         self.launch, self.found, self.key = launch, found, key
-        self.recorded: Tape | None = None
+        self.recorded: LaunchGraph | None = None
         self._numbers, self._calls = numbers, 0
 
     def params(self, call: AttentionCall) -> AttentionParams:
@@ -77,7 +84,7 @@ class Executor:
         """Run a call: the first of a key as it is, the second recorded, all others replayed."""
         inputs = call.tensors()
         addresses = [0 if t is None else t.data_ptr() for t in inputs]
-        if self._calls == 0 or hooked() or not aligned(addresses):
+        if self._calls == 0 or has_launch_hooks() or not aligned(addresses):
             self._calls = max(1, self._calls)
             return self.run_anew(call)
         if self.recorded is not None:
@@ -87,7 +94,7 @@ class Executor:
             return self.run_anew(call)
         with recording() as recorder:
             outputs = self.run_anew(call)
-        self.recorded, self._calls = tape_of(recorder, inputs, outputs), 2
+        self.recorded, self._calls = graph_of(recorder, inputs, outputs), 2
         return outputs
 
     def run_anew(self, call: AttentionCall) -> Outputs:
@@ -202,6 +209,6 @@ def _numbers_of(call: AttentionCall) -> AttentionParams:
 
 
 def _no_aliasing(addresses: Sequence[int]) -> bool:
-    """Whether no two inputs lie at one address, which a tape could not tell from one input."""
+    """Whether no two inputs lie at one address, which a recording cannot tell apart."""
     given = [address for address in addresses if address]
     return len(set(given)) == len(given)

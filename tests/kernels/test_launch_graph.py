@@ -1,4 +1,4 @@
-"""Calls repeated from their tape: the numbers of a call that is run anew, and nothing kept."""
+"""Replayed calls: the numbers of a call that is run anew, and no tensor kept."""
 
 from __future__ import annotations
 
@@ -174,11 +174,11 @@ def test_a_call_with_a_tensor_of_unknown_origin_is_never_replayed(runs, monkeypa
 def test_a_function_in_place_of_triton_s_hooks_is_one(name, monkeypatch):
     from triton import knobs
 
-    assert not launch_graph.hooked()
+    assert not launch_graph.has_launch_hooks()
     monkeypatch.setattr(knobs.runtime, name, lambda metadata: None)
-    assert launch_graph.hooked()
+    assert launch_graph.has_launch_hooks()
     monkeypatch.setattr(knobs.runtime, name, None)
-    assert not launch_graph.hooked()
+    assert not launch_graph.has_launch_hooks()
 
 
 def test_a_launch_hook_sees_every_launch(runs, monkeypatch):
@@ -215,7 +215,7 @@ def test_recorded_launches_keep_no_tensor_alive(runs):
 
 
 def _inside(record):
-    """The tensors that a tape reaches."""
+    """The tensors that a launch graph reaches."""
     seen, found, todo = set(), [], [record]
     while todo:
         one = todo.pop()
@@ -224,7 +224,7 @@ def _inside(record):
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
             found.append(one)
-        elif isinstance(one, launch_graph.Tape | tuple | list | dict) or hasattr(
+        elif isinstance(one, launch_graph.LaunchGraph | tuple | list | dict) or hasattr(
             one, "block_shape"
         ):
             todo += gc.get_referents(one)
@@ -288,9 +288,9 @@ def test_pointers_in_tuples_are_found_and_handed_over_in_tuples(monkeypatch):
         scratch = launch_graph.empty(q.device, torch.float32, 32)
         operands = (q, None, scratch[4:])
         launch_graph.launch(kernel, 3, operands, 7, out.stride(), CONFIG=config)
-    tape = launch_graph.tape_of(recorder, [q], (out, None))
+    graph = launch_graph.graph_of(recorder, [q], (out, None))
     other = torch.zeros(64)
-    again, _ = tape.replay([other.data_ptr()])
+    again, _ = graph.replay([other.data_ptr()])
     [((first, nothing, inside), count, strides, constant)] = kernel.given
     assert first == other.data_ptr()
     assert nothing is None
@@ -304,7 +304,7 @@ def test_a_pointer_in_a_tuple_of_a_tuple_is_handed_over_where_it_lay(monkeypatch
     kernel, q = _TupleKernel(), torch.zeros(64)
     with launch_graph.recording() as recorder:
         launch_graph.launch(kernel, 3, ((q,), 1), 7, (1,), CONFIG=0)
-    tape = launch_graph.tape_of(recorder, [q], (torch.zeros(8), None))
+    graph = launch_graph.graph_of(recorder, [q], (torch.zeros(8), None))
     other = torch.zeros(64)
-    tape.replay([other.data_ptr()])
+    graph.replay([other.data_ptr()])
     assert kernel.given == [(((other.data_ptr(),), 1), 7, (1,), 0)]
