@@ -77,9 +77,10 @@ def sdpa(
     return attend(host, call, None)
 
 
-@functools.cache
-def dispatch_instead_of(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """What stands in for diffusers' `dispatch_attention_fn`; one object for one original."""
+def dispatch_instead_of(
+    read: Callable[[], Callable[..., torch.Tensor]],
+) -> Callable[..., torch.Tensor]:
+    """What stands in for diffusers' `dispatch_attention_fn`, which `read` gets from its module."""
 
     def dispatch_attention_fn(
         query: torch.Tensor,
@@ -96,6 +97,8 @@ def dispatch_instead_of(original: Callable[..., torch.Tensor]) -> Callable[..., 
         parallel_config: object = None,
         **unknown: object,
     ) -> torch.Tensor:
+        original = read()
+
         def host() -> torch.Tensor:
             return original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,

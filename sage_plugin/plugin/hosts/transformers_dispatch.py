@@ -57,8 +57,13 @@ Function = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 class Interfaces:
     """The table of attention functions, each of them behind our kernels."""
 
-    def __init__(self, table: Any) -> None:  # noqa: ANN401
-        self._table = table
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+
+    @property
+    def _table(self) -> Any:  # noqa: ANN401
+        """The table that the model's module has now."""
+        return self._read()
 
     def get_interface(self, implementation: str, default: Function) -> Function:
         """As the table's own."""
