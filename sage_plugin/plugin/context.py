@@ -205,10 +205,17 @@ def layer_path(path: str) -> str:
 
 
 class Frame:
-    """One running processor call; `index` counts its attention calls."""
+    """One running call of a processor or module.
 
-    def __init__(self, layer: LayerContext | None) -> None:
+    Attributes:
+        layer: what it is patched as.
+        weights: whether attention weights are asked for.
+        index: how many attention calls it has made.
+    """
+
+    def __init__(self, layer: LayerContext | None, weights: bool = False) -> None:
         self.layer = layer
+        self.weights = weights
         self.index = 0
 
 

@@ -14,9 +14,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-from sage_plugin.plugin.context import STACK, Frame, LayerContext
+from sage_plugin.plugin.context import STACK, Frame, LayerContext, layer_with
 from sage_plugin.plugin.redirect import reaches_attention, redirected
 
 LAYER = "_sage_layer"
@@ -146,9 +147,10 @@ def _called(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        layer = vars(args[0]).get(LAYER) if args and isinstance(args[0], nn.Module) else None
-        if layer is not None and layer.processor is not self:
-            layer = None  # what `type(processor)()` makes belongs to no layer
+        caller = args[0] if args else kwargs.get("attn")
+        layer = vars(caller).get(LAYER) if isinstance(caller, nn.Module) else None
+        if layer is None or layer.processor is not self:  # made by `type(processor)()`, or lent
+            layer = None if torch.compiler.is_compiling() else layer_with(self)
         frames = STACK.frames
         frames.append(Frame(layer))
         try:
@@ -165,7 +167,7 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         frames = STACK.frames
-        frames.append(Frame(vars(self).get(LAYER)))
+        frames.append(Frame(vars(self).get(LAYER), bool(kwargs.get("output_attentions"))))
         try:
             return forward(self, *args, **kwargs)
         finally:

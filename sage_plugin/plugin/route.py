@@ -7,7 +7,6 @@ function gets exactly the arguments that the model passed.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -413,8 +412,11 @@ def _give_way(layer: LayerContext, reason: FallbackReason) -> None:
     Raises:
         UnsupportedInputError: strict mode, and nobody asked for it.
     """
-    if not torch.compiler.is_compiling():
+    eager = not torch.compiler.is_compiling()
+    if eager:
         layer.fallbacks[reason] += 1
+    # An export that is not strict runs this as it is, and what it takes is there for good.
+    if eager or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()):
         if reason not in layer.state.warned and not reason.cause.by_policy:
             layer.state.warned.add(reason)
             logger.warning("%s (said once)", _complaint(layer, reason))

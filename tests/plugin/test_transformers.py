@@ -244,6 +244,18 @@ def plain(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwa
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
+def biased(module, query, key, value, attention_mask, scaling, position_bias=None, **kwargs):
+    return plain(module, query, key, value, position_bias, scaling)
+
+
+def picky(module, query, key, value, attention_mask, scaling, **kwargs):
+    return plain(module, query, key, value, kwargs.get("block_indices"), scaling)
+
+
+def passing(*args, **kwargs):
+    return plain(*args, **kwargs)
+
+
 def odd(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
     out, weights = plain(module, query, key, value, attention_mask, scaling)
     return out + query.mean(), weights
@@ -261,9 +273,12 @@ def odd(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwarg
         (odd, "sdpa", {}, None),
         (plain, "flash_attention_2", {}, "flash_attention_2"),
         (plain, "flex_attention", {}, "flex_attention"),
-        (plain, "sdpa", {"position_bias": 1.0}, "position_bias"),
-        (plain, "sdpa", {"block_indices": 0}, "block_indices"),
-        (plain, "sdpa", {"output_attentions": True}, "weights"),
+        (sdpa_attention_forward, "sdpa", {"deterministic": True, "block_indices": 0}, None),
+        (sdpa_attention_forward, "sdpa", {"position_bias": 1.0}, "position_bias"),
+        (plain, "eager", {"position_bias": 1.0}, None),
+        (biased, "sdpa", {"position_bias": 1.0}, "position_bias"),
+        (picky, "sdpa", {"block_indices": 0}, "block_indices"),
+        (passing, "sdpa", {"deterministic": True}, "deterministic"),
     ],
 )
 def test_calls_that_mean_more_than_kernels_know_are_left(function, implementation, others, words):
@@ -275,7 +290,7 @@ def test_calls_that_mean_more_than_kernels_know_are_left(function, implementatio
 def test_the_table_is_otherwise_the_original_one():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as table
 
-    ours = interface.Interfaces(table)
+    ours = interface.Interfaces(lambda: table)
     assert "sdpa" in ours
     assert "nothing" not in ours
     assert ours.get("nothing") is None

@@ -7,7 +7,12 @@ the model passed.
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
+import itertools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +21,7 @@ import torch
 from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin import route
+from sage_plugin.plugin.context import STACK
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 """The name of the table in every modeling file."""
@@ -26,17 +32,11 @@ NAME = "sage_plugin"
 WEIGHTS = FallbackReason(Fallback.ATTENTION_WEIGHTS)
 OWN_EAGER = FallbackReason(Fallback.EAGER_IS_NOT_SOFTMAX)
 
-UNDERSTOOD = frozenset((
-    # what kernels know
-    "dropout", "scaling", "is_causal", "softcap", "s_aux",
-    # what the mask holds already, where it is not of the flash kind
-    "sliding_window",
-    # what `sdpa` and `eager` attention pass over
-    "position_ids", "use_cache", "output_attentions", "output_hidden_states",
-    "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-    "num_items_in_batch",
-))  # fmt: skip
-"""Arguments that do not keep a call from kernels; attention weights do where they are wanted."""
+UNDERSTOOD = frozenset(("dropout", "scaling", "is_causal", "softcap", "s_aux", "output_attentions"))
+"""Arguments that kernels know, and that by which weights are asked for."""
+
+RECORDER = "transformers.utils.output_capturing"
+"""The module by which models keep what hooks see of their layers, attention weights too."""
 
 UNKNOWN_TO_SDPA = {"softcap": "soft cap", "s_aux": "sinks"}
 """Arguments that transformers' `sdpa` leaves out (5.17) or refuses (5.24). A kernel that heeds them
@@ -118,6 +118,8 @@ def attention(
 
     implementation = "sdpa" if implementation == NAME else implementation
     blocked = _obstacle(original, implementation, others)
+    if _wants_weights(module, others):
+        blocked = WEIGHTS
     blocked = route.ARGUMENTS if rest else blocked
     call = _call(implementation, module, query, key, value, attention_mask, others)
     result = route.attend(host, call, blocked)
@@ -153,10 +155,10 @@ def _obstacle(
     """Why a call is the original's, as far as its arguments tell."""
     if implementation not in ("sdpa", "eager"):
         return FallbackReason(Fallback.IMPLEMENTATION, implementation)
-    if others.get("output_attentions"):
-        return WEIGHTS
+    heeded = _names_heeded_by(original)
     for name, given in others.items():
-        if given is not None and name not in UNDERSTOOD:
+        known = name in UNDERSTOOD or (heeded is not None and name not in heeded)
+        if given is not None and not known:
             return FallbackReason(Fallback.MODEL_ARGUMENT, name)
     if implementation == "sdpa":
         for name, meaning in UNKNOWN_TO_SDPA.items():
@@ -166,6 +168,61 @@ def _obstacle(
     if implementation == "eager" and not _is_softmax(original, sinks is not None):
         return OWN_EAGER
     return None
+
+
+def _wants_weights(module: torch.nn.Module, others: dict[str, Any]) -> bool:
+    """Whether attention weights are asked for: of the call, of the module, or by configuration.
+
+    A model that records them with hooks passes nothing on.
+    """
+    return bool(
+        others.get("output_attentions")
+        or (STACK.frames and STACK.frames[-1].weights)
+        or getattr(getattr(module, "config", None), "output_attentions", False)
+        or _records_weights()
+    )
+
+
+def _records_weights() -> bool:
+    """Whether transformers' recorder is on for attention weights of any kind."""
+    collector: Any = getattr(sys.modules.get(RECORDER), "_active_collector", None)
+    if collector is None:
+        return False
+    asked = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    return asked is not None and any("attentions" in kind for kind in asked)
+
+
+_heeded: dict[Function, frozenset[str] | None] = {}
+
+
+def _names_heeded_by(function: Function) -> frozenset[str] | None:
+    """The arguments that an attention function takes notice of: parameters, and what it asks for.
+
+    Returns:
+        Their names and some more, `None` where it may be any: it has no code, or passes them on.
+    """
+    if function not in _heeded:
+        code = getattr(function, "__code__", None)
+        strings = () if code is None else (c for c in code.co_consts if isinstance(c, str))
+        unknown = code is None or _passes_on(code)
+        _heeded[function] = None if unknown else frozenset((*code.co_varnames, *strings))
+    return _heeded[function]
+
+
+vars(_names_heeded_by)["_dynamo_marked_constant"] = True
+
+
+def _passes_on(code: types.CodeType) -> bool:
+    """Whether code does more with its `**kwargs` than to ask for some of them."""
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    named = code.co_argcount + code.co_kwonlyargcount
+    rest = code.co_varnames[named + bool(code.co_flags & inspect.CO_VARARGS)]
+    for step, after in itertools.pairwise(dis.get_instructions(code)):
+        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if rest in loaded and not (loaded[-1] == rest and after.argval == "get"):
+            return True
+    return False
 
 
 def _is_softmax(function: Function, sinks: bool) -> bool:
