@@ -31,6 +31,11 @@ PREFIX = "_sage_plugin_"
 
 Read = Callable[[], Any]
 
+
+class NoRoomError(Exception):
+    """A function has so many names that one of them cannot be exchanged."""
+
+
 _copies: weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType]
 _copies = weakref.WeakKeyDictionary()
 
@@ -45,6 +50,9 @@ def redirected(function: types.FunctionType) -> types.FunctionType:
 
     Defaults, closure and attributes are the original's; a function in the closure that reaches
     attention, as a decorator's wrapper has it, is a copy too.
+
+    Raises:
+        NoRoomError: its code has no room for another name.
     """
     known = _copies.get(function)
     if known is not None:
@@ -138,32 +146,46 @@ def _exchanged(code: types.CodeType, scope: dict[str, Any]) -> types.CodeType:
 
 
 def _write(bytecode: bytearray, read: dis.Instruction, index: int) -> None:
-    """Let a read of a global read the name at another index, if there is room for the number."""
+    """Let a read of a global read the name at another index.
+
+    Raises:
+        NoRoomError: the instruction is too short for the number.
+    """
     assert read.arg is not None, "a read of a global has an argument"
     number = index << 1 | read.arg & 1  # the last bit tells of a call that follows
-    wide = read.arg > 0xFF
-    if number <= (0xFFFF if wide else 0xFF):
-        bytecode[read.offset + 1] = number & 0xFF
-        if wide:
-            bytecode[read.offset - 1] = number >> 8
+    wide = read.arg > 0xFF  # then an instruction before it has the upper bits
+    if number > (0xFFFF if wide else 0xFF):
+        raise NoRoomError(read.argval)
+    bytecode[read.offset + 1] = number & 0xFF
+    if wide:
+        bytecode[read.offset - 1] = number >> 8
 
 
 def _is_way(
     name: str, after: dis.Instruction | None, code: types.CodeType, scope: dict[str, Any]
 ) -> bool:
-    """Whether attention is reached through what a global read gets."""
-    if name not in scope:
+    """Whether attention is reached through what a global read gets.
+
+    Args:
+        name: the global.
+        after: the instruction that follows, which loads an attribute or not.
+        code: where it is read.
+        scope: its module.
+    """
+    if name not in scope or (after is not None and after.opname == "STORE_GLOBAL"):
         return False
-    value, attribute = scope[name], None if after is None else after.argval
+    value = scope[name]
     if name == TABLE or value is torch.nn.functional.scaled_dot_product_attention:
         return True
     if name == DISPATCH:
         return callable(value)
     if SDPA in code.co_names and isinstance(value, types.ModuleType):
-        return (
-            value is torch.nn.functional
-            or (value is torch.nn and attribute == "functional")
-            or (value is torch and attribute == "nn")
+        loads = after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        attribute = after.argval if after is not None and loads else None
+        if value is torch.nn.functional:
+            return attribute in (SDPA, None)
+        return (value is torch.nn and attribute == "functional") or (
+            value is torch and attribute == "nn"
         )
     return _is_helper(value, scope) and reaches_attention(value)
 
@@ -218,10 +240,9 @@ def _following(read: Read, known: object, ours: Callable[..., Any]) -> Callable[
 
 def _ours_for(function: Callable[..., Any]) -> Callable[..., Any]:
     """The copy of what came in a function's place; in a graph, where none is made, itself."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _is_function(function):
         return function
-    ours = _is_function(function) and reaches_attention(function)
-    return redirected(function) if ours else function
+    return redirected(function) if reaches_attention(function) else function
 
 
 class _Forwarding:

@@ -8,6 +8,7 @@ changes its arguments.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 import types
@@ -18,7 +19,9 @@ import torch
 from torch import nn
 
 from sage_plugin.plugin.context import STACK, Frame, LayerContext, layer_with
-from sage_plugin.plugin.redirect import reaches_attention, redirected
+from sage_plugin.plugin.redirect import NoRoomError, reaches_attention, redirected
+
+logger = logging.getLogger(__name__)
 
 LAYER = "_sage_layer"
 """Where an attention module has its `LayerContext`."""
@@ -41,7 +44,7 @@ def patched_class(original: type) -> type | None:
     """
     with _lock:
         if original not in _processors:
-            _processors[original] = _generate(original)
+            _processors[original] = _generated(_generate, original)
         return _processors[original]
 
 
@@ -56,7 +59,7 @@ def patched_module_class(original: type) -> type | None:
     """
     with _lock:
         if original not in _modules:
-            _modules[original] = _generate_module(original)
+            _modules[original] = _generated(_generate_module, original)
         return _modules[original]
 
 
@@ -92,6 +95,14 @@ def layer_of(module: object) -> LayerContext | None:
     """The layer that an attention module is patched as; `None` for any other object."""
     layer: LayerContext | None = getattr(module, "__dict__", {}).get(LAYER)
     return layer
+
+
+def _generated(generate: Callable[[type], type | None], original: type) -> type | None:
+    try:
+        return generate(original)
+    except NoRoomError as name:
+        logger.warning("%s has no room for another name than %s", original.__qualname__, name)
+        return None
 
 
 def _generate(original: type) -> type | None:
