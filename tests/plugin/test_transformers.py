@@ -13,6 +13,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.plugin.hosts import transformers_dispatch as interface
@@ -211,14 +212,60 @@ def test_attention_of_somebody_else_s_inside_a_model_is_found():
     assert 0 < difference(found, expected) < 0.02
 
 
-def test_attention_weights_come_from_the_model_s_own_attention():
+def by_configuration(model):
+    model.config.output_attentions = True
+    return {}
+
+
+def by_argument(model):
+    return {"output_attentions": True}
+
+
+@pytest.mark.parametrize("ask", [by_argument, by_configuration])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "opt", "siglip"])
+def test_report_129_attention_weights_come_from_the_model_s_own_attention(name, ask):
+    model = tiny(name)
+    model.module.set_attn_implementation("eager")
+    asked = ask(model.module)
+    with torch.no_grad():
+        exact = model.module(**model.inputs, **asked).attentions
+        handle = patch(model.module, kernel="sage", min_seq=0)
+        made = model.module(**model.inputs, **asked).attentions
+    assert len(exact) == len(made) == len(handle.layers) > 0
+    assert all(map(torch.equal, made, exact))
+    assert [row.fallbacks for row in handle.report().rows] == [{interface.WEIGHTS: 1}] * len(made)
+    if ask is by_argument:
+        model.run()
+        assert handle.report().kernel_calls() == len(made)
+
+
+def test_report_129_a_graph_gives_the_weights_that_are_asked_for():
     model = tiny("llama")
     model.module.set_attn_implementation("eager")
-    handle = patch(model.module, kernel="sage", min_seq=0)
+    model.module.config.output_attentions = True
+    patch(model.module, kernel="sage", min_seq=0)
+    torch._dynamo.reset()
     with torch.no_grad():
-        made = model.module(**model.inputs, output_attentions=True)
-    assert all(weights is not None and weights.shape[-1] == TOKENS for weights in made.attentions)
-    assert handle.report().kernel_calls() == 0
+        eager = model.module(**model.inputs).attentions
+        made = torch.compile(model.module, backend="eager")(**model.inputs).attentions
+    assert len(made) == len(eager) == 2
+    assert all(map(torch.allclose, made, eager))
+    torch._dynamo.reset()
+
+
+def test_report_136_arguments_that_sdpa_passes_over_cost_no_kernel():
+    model = tiny("modernbert")
+    handle = patch(model.module, kernel="sage", min_seq=0)
+    model.run()
+    assert handle.report().kernel_calls() == len(handle.layers) > 0
+    unpatch(model.module)
+    patch(model.module, kernel="sage", min_seq=0)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        eager = model.module(**model.inputs)[0]
+        compiled = torch.compile(model.module, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**model.inputs)[0], eager, rtol=0, atol=1e-5)
+    torch._dynamo.reset()
 
 
 def test_what_a_kernel_cannot_take_is_an_error_on_request():

@@ -155,10 +155,8 @@ def _obstacle(
     """Why a call is the original's, as far as its arguments tell."""
     if implementation not in ("sdpa", "eager"):
         return FallbackReason(Fallback.IMPLEMENTATION, implementation)
-    heeded = _names_heeded_by(original)
     for name, given in others.items():
-        known = name in UNDERSTOOD or (heeded is not None and name not in heeded)
-        if given is not None and not known:
+        if given is not None and name not in UNDERSTOOD and _heeds(original, name):
             return FallbackReason(Fallback.MODEL_ARGUMENT, name)
     if implementation == "sdpa":
         for name, meaning in UNKNOWN_TO_SDPA.items():
@@ -192,24 +190,23 @@ def _records_weights() -> bool:
     return asked is not None and any("attentions" in kind for kind in asked)
 
 
-_heeded: dict[Function, frozenset[str] | None] = {}
+def _heeds(function: Function, name: str) -> bool:
+    """Whether an attention function takes notice of an argument; it may where nobody can tell.
 
-
-def _names_heeded_by(function: Function) -> frozenset[str] | None:
-    """The arguments that an attention function takes notice of: parameters, and what it asks for.
-
-    Returns:
-        Their names and some more, `None` where it may be any: it has no code, or passes them on.
+    It has no code to look at then, or passes its arguments on.
     """
     if function not in _heeded:
         code = getattr(function, "__code__", None)
         strings = () if code is None else (c for c in code.co_consts if isinstance(c, str))
         unknown = code is None or _passes_on(code)
         _heeded[function] = None if unknown else frozenset((*code.co_varnames, *strings))
-    return _heeded[function]
+    heeded = _heeded[function]
+    return heeded is None or name in heeded
 
 
-vars(_names_heeded_by)["_dynamo_marked_constant"] = True
+vars(_heeds)["_dynamo_marked_constant"] = True
+_heeded: dict[Function, frozenset[str] | None] = {}
+"""Parameters of functions, and what they ask their other arguments for."""
 
 
 def _passes_on(code: types.CodeType) -> bool:
