@@ -172,8 +172,9 @@ class LayerContext:
 
     def move(self, module: nn.Module) -> None:
         """Belong to another attention module."""
+        this = weakref.ref(self)
 
-        def gone(_: object, this: weakref.ref[LayerContext] = weakref.ref(self)) -> None:
+        def gone(_: object) -> None:
             if (layer := this()) is not None:
                 layer.original = layer.processor = None
 

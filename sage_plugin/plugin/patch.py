@@ -18,9 +18,10 @@ from torch import nn
 from sage_plugin.errors import ConfigError, PatchError, UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.plugin import policy_op as routed
-from sage_plugin.plugin.component import Component, is_patched, lock, part_of, parts_of
+from sage_plugin.plugin.component import Component, lock
 from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, PatchState
 from sage_plugin.plugin.hosts.diffusers import choose
+from sage_plugin.plugin.owners import is_patched, part_of, parts_of
 from sage_plugin.plugin.policy.rules import Policy
 from sage_plugin.plugin.policy.rules import chosen as chosen_policy
 from sage_plugin.plugin.policy.step_counter import StepClock, counts_steps

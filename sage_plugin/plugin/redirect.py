@@ -248,6 +248,8 @@ def _ours_for(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Forwarding:
     """Stands in for a module: everything is its own, but for the way to torch's attention."""
 
+    _read: Read
+
     def __init__(self, read: Read) -> None:
         vars(self)["_read"] = read
 

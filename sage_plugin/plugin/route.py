@@ -416,11 +416,11 @@ def _give_way(layer: LayerContext, reason: FallbackReason) -> None:
     eager = not torch.compiler.is_compiling()
     if eager:
         layer.fallbacks[reason] += 1
-    # An export that is not strict runs this as it is, and what it takes is there for good.
-    if eager or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()):
-        if reason not in layer.state.warned and not reason.cause.by_policy:
-            layer.state.warned.add(reason)
-            logger.warning("%s (said once)", _complaint(layer, reason))
+    # An export that is not strict runs this as it is, and keeps what it takes here for good.
+    told = eager or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling())
+    if told and reason not in layer.state.warned and not reason.cause.by_policy:
+        layer.state.warned.add(reason)
+        logger.warning("%s (said once)", _complaint(layer, reason))
     if layer.state.options.strict and not reason.cause.asked_for:
         raise UnsupportedInputError(_complaint(layer, reason))
 

@@ -7,7 +7,6 @@ import copy
 import importlib
 import inspect
 import pickle
-import sys
 from pathlib import Path
 
 import pytest

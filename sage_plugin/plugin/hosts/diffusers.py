@@ -204,7 +204,7 @@ def original_of(processor: object) -> object:
 
 def _twin(processor: object, cls: type) -> object:
     """Another object with the same `__dict__`."""
-    twin = object.__new__(cls)
+    twin: object = object.__new__(cls)
     object.__setattr__(twin, "__dict__", vars(processor))
     return twin
 
@@ -215,7 +215,7 @@ def _make_plain(processor: object) -> None:
 
 
 def _lies_in_dict(processor: object) -> bool:
-    """Whether all that an object holds lies in its `__dict__`, as in one of Python's own classes."""
+    """Whether all that an object holds lies in its `__dict__`, as Python's own classes have it."""
     classes = type(processor).__mro__[:-1]
     members = (value for cls in classes for value in vars(cls).values())
     written_in_c = any(not cls.__flags__ & HEAP_TYPE for cls in classes)

@@ -191,22 +191,22 @@ def _records_weights() -> bool:
 
 
 def _heeds(function: Function, name: str) -> bool:
-    """Whether an attention function takes notice of an argument; it may where nobody can tell.
-
-    It has no code to look at then, or passes its arguments on.
-    """
+    """Whether an attention function takes notice of an argument; it may where nobody can tell."""
     if function not in _heeded:
-        code = getattr(function, "__code__", None)
-        strings = () if code is None else (c for c in code.co_consts if isinstance(c, str))
-        unknown = code is None or _passes_on(code)
-        _heeded[function] = None if unknown else frozenset((*code.co_varnames, *strings))
+        _heeded[function] = _heeded_by(getattr(function, "__code__", None))
     heeded = _heeded[function]
     return heeded is None or name in heeded
 
 
 vars(_heeds)["_dynamo_marked_constant"] = True
 _heeded: dict[Function, frozenset[str] | None] = {}
-"""Parameters of functions, and what they ask their other arguments for."""
+
+
+def _heeded_by(code: types.CodeType | None) -> frozenset[str] | None:
+    """Parameters, and what code asks its other arguments for; `None` if it passes these on."""
+    if code is None or _passes_on(code):
+        return None
+    return frozenset((*code.co_varnames, *(c for c in code.co_consts if isinstance(c, str))))
 
 
 def _passes_on(code: types.CodeType) -> bool:
