@@ -217,7 +217,7 @@ def test_shared_processors_get_a_twin_a_layer_and_the_shared_object_comes_back()
     assert all(a is b for a, b in zip(processors(model.module), found, strict=True))
 
 
-def test_layers_are_chosen_by_globs_with_or_without_the_component():
+def test_report_50_layers_are_chosen_by_globs_with_or_without_the_component():
     model = tiny("wan")
     everything = {f"transformer.blocks.{i}.attn{j}" for i in (0, 1) for j in (1, 2)}
     for options, expected in (
