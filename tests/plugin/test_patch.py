@@ -23,7 +23,7 @@ from sage_plugin.plugin.hosts.diffusers import find_denoisers, has_attention
 from sage_plugin.plugin.patch import PatchHandle, handle_of, patch, patched, refresh, unpatch
 from tests.plugin import tiny_transformers
 from tests.plugin.tiny import CALLS, Pipeline, random, tiny, vae
-from tests.plugin.toys import ByProduct, Direct, ToyAttention, qkv
+from tests.plugin.toys import ByProduct, Direct, ToyAttention, generated, qkv
 
 
 def processors(module):
@@ -229,6 +229,7 @@ def test_report_50_layers_are_chosen_by_globs_with_or_without_the_component():
     ):
         handle = patch(model.module, kernel="sage", min_seq=0, **options)
         assert set(handle.layers) == expected
+        assert len(generated(model.module)) == len(expected)
         assert set(handle.report().skipped) == everything - expected
     before = set(handle.layers)
     with pytest.raises(PatchError, match=r"blocks\.9.*of 4 attention layers"):
