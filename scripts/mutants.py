@@ -213,8 +213,8 @@ MUTANTS = (
     Mutant(
         "a layer that is dropped keeps our processor",
         "plugin/component.py",
-        "layer = self.layers.pop(path)\n        _host(layer).put_back(layer)",
-        "self.layers.pop(path)",
+        "for layer in former.values():",
+        "for layer in ():",
         ("tests/plugin/test_patch.py", "-k", "restores or globs or shared"),
     ),
     # -- capture --------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin.policy.rules import Policy
 from sage_plugin.plugin.policy.step_counter import StepClock
+
+if TYPE_CHECKING:
+    from sage_plugin.plugin.component import Component
 
 WRAPPER = "_orig_mod"
 """Where a compiled module keeps the module inside it."""
@@ -100,6 +104,7 @@ class PatchState:
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
         forwards: eager forwards of the component since it was patched first.
         clock: tells the denoising step, where a policy has bands of them.
+        owner: the component itself, which can be found so from a layer.
     """
 
     component: str
@@ -110,18 +115,23 @@ class PatchState:
     unbuilt: dict[tuple[object, ...], FallbackReason] = field(default_factory=dict)
     forwards: int = 0
     clock: StepClock | None = None
+    owner: Component | None = None
 
 
 @dataclass(eq=False)  # no slots: traced code reads `state`
 class LayerContext:
     """One patched attention layer: its place, its counters, and what to put back.
 
+    It does not keep its module alive, and lets go of the processors when the module goes.
+
     Attributes:
         name: module path with the component in front.
         state: what it shares with the other layers of the component.
-        attention: the module whose processor was replaced.
-        original: the processor that `unpatch` puts back.
-        processor: our copy of it.
+        module: the attention module.
+        original: the processor that `unpatch` puts back; the class of a module that attends itself.
+        processor: our twin of it, with one `__dict__` for both; our class of such a module; `None`
+            where it cannot be patched.
+        attends_itself: whether the module has no processor.
         calls: eager calls by `kernel:variant`.
         fallbacks: eager calls that went to the host's attention, by reason.
         config_sources: eager calls by where their launch config came from.
@@ -135,9 +145,10 @@ class LayerContext:
 
     name: str
     state: PatchState
-    attention: nn.Module
+    module: InitVar[nn.Module]
     original: object
     processor: object = None
+    attends_itself: bool = False
     calls: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
     config_sources: Counter[str] = field(default_factory=Counter)
@@ -148,15 +159,40 @@ class LayerContext:
     rule_steps: dict[int, set[int]] = field(default_factory=dict)
     handle: torch.Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, module: nn.Module) -> None:
+        self.move(module)
         number = next(_numbers)
         self.handle = torch.tensor(number, device="cpu")
         LAYERS[number] = self
+
+    @property
+    def attention(self) -> nn.Module | None:
+        """The attention module, `None` when it is gone."""
+        return self._module()
+
+    def move(self, module: nn.Module) -> None:
+        """Belong to another attention module."""
+        this = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            if (layer := this()) is not None:
+                layer.original = layer.processor = None
+
+        self._module = weakref.ref(module, gone)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a patched module has no layer."""
+        return type(None), ()
 
 
 _numbers = itertools.count()
 LAYERS: weakref.WeakValueDictionary[int, LayerContext] = weakref.WeakValueDictionary()
 """Layers by the number that their handles hold."""
+
+
+def layer_with(processor: object) -> LayerContext | None:
+    """The layer that a processor of ours was made for; `None` for any other object."""
+    return next((layer for layer in LAYERS.values() if layer.processor is processor), None)
 
 
 def layer_path(path: str) -> str:
@@ -170,10 +206,17 @@ def layer_path(path: str) -> str:
 
 
 class Frame:
-    """One running processor call; `index` counts its attention calls."""
+    """One running call of a processor or module.
 
-    def __init__(self, layer: LayerContext | None) -> None:
+    Attributes:
+        layer: what it is patched as.
+        weights: whether attention weights are asked for.
+        index: how many attention calls it has made.
+    """
+
+    def __init__(self, layer: LayerContext | None, weights: bool = False) -> None:
         self.layer = layer
+        self.weights = weights
         self.index = 0
 
 

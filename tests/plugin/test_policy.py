@@ -163,7 +163,7 @@ def test_only_a_rule_that_is_surely_hidden_is_refused(first, second, hides):
 
 
 @pytest.mark.parametrize("forwards", [1, 2])
-def test_bands_of_steps_change_the_kernel(forwards):
+def test_report_62_bands_of_steps_change_the_kernel(forwards):
     pipe = Loop(forwards=forwards)
     plain = pipe()
     bands = rules(Rule("sdpa", steps=":40%"), Rule("sage", steps="-1:", attention="self"),
