@@ -8,7 +8,7 @@ from sage_plugin import device
 from sage_plugin.cli.console import stdout
 from sage_plugin.registry import load
 from tests.cli.program import sage
-from tests.kernels.aot_builds import facts_of
+from tests.script import loaded
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _wide(monkeypatch):
 def told(monkeypatch, arch):
     """What the doctor says of an architecture: its lines, and the row of each kernel."""
     if arch:
-        monkeypatch.setattr(device, "facts", lambda _=None: facts_of(arch))
+        monkeypatch.setattr(device, "facts", lambda _=None: loaded("aot_builds").facts_of(arch))
     done = sage("doctor")
     assert done.exit_code == 0, done.output
     lines = [line.strip() for line in done.output.splitlines()]
