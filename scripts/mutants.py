@@ -257,9 +257,9 @@ MUTANTS = (
     ),
     Mutant(
         "a speedup is a gain",
-        "bench/compare.py",
-        "center, low, high = (1 / (1 - gain) for gain in gains)",
-        "center, low, high = (1 + gain for gain in gains)",
+        "measure/timing.py",
+        "center, low, high = (1 / rest if rest > 0 else math.inf for rest in rests)",
+        "center, low, high = (2 - rest for rest in rests)",
         ("tests/bench/test_compare.py", "-k", "reference"),
     ),
     # -- policy ---------------------------------------------------------------------------------

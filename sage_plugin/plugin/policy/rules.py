@@ -86,39 +86,39 @@ def _matches(globs: tuple[str, ...], layer: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen(JsonRecord):
-    """What the attention calls of a run come to, one way of running them.
+class PredictedRun(JsonRecord):
+    """What the attention calls of a run are predicted to come to, with one kernel or the policy.
 
     Attributes:
-        way: a kernel by name, `sdpa` for the host's attention, or `policy`.
+        name: a kernel by name, `sdpa` for the host's attention, or `policy`.
         ms: milliseconds of all attention calls of the run, with quantisation.
         error: mean over all calls of the centred relative L1 error; 0 for the host's attention.
     """
 
-    way: str
+    name: str
     ms: float
     error: float
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction(JsonRecord):
-    """What was foreseen for a policy when it was searched.
+    """What was predicted for a policy when it was searched.
 
     Attributes:
         device: name of the device whose times these are.
         steps: denoising steps of the run, `None` where none were counted.
         calls: attention calls of the run.
-        ways: the host's attention first, then each kernel by itself, and the policy last.
+        runs: the host's attention first, then each kernel by itself, and the policy last.
     """
 
     device: str
     steps: int | None
     calls: int
-    ways: tuple[Foreseen, ...]
+    runs: tuple[PredictedRun, ...]
 
-    def of(self, way: str) -> Foreseen | None:
-        """What was foreseen for one way, `None` where nothing was."""
-        return next((one for one in self.ways if one.way == way), None)
+    def of(self, name: str) -> PredictedRun | None:
+        """Return what was predicted for one run, `None` if nothing was."""
+        return next((run for run in self.runs if run.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Policy(JsonRecord):
         rules: the first that fits a call decides.
         model: class of the model that it was made for, empty for any.
         note: a sentence for people.
-        prediction: what was foreseen where the policy was searched.
+        prediction: what its search predicted, `None` if it was not searched.
     """
 
     schema_version: int
@@ -152,12 +152,12 @@ class Policy(JsonRecord):
     def text(self) -> str:
         """The file, without what is left at its default."""
         rules = [_without_defaults(rule) for rule in self.rules]
-        foreseen = None if self.prediction is None else self.prediction.to_json()
+        prediction = None if self.prediction is None else self.prediction.to_json()
         head = {
             "schema_version": self.schema_version,
             "model": self.model,
             "note": self.note,
-            "prediction": foreseen,
+            "prediction": prediction,
         }
         lines = ",\n".join(f"  {json.dumps(rule)}" for rule in rules)
         body = ", ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items() if v)

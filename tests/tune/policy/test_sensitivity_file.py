@@ -7,10 +7,12 @@ import json
 import pytest
 
 from sage_plugin.errors import ConfigError
-from sage_plugin.tune.policy import effects_file
-from sage_plugin.tune.policy.effects_file import Effect, Effects, read
+from sage_plugin.tune.policy import sensitivity_file
+from sage_plugin.tune.policy.sensitivity_file import Sensitivities, Sensitivity, read
 
-SOUND = Effects(1, "fav3_fp8", (Effect("a.attn", ":50%", 0.25), Effect("a.attn", "50%:", 0.0)))
+SOUND = Sensitivities(
+    1, "fav3_fp8", (Sensitivity("a.attn", ":50%", 0.25), Sensitivity("a.attn", "50%:", 0.0))
+)
 
 
 def test_a_file_is_read_back(tmp_path):
@@ -24,16 +26,16 @@ def changed(**fields):
 
 
 def rmse(value):
-    return changed(effects=[{"layer": "a", "steps": "", "rmse": value}])
+    return changed(sensitivity=[{"layer": "a", "steps": "", "rmse": value}])
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "[]", "null", "{}", "[" * 100_000, "\0", changed(effects=[]), changed(effects=3),
+        "", "[]", "null", "{}", "[" * 100_000, "\0", changed(cells=[]), changed(cells=3),
         changed(schema_version=2), changed(more=1), changed(kernel=None), rmse(-0.1),
         rmse(float("nan")), rmse(float("inf")), rmse(10**400), rmse("much"), rmse(True),
-        changed(effects=[{"layer": "a", "rmse": 1.0}]),
+        changed(sensitivity=[{"layer": "a", "rmse": 1.0}]),
     ],
 )  # fmt: skip
 def test_what_nobody_measured_is_refused_in_one_sentence(tmp_path, text):
@@ -50,6 +52,6 @@ def test_missing_and_huge_files_are_refused(tmp_path, monkeypatch):
             read(path)
     path = tmp_path / "e.json"
     path.write_text(changed())
-    monkeypatch.setattr(effects_file, "MAX_BYTES", 50)
+    monkeypatch.setattr(sensitivity_file, "MAX_BYTES", 50)
     with pytest.raises(ConfigError, match="larger than 50 bytes"):
         read(path)

@@ -4,7 +4,7 @@ The launch code runs on CPU tensors with its kernels replaced by recorders; each
 then compiled ahead of time from the very arguments that it was given. Run as a program, because
 Triton decides at decoration whether it interprets:
 
-    TRITON_INTERPRET=0 python -m tests.kernels.aot_builds '[{"kernel": "sage", ...}]'
+    TRITON_INTERPRET=0 python -m scripts.aot_builds '[{"kernel": "sage", ...}]'
 
 prints one line of JSON for each launch of each call; `-` reads the calls from stdin.
 """

@@ -229,7 +229,7 @@ def _with_time(row: StepTime, timed: Mapping[str, Samples]) -> StepTime:
     base = UNPATCHED + COMPILED if row.name.endswith(COMPILED) else UNPATCHED
     if row.name == base:
         return replace(row, time=samples.timing())
-    ratio, low, high = (1 / (1 - gain) for gain in samples.gain_over(timed[base]))
+    ratio, low, high = samples.speedup_over(timed[base])
     return replace(row, time=samples.timing(), ratio=ratio, ratio_low=low, ratio_high=high)
 
 

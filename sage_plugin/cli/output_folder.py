@@ -1,4 +1,4 @@
-"""A command's own output folder: replaced by its next run, while anybody else's is refused."""
+"""A command's output folder: replaced by its next run, while any other is refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from sage_plugin.errors import OutputError, UsageError
 
 
-def prepare(folder: Path, *, mark: str, command: str) -> None:
-    """An empty folder; one that an earlier run made is replaced, any other is refused.
+def prepare(folder: Path, *, marker: str, command: str) -> None:
+    """Make an empty folder; one of an earlier run is replaced, any other is refused.
 
     Args:
         folder: where the files go.
-        mark: name of the file that says that a folder is the command's own.
+        marker: name of the file that says that a folder is the command's own.
         command: the command, e.g. `sage demo`.
 
     Raises:
@@ -23,12 +23,12 @@ def prepare(folder: Path, *, mark: str, command: str) -> None:
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> prepare(folder, mark=".sage-demo", command="sage demo")
+        >>> prepare(folder, marker=".sage-demo", command="sage demo")
         >>> [path.name for path in folder.iterdir()]
         ['.sage-demo']
     """
     try:
-        if folder.is_dir() and (folder / mark).is_file():
+        if folder.is_dir() and (folder / marker).is_file():
             shutil.rmtree(folder)
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(
@@ -36,6 +36,6 @@ def prepare(folder: Path, *, mark: str, command: str) -> None:
                 "another with --out"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / mark).write_text(f"made by `{command}`, which replaces this folder\n")
+        (folder / marker).write_text(f"made by `{command}`, which replaces this folder\n")
     except OSError as error:
         raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error

@@ -1,7 +1,7 @@
 """Train the embedded demo model (`sage_plugin.demo`) on one GPU in under ten minutes.
 
-    python examples/cogvideo/train_demo.py --output sage_plugin/demo/weights --samples samples
-    python examples/cogvideo/train_demo.py --smoke --output out --samples out    # CPU, 20 s
+    python scripts/train_demo.py --output sage_plugin/demo/weights --samples samples
+    python scripts/train_demo.py --smoke --output out --samples out    # CPU, 20 s
 
 Flow matching in pixels: `x_t = (1 - t) * x_0 + t * noise`, the model sees `1000 * t` and predicts
 the velocity `noise - x_0`. Weights and their average are float32; a bf16 copy does forward and
@@ -287,7 +287,8 @@ def render(
         logger.info(
             "%s: %.0f%% of %d read correctly, %.2f s", name, right * 100, len(read), seconds
         )
-        save_clips(frames[: len(asked)], folder / name)
+        shown = frames[: len(asked)].permute(0, 1, 3, 4, 2).cpu().numpy()
+        save_clips(dict(zip(map(str, asked), shown, strict=True)), folder / name)
     return legibility
 
 
