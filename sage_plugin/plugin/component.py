@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from fnmatch import fnmatchcase
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
 from sage_plugin.plugin.hosts import diffusers, transformers
 from sage_plugin.plugin.hosts.diffusers import attention_modules, components, unwrapped
+from sage_plugin.plugin.steps.forward import ForwardCounter
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.patch import PatchHandle
@@ -43,11 +44,12 @@ class Component:
         self.module = module
         self.state = state
         self.handle = handle
+        state.forwards = ForwardCounter(module)
         self.layers: dict[str, LayerContext] = {}
         self.skipped: dict[str, str] = {}
         self._hooks = [
-            module.register_forward_pre_hook(Watch(self)),
-            module.register_forward_hook(FirstForward(self)),
+            module.register_forward_pre_hook(Watch(self), with_kwargs=True),
+            module.register_forward_hook(ForwardEnd(self), always_call=True),
         ]
 
     def apply(self, options: PatchOptions) -> None:
@@ -83,7 +85,6 @@ class Component:
     def check(self) -> None:
         """Patch again where processors were replaced since; runs before each eager forward."""
         self.state.disabled = settings.current().disabled
-        self.state.forwards += 1
         replaced = [
             layer
             for layer in self.layers.values()
@@ -103,6 +104,17 @@ class Component:
             "patching: %d are patched again, %d cannot be and run the host's attention (said once)",
             self.state.component, len(replaced), replaced[0].name, len(replaced) - failed, failed,
         )  # fmt: skip
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count an eager forward, and find the denoising step that it belongs to."""
+        forward = self.state.forwards.begin(self.module, args, kwargs)
+        if self.state.tracker is not None:
+            self.state.tracker.enter(forward)
+
+    def end(self) -> None:
+        """Take note that an eager forward ended."""
+        if self.state.tracker is not None:
+            self.state.tracker.leave()
 
     def lost(self) -> tuple[str, ...]:
         """Names of the layers that were patched and are not now."""
@@ -176,41 +188,46 @@ class Watch:
     def __init__(self, component: Component | None = None) -> None:
         self.component = component
 
-    def __call__(self, module: nn.Module, args: object) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the patch; in a graph, where processors cannot change, do nothing."""
         if torch.compiler.is_compiling() or self.component is None:
             return
         self.component.check()
+        self.component.begin(args, kwargs)
 
     def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
         """A copy of a patched module is not patched."""
         return Watch, ()
 
 
-class FirstForward:
+class ForwardEnd:
     """Forward hook of a patched module: after the first eager forward it says what ran where."""
 
     def __init__(self, component: Component | None = None) -> None:
         self.component = component
+        self._said = False
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        """Log one line, once a patch."""
+        """End the forward; log one line, once a patch. After an exception there is no output."""
         if torch.compiler.is_compiling() or self.component is None:
             return
-        component, self.component = self.component, None
+        self.component.end()
+        if self._said or output is None:
+            return
+        self._said = True
         calls: Counter[str] = Counter()
-        for layer in component.layers.values():
+        for layer in self.component.layers.values():
             calls += layer.calls
             calls["host"] += sum(layer.fallbacks.values())
         told = ", ".join(f"{count} on {label}" for label, count in calls.items() if count)
         logger.info(
             "%s: attention calls of the first forward: %s",
-            component.state.component, told or "none",
+            self.component.state.component, told or "none",
         )  # fmt: skip
 
-    def __reduce__(self) -> tuple[type[FirstForward], tuple[()]]:
+    def __reduce__(self) -> tuple[type[ForwardEnd], tuple[()]]:
         """A copy of a patched module is not patched."""
-        return FirstForward, ()
+        return ForwardEnd, ()
 
 
 def component_of(module: nn.Module) -> Component | None:

@@ -20,7 +20,8 @@ from torch import nn
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin.policy.rules import Policy
-from sage_plugin.plugin.policy.step_counter import StepClock
+from sage_plugin.plugin.steps.forward import ForwardCounter
+from sage_plugin.plugin.steps.tracker import StepTracker
 
 WRAPPER = "_orig_mod"
 """Where a compiled module keeps the module inside it."""
@@ -98,8 +99,8 @@ class PatchState:
         disabled: `SAGE_PLUGIN_DISABLE` was set when it was last read.
         warned: reasons and notices that were logged since the last `patch`.
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
-        forwards: eager forwards of the component since it was patched first.
-        clock: tells the denoising step, where a policy has bands of them.
+        forwards: counts the eager forwards of the component since the last `patch`.
+        tracker: tells the denoising step, where a policy goes by steps.
     """
 
     component: str
@@ -108,8 +109,8 @@ class PatchState:
     disabled: bool = False
     warned: set[FallbackReason | str] = field(default_factory=set)
     unbuilt: dict[tuple[object, ...], FallbackReason] = field(default_factory=dict)
-    forwards: int = 0
-    clock: StepClock | None = None
+    forwards: ForwardCounter = field(default_factory=ForwardCounter)
+    tracker: StepTracker | None = None
 
 
 @dataclass(eq=False)  # no slots: traced code reads `state`

@@ -24,8 +24,9 @@ from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, Pat
 from sage_plugin.plugin.hosts.diffusers import choose
 from sage_plugin.plugin.policy.rules import Policy
 from sage_plugin.plugin.policy.rules import chosen as chosen_policy
-from sage_plugin.plugin.policy.step_counter import StepClock, counts_steps
 from sage_plugin.plugin.report import PluginReport, joined, report_of
+from sage_plugin.plugin.steps.caller import schedulers_of
+from sage_plugin.plugin.steps.tracker import StepTracker
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class PatchHandle:
         self.listeners: list[Listener] = []
         self._parts: list[Component] = []
         self._past: list[PluginReport] = []
-        self._clock: StepClock | None = None
+        self._tracker: StepTracker | None = None
 
     @property
     def components(self) -> dict[str, nn.Module]:
@@ -100,17 +101,15 @@ class PatchHandle:
             part.release()
             self._parts.remove(part)
         if not self._parts:
-            self._keep_time(None)
+            self._track(None)
 
-    def _keep_time(self, clock: StepClock | None) -> None:
-        """Let a clock tell all parts the step, in place of the one before."""
-        if self._clock is not None:
-            self._clock.stop()
-        self._clock = clock
-        if clock is not None:
-            clock.now()  # the one before may have watched the same scheduler
+    def _track(self, tracker: StepTracker | None) -> None:
+        """Let a tracker tell all parts the step, in place of the one before."""
+        if self._tracker is not None:
+            self._tracker.stop()
+        self._tracker = tracker
         for part in self._parts:
-            part.state.clock = clock
+            part.state.tracker = tracker
 
 
 def patch(
@@ -175,7 +174,7 @@ def patch(
         kernel, variant, config_dir, include, exclude, min_seq, on_unsupported, check_finite, policy
     )
     chosen = choose(obj, components)
-    clock = _clock_for(obj, options.policy)
+    tracker = _tracker_for(obj, options.policy)
     if options.policy is not None:
         routed.ready()
     retarget.refresh()
@@ -192,10 +191,10 @@ def patch(
         handle._release([part for part in handle._parts if component_of(part.module) not in known])
         for part, former in known.items():
             part.apply(former)
-        if clock is not None:
-            clock.stop()
+        if tracker is not None:
+            tracker.stop()
         raise
-    handle._keep_time(clock)
+    handle._track(tracker)
     logger.info("patched %r with kernel %r", handle, options.kernel)
     return handle
 
@@ -298,7 +297,7 @@ def patched(
             part = component_of(module)
             if part is not None and name in before:
                 part.apply(before[name])
-                part.handle._keep_time(_clock_for(obj, before[name].policy))
+                part.handle._track(_tracker_for(obj, before[name].policy))
             elif part is not None:
                 part.handle._release([part])
 
@@ -359,7 +358,7 @@ def checked_options(
     )
 
 
-def _clock_for(obj: object, policy: Policy | None) -> StepClock | None:
+def _tracker_for(obj: object, policy: Policy | None) -> StepTracker | None:
     """What tells the denoising steps that a policy goes by.
 
     Raises:
@@ -367,12 +366,12 @@ def _clock_for(obj: object, policy: Policy | None) -> StepClock | None:
     """
     if policy is None or not policy.needs_steps:
         return None
-    if not counts_steps(obj):
+    if not schedulers_of(obj):
         raise ConfigError(
             f"the policy has bands of denoising steps, and {type(obj).__name__} has no scheduler "
             "that tells them; patch the pipeline instead of its model"
         )
-    return StepClock(obj)
+    return StepTracker(obj)
 
 
 def _check_policy_of(parts: list[Component], policy: Policy | None) -> None:

@@ -207,7 +207,7 @@ def _is_sound(
     """
     if torch.isfinite(result).all():
         return True
-    place = f"{layer.name}, forward {layer.state.forwards}, kernel {decision.label!r}"
+    place = f"{layer.name}, forward {layer.state.forwards.count}, kernel {decision.label!r}"
     mask = call.attn_mask
     if all(torch.isfinite(x).all() for x in (call.q, call.k, call.v)) and (
         mask is None or not mask.isnan().any()
