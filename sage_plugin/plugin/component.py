@@ -15,6 +15,7 @@ from sage_plugin import settings
 from sage_plugin.errors import PatchError
 from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
+from sage_plugin.plugin.counts import ComponentCounts, LayerCounts
 from sage_plugin.plugin.hosts import diffusers, transformers
 from sage_plugin.plugin.hosts.diffusers import attention_modules, components, unwrapped
 from sage_plugin.plugin.steps.forward import ForwardCounter
@@ -115,6 +116,27 @@ class Component:
         """Take note that an eager forward ended."""
         if self.state.tracker is not None:
             self.state.tracker.leave()
+
+    def counts(self) -> ComponentCounts:
+        """What its layers did since the last `patch`."""
+        tracker = self.state.tracker
+        return ComponentCounts(
+            self.state.forwards.count,
+            0 if tracker is None else tracker.passed,
+            {path: layer.counts for path, layer in self.layers.items()},
+        )
+
+    def count_anew(self) -> None:
+        """Begin new counts; the former ones stay with whoever has them."""
+        self.count_on(ComponentCounts(0, 0, {path: LayerCounts() for path in self.layers}))
+
+    def count_on(self, counts: ComponentCounts) -> None:
+        """Go on from counts that another `patch` had set aside."""
+        self.state.forwards.count = counts.forwards
+        if self.state.tracker is not None:
+            self.state.tracker.passed = counts.steps
+        for path, layer in self.layers.items():
+            layer.counts = counts.layers.get(path, layer.counts)
 
     def lost(self) -> tuple[str, ...]:
         """Names of the layers that were patched and are not now."""
@@ -217,8 +239,8 @@ class ForwardEnd:
         self._said = True
         calls: Counter[str] = Counter()
         for layer in self.component.layers.values():
-            calls += layer.calls
-            calls["host"] += sum(layer.fallbacks.values())
+            calls += layer.counts.calls
+            calls["the model's own attention"] += layer.counts.fallbacks.total()
         told = ", ".join(f"{count} on {label}" for label, count in calls.items() if count)
         logger.info(
             "%s: attention calls of the first forward: %s",

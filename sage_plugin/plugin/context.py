@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from torch import nn
 
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.policy.rules import Policy
 from sage_plugin.plugin.steps.forward import ForwardCounter
 from sage_plugin.plugin.steps.tracker import StepTracker
@@ -123,14 +123,8 @@ class LayerContext:
         attention: the module whose processor was replaced.
         original: the processor that `unpatch` puts back.
         processor: our copy of it.
-        calls: eager calls by `kernel:variant`.
-        fallbacks: eager calls that went to the host's attention, by reason.
-        config_sources: eager calls by where their launch config came from.
-        saved_ms: what its calls saved over the host's attention, by the times of their configs.
-        timed_calls: how many calls that is the sum of.
+        counts: what it did since the last `patch`.
         broken: why `check_finite` took its kernel away, or `None`.
-        rules: calls by the number of the policy's rule that decided them, from 1.
-        rule_steps: the denoising steps of those calls, by rule.
         handle: names the layer in a graph, which reads it when it runs; layers share a graph so.
     """
 
@@ -139,14 +133,8 @@ class LayerContext:
     attention: nn.Module
     original: object
     processor: object = None
-    calls: Counter[str] = field(default_factory=Counter)
-    fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
-    config_sources: Counter[str] = field(default_factory=Counter)
-    saved_ms: float = 0.0
-    timed_calls: int = 0
+    counts: LayerCounts = field(default_factory=LayerCounts)
     broken: FallbackReason | None = None
-    rules: Counter[int] = field(default_factory=Counter)
-    rule_steps: dict[int, set[int]] = field(default_factory=dict)
     handle: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:

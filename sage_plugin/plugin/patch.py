@@ -194,6 +194,8 @@ def patch(
         if tracker is not None:
             tracker.stop()
         raise
+    for part in known:
+        part.count_anew()
     handle._track(tracker)
     logger.info("patched %r with kernel %r", handle, options.kernel)
     return handle
@@ -284,7 +286,11 @@ def patched(
     if components is not None and not isinstance(components, str):
         components = tuple(components)
     chosen = choose(obj, components)
-    before = {name: part.state.options for name, m in chosen.items() if (part := component_of(m))}
+    before = {
+        name: (part.state.options, part.counts())
+        for name, m in chosen.items()
+        if (part := component_of(m))
+    }
     handle = patch(
         obj, kernel=kernel, variant=variant, config_dir=config_dir, components=components,
         include=include, exclude=exclude, min_seq=min_seq, on_unsupported=on_unsupported,
@@ -296,8 +302,10 @@ def patched(
         for name, module in chosen.items():
             part = component_of(module)
             if part is not None and name in before:
-                part.apply(before[name])
-                part.handle._track(_tracker_for(obj, before[name].policy))
+                options, counts = before[name]
+                part.apply(options)
+                part.handle._track(_tracker_for(obj, options.policy))
+                part.count_on(counts)
             elif part is not None:
                 part.handle._release([part])
 

@@ -1,4 +1,4 @@
-"""Steps of a policy in pipelines of diffusers: whatever object runs the model, and part of a run."""
+"""Steps of a policy in pipelines of diffusers, whatever object runs the model and how much of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import copy
 import pytest
 import torch
 
-diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("diffusers")
+
+import diffusers
 
 import sage_plugin
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
@@ -169,16 +171,13 @@ def test_report_403_prior_and_decoder_of_a_combined_pipeline_have_their_own_step
         diffusers.UnCLIPScheduler(prediction_type="sample", num_train_timesteps=100),
         (diffusers.DDPMScheduler()),
     )
-    prior_pipe = diffusers.KandinskyV22PriorPipeline(prior, None, None, None, schedulers[0], None)
-    decoder_pipe = diffusers.KandinskyV22Pipeline(net, schedulers[1], None)
     combined = diffusers.KandinskyV22CombinedPipeline(
-        net, schedulers[1], None, prior, None, None, None, schedulers[0], None
+        net, schedulers[1], vae(), prior, None, None, None, schedulers[0], None
     )
     names = set(sage_plugin.patch(combined, policy=LAST_TWO, min_seq=0).components)
     assert names == {"prior_prior", "unet"}
     combined.prior_pipe.set_progress_bar_config(disable=True)
     combined.decoder_pipe.set_progress_bar_config(disable=True)
-    del prior_pipe, decoder_pipe
     embeds = torch.randn(1, 16)
     seen = {}
 
@@ -207,6 +206,7 @@ def test_report_405_a_loop_whose_scheduler_does_not_step_is_left_to_the_baseline
     handle = sage_plugin.patch(pipe, policy=FIRST, min_seq=0)
 
     class Inversion(diffusers.DiTPipeline):
+        @torch.no_grad()
         def invert(self):
             self.scheduler.set_timesteps(4)
             for t in self.scheduler.timesteps:

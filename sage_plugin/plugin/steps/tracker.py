@@ -195,12 +195,7 @@ def _met(run: Run, scheduler: Any, loop: DenoisingLoop, forward: Forward | None)
     return run._replace(unknown=None) if place is not None and place in (0, first) else run
 
 
-def _total(
-    run: Run,
-    scheduler: Any,
-    loop: DenoisingLoop,
-    forward: Forward | None,  # noqa: ANN401
-) -> int | None:
+def _total(run: Run, scheduler: object, loop: DenoisingLoop, forward: Forward | None) -> int | None:
     """How many steps a run has: what its loop says, or what its scheduler has left."""
     left = schedulers.steps_left(scheduler)
     if left is None:
