@@ -158,7 +158,7 @@ MUTANTS = (
     # -- launch configs and the registry --------------------------------------------------------
     Mutant(
         "a config that does not fit a chip is legal",
-        "kernels/launch_config.py",
+        "kernels/attention/launch_space.py",
         'if facts.smem_bytes and key.variant != "emulation" and needed > facts.smem_bytes:',
         "if needed < 0:",
         ("tests/kernels/test_legality.py",),

@@ -98,7 +98,7 @@ def generate(options: argparse.Namespace) -> None:
         frames = clip_model.draw(pipe, request)
     report = handle.report()
     path, note = clip_file.save_clip(frames, options.output, options.fps)
-    print(report.text() if options.layers_report else summary(report))
+    print(report.text(every_layer=True) if options.layers_report else summary(report))
     if note:
         print(note, file=sys.stderr)
     print(f"Wrote {path}: {len(frames)} frames")

@@ -17,7 +17,7 @@ from sage_plugin.schema import KERNELS, DeviceFacts
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sage_plugin.kernels.support import Support
+    from sage_plugin.kernels.attention.support_row import Support
 
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
 
@@ -123,7 +123,7 @@ def _auto(facts: DeviceFacts) -> Iterator[str]:
 def _kernels(facts: DeviceFacts) -> Table:
     from rich.table import Table
 
-    from sage_plugin.kernels.support import support
+    from sage_plugin.kernels.attention.support_row import support
 
     table = Table("kernel", "runs as", *(f"tile at {dim} channels" for dim in HEAD_DIMS), "why not")
     for kernel in KERNELS:

@@ -112,6 +112,26 @@ class PatchHandle:
             part.state.tracker = tracker
 
 
+class InnerHandle(PatchHandle):
+    """The handle of `patched` inside of another patch: it keeps what happened in its block.
+
+    Args:
+        outer: the handle of the patch that has its settings again afterwards.
+    """
+
+    def __init__(self, outer: PatchHandle) -> None:
+        super().__init__()
+        self.listeners, self._parts, self._outer = outer.listeners, outer._parts, outer
+
+    def unpatch(self) -> None:
+        """Put everything back; again does nothing."""
+        self._outer.unpatch()
+
+    def _close(self) -> None:
+        """Keep the report, and let go of the patch."""
+        self._past, self._parts = [self.report()], []
+
+
 def patch(
     obj: object,
     *,
@@ -296,9 +316,12 @@ def patched(
         include=include, exclude=exclude, min_seq=min_seq, on_unsupported=on_unsupported,
         check_finite=check_finite, policy=policy,
     )  # fmt: skip
+    inner = InnerHandle(handle) if before else None
     try:
-        yield handle
+        yield inner or handle
     finally:
+        if inner is not None:
+            inner._close()
         for name, module in chosen.items():
             part = component_of(module)
             if part is not None and name in before:

@@ -276,8 +276,9 @@ def _resolve(
     if torch.compiler.is_compiling():
         return decide(call, request)[0], mask
     resolved = resolve(call, request)
-    if isinstance(resolved, Executor) and resolved.key is not None:
-        return layer.state.unbuilt.get(resolved.key.discrete(), resolved), mask
+    unbuilt = layer.state.unbuilt
+    if unbuilt and isinstance(resolved, Executor) and resolved.key is not None:
+        return unbuilt.get(resolved.key.discrete(), resolved), mask
     return resolved, mask
 
 

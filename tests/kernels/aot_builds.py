@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from sage_plugin import device
-from sage_plugin.kernels import launch_config
-from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention import dispatch, launch_space
 from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
@@ -385,7 +384,7 @@ def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         config = call.config()
         own = {
             "limit_bytes": call.facts().smem_bytes,
-            "bound_bytes": launch_config.smem_lower_bound(config, call.key()),
+            "bound_bytes": launch_space.smem_lower_bound(config, call.key()),
             "config": config.to_json(),
         }
         for made in builds(call, **options):

@@ -1,4 +1,4 @@
-"""Steps of a policy in pipelines of diffusers, whatever object runs the model and how much of it."""
+"""Steps of a policy in pipelines of diffusers: whatever runs the model, and how many steps."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_only_a_rule_that_is_surely_hidden_is_refused(first, second, hides):
 
 
 @pytest.mark.parametrize("forwards", [1, 2])
-def test_bands_of_steps_change_the_kernel(forwards):
+def test_report_62_bands_of_steps_change_the_kernel(forwards):
     pipe = Loop(forwards=forwards)
     plain = pipe()
     bands = rules(Rule("sdpa", steps=":40%"), Rule("sage", steps="-1:", attention="self"),
@@ -203,7 +203,7 @@ def test_two_transformers_share_the_steps():
     assert steps == {"transformer": {1: (1,)}, "transformer_2": {1: (2, 3)}}
 
 
-def test_layers_kinds_lengths_and_fields_choose_and_the_first_rule_wins():
+def test_report_50_layers_kinds_lengths_and_fields_choose_and_the_first_rule_wins():
     pipe = Loop()
     made = rules(
         Rule("sdpa", layers=("blocks.0.*",)),

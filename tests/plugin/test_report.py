@@ -214,6 +214,9 @@ def test_report_408_a_second_patch_counts_anew(monkeypatch):
         (seen,) = inner.report().rows
         assert (seen.calls, list(seen.fallbacks.values())) == ({"fav2:emulation": 1}, [1])
         assert inner.report().forwards == 2
+        assert list(inner.layers) == ["model"]
+    assert inner.report().rows == (seen,)
+    assert inner.components == {}
     layer(*qkv())
     (seen,) = handle.report().rows
     assert (seen.calls, seen.fallbacks) == ({"sage:emulation": 4}, {})

@@ -60,6 +60,7 @@ class AttentionCall(NamedTuple):
         return_lse: whether the LSE is wanted too.
         window: keys to the left and to the right that a query sees; SDPA knows none.
         packed: ends of the sequences in Q, K and V, if there are several in one.
+        out_dtype: dtype of the output, V's if `None`.
     """
 
     q: torch.Tensor
@@ -76,6 +77,7 @@ class AttentionCall(NamedTuple):
     return_lse: bool = False
     window: tuple[int, int] | None = None
     packed: Packed | None = None
+    out_dtype: torch.dtype | None = None
 
     def factor(self) -> float:
         """Return the factor of the scores before softmax."""
@@ -97,14 +99,32 @@ class AttentionCall(NamedTuple):
         )
 
     def key(self) -> tuple[object, ...]:
-        """Return all that a decision follows from: no data, no strides but those of the mask."""
-        q, k, v, mask, packed = self.q, self.k, self.v, self.attn_mask, self.packed
+        """Return all that an answer follows from: the call without its data.
+
+        True is no number of a window, though it equals 1 and has its hash.
+        """
+        q, k, v, packed = self.q, self.k, self.v, self.packed
         return (
-            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
-            self.dropout_p, self.is_causal, self.layout, self.needs_grad, self.is_special,
-            packed and (packed.cu_seqlens_q.shape, packed.max_seqlen_q, packed.max_seqlen_k),
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            _spec(self.attn_mask), _spec(self.sinks), self.dropout_p, self.is_causal, self.scale,
+            self.layout, self.softcap, self.return_lse, self.out_dtype, self.needs_grad,
+            self.window and (self.window, *map(type, self.window)),
+            packed and (
+                _spec(packed.cu_seqlens_q), _spec(packed.cu_seqlens_k), packed.max_seqlen_q,
+                packed.max_seqlen_k,
+            ),
         )  # fmt: skip
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Return all tensors of the call; Q, K and V alone if there are no others."""
+        packed = self.packed
+        if packed is not None:
+            ends = (packed.cu_seqlens_q, packed.cu_seqlens_k)
+            return (self.q, self.k, self.v, self.attn_mask, self.sinks, *ends)
+        if self.attn_mask is None and self.sinks is None:
+            return (self.q, self.k, self.v)
+        return (self.q, self.k, self.v, self.attn_mask, self.sinks)
 
     def shape(self, mask_kind: str) -> CallShape:
         """Return the shape record of the call."""
@@ -144,6 +164,13 @@ class AttentionCall(NamedTuple):
         """Return the call with inputs of another dtype; fp64 stays, as it does under autocast."""
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (self.q, self.k, self.v))
         return self._replace(q=q, k=k, v=v)
+
+
+def _spec(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return all that is known of a tensor without its data."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

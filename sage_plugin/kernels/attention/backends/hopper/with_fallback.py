@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
+from sage_plugin.kernels.attention.launch_space import default_config
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams
 from sage_plugin.kernels.fallback import FallbackReason
@@ -18,7 +19,7 @@ from sage_plugin.kernels.notice import warn_once
 from sage_plugin.kernels.quantize.operands import QuantizedOperands
 from sage_plugin.kernels.quantize.recipe import Recipe
 from sage_plugin.kernels.quantize.triton.key_mask import by_key
-from sage_plugin.kernels.support import HOPPER_ARCH, default_config
+from sage_plugin.kernels.support import HOPPER_ARCH
 from sage_plugin.schema import LaunchConfig
 
 logger = logging.getLogger(__name__)

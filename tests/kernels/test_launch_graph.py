@@ -1,4 +1,4 @@
-"""Calls repeated from their tape: the numbers of a call that is run anew, and nothing kept."""
+"""Replayed calls: the numbers of a call that is run anew, and no tensor kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from sage_plugin.kernels import launch_config, launch_graph
 from sage_plugin.kernels.attention import executor
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
-from sage_plugin.kernels.contract import AttentionParams, Packed
+from sage_plugin.kernels.contract import Packed
 from tests.kernels.calls import EMULATED, Shape, draw, launch
 from tests.kernels.raw_builds import LAUNCHED, RawKernel
 
@@ -34,30 +34,19 @@ def runs(monkeypatch):
     launch_config.forget()
 
 
-def planned(q, k, v, kernel, **options):
-    return executor.resolve(
-        AttentionCall(q, k, v, window=(-1, -1)),
-        KernelRequest(kernel, "portable", launch(**options)),
-    )
+def call_of(q, k, v, mask=None, **options):
+    """A call with an output of fp32 and its LSE."""
+    given = {"scale": 0.125, "return_lse": True, "out_dtype": torch.float32, **options}
+    return AttentionCall(q, k, v, mask, **given)
 
 
-def called(plan, q, k, v, problem, **options):
-    return executor.run_cached(
-        plan, q, k, v, problem, **{"out_dtype": torch.float32, "return_lse": True, **options}
-    )
+def resolved(call, kernel, **options):
+    return executor.resolve(call, KernelRequest(kernel, "portable", launch(**options)))
 
 
-def fresh(plan, q, k, v, problem, **options):
-    return executor.run_uncached(
-        plan, q, k, v, problem, **{"out_dtype": torch.float32, "return_lse": True, **options}
-    )
-
-
-def repeated(plan, calls, problems, **options):
-    """The third call of a key, which its tape answers, after two with other tensors."""
-    for tensors, problem in zip(calls[:2], problems[:2], strict=True):
-        called(plan, *tensors, problem, **options)
-    return called(plan, *calls[2], problems[2], **options)
+def repeated(known, calls):
+    """The third call of a key, which its launch graph answers, after two with other tensors."""
+    return [known.run_recorded(call) for call in calls][-1]
 
 
 def mask_of(kind, seed):
@@ -77,13 +66,12 @@ def mask_of(kind, seed):
 )
 @pytest.mark.parametrize("kernel", EMULATED)
 def test_the_third_call_is_replayed_with_its_own_tensors(kernel, loads, mask, runs):
-    calls = [draw(SHAPE, torch.float16, seed=seed) for seed in range(3)]
-    problems = [AttentionParams(0.125, False, "bhsd", mask_of(mask, seed)) for seed in range(3)]
-    plan = planned(*calls[0], kernel, loads=loads)
-    out, lse = repeated(plan, calls, problems)
+    calls = [call_of(*draw(SHAPE, torch.float16, seed=n), mask_of(mask, n)) for n in range(3)]
+    known = resolved(calls[0], kernel, loads=loads)
+    out, lse = repeated(known, calls)
     assert runs[-1].endswith("attention_kernel")
     assert len(runs) == {"fav2": 1}.get(kernel, 2) + (mask == "rows") * (1 + (kernel != "fav2"))
-    right, right_lse = fresh(plan, *calls[2], problems[2])
+    right, right_lse = known.run_anew(calls[2])
     assert torch.equal(out, right)
     assert torch.equal(lse, right_lse)
     assert out.stride() == right.stride()
@@ -94,32 +82,33 @@ def test_a_long_call_quantizes_in_two_launches_from_zeroed_counters(runs, monkey
 
     monkeypatch.setattr(prepass, "ONE_LAUNCH_VALUES", 0)
     prepass.plan_of.cache_clear()
-    calls = [draw(Shape(1, 2, 2, 300, 2100, 32), torch.float16, seed=seed) for seed in range(4)]
-    problem = AttentionParams(0.2, False, "bhsd")
-    plan = planned(*calls[0], "fav3_sage")
-    out, _ = repeated(plan, calls, [problem] * 3)
+    shape = Shape(1, 2, 2, 300, 2100, 32)
+    calls = [call_of(*draw(shape, torch.float16, seed=seed)) for seed in range(4)]
+    known = resolved(calls[0], "fav3_sage")
+    out, _ = repeated(known, calls[:3])
     assert runs == ["prepass_kernel", "prepass_kernel", "quantized_attention_kernel"]
-    assert torch.equal(out, fresh(plan, *calls[2], problem)[0])
-    again, _ = called(plan, *calls[3], problem)
-    assert torch.equal(again, fresh(plan, *calls[3], problem)[0])
+    assert torch.equal(out, known.run_anew(calls[2])[0])
+    assert torch.equal(known.run_recorded(calls[3])[0], known.run_anew(calls[3])[0])
     prepass.plan_of.cache_clear()
 
 
 def test_packed_sequences_and_sinks_are_inputs_too(runs):
-    lengths = ([0, 30, 70], [0, 11, 70], [0, 69, 70])
-    calls = [draw(Shape(1, 4, 2, 70, 70, 32), torch.float16, layout="bshd", seed=s)
-             for s in range(3)]  # fmt: skip
-    problems = []
-    for seed, ends in enumerate(lengths):
+    calls = []
+    for seed, ends in enumerate(([0, 30, 70], [0, 11, 70], [0, 69, 70])):
+        q, k, v = draw(Shape(1, 4, 2, 70, 70, 32), torch.float16, layout="bshd", seed=seed)
         sinks = torch.randn(4, generator=torch.Generator().manual_seed(seed))
         cu = [torch.tensor(ends, dtype=torch.int32) for _ in "qk"]
-        problems.append(AttentionParams(0.2, True, "bshd", sinks=sinks, packed=Packed(*cu, 70, 70)))
-    plan = planned(*draw(Shape(1, 4, 2, 70, 70, 32), torch.float16), "sage")
-    out, lse = repeated(plan, calls, problems)
+        packed = Packed(*cu, 70, 70)
+        calls.append(call_of(q, k, v, is_causal=True, layout="bshd", sinks=sinks, packed=packed))
+    known = resolved(calls[0], "sage")
+    out, lse = repeated(known, calls)
     assert runs
-    right, right_lse = fresh(plan, *calls[2], problems[2])
+    right, right_lse = known.run_anew(calls[2])
     assert torch.equal(out, right)
     assert torch.equal(lse, right_lse)
+
+
+APART = torch.empty(1, 4, 70, 128, dtype=torch.float16)[..., :64]
 
 
 @pytest.mark.parametrize(
@@ -128,65 +117,42 @@ def test_packed_sequences_and_sinks_are_inputs_too(runs):
         {"scale": 0.5},
         {"softcap": 3.0},
         {"window": (5, 5)},
-        {"mask": torch.ones(1, 1, 1, 90, dtype=torch.bool)},
+        {"attn_mask": torch.ones(1, 1, 1, 90, dtype=torch.bool)},
+        {"sinks": torch.ones(4)},
+        {"is_causal": True},
+        {"q": APART},
+        {"out_dtype": torch.bfloat16},
+        {"return_lse": False},
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_problem_is_another_key(change, runs):
-    tensors = draw(SHAPE, torch.float16)
-    plan = planned(*tensors, "sage")
-    usual = AttentionParams(0.125, False, "bhsd")
-    repeated(plan, [tensors] * 3, [usual] * 3)
-    runs.clear()
-    other = AttentionParams(**{"scale": 0.125, "causal": False, "layout": "bhsd", **change})
-    out, _ = called(plan, *tensors, other)
-    assert runs == []
-    assert torch.equal(out, fresh(plan, *tensors, other)[0])
-
-
-def test_other_strides_dtypes_and_outputs_are_other_keys(runs):
-    q, k, v = draw(SHAPE, torch.float16)
-    problem = AttentionParams(0.125, False, "bhsd")
-    plan = planned(q, k, v, "fav3_fp8")
-    repeated(plan, [(q, k, v)] * 3, [problem] * 3)
-    runs.clear()
-    apart = torch.empty(1, 4, 70, 128, dtype=q.dtype)[..., :64].copy_(q)
-    for tensors, options in (((apart, k, v), {}), ((q, k, v), {"out_dtype": torch.bfloat16}),
-                             ((q, k, v), {"return_lse": False})):  # fmt: skip
-        out, lse = called(plan, *tensors, problem, **options)
-        right, _ = fresh(plan, *tensors, problem, **options)
-        assert torch.equal(out, right)
-        assert out.dtype == right.dtype
-        assert (lse is None) == (options.get("return_lse") is False)
-    assert runs == []
+def test_another_call_is_another_key(change):
+    call = call_of(*draw(SHAPE, torch.float16))
+    assert call.key() == call_of(*draw(SHAPE, torch.float16, seed=1)).key()
+    assert call._replace(**change).key() != call.key()
 
 
 def test_unaligned_inputs_run_anew(runs):
     q, k, v = draw(SHAPE, torch.float16)
-    problem = AttentionParams(0.125, False, "bhsd")
-    plan = planned(q, k, v, "sage")
-    repeated(plan, [(q, k, v)] * 3, [problem] * 3)
+    known = resolved(call_of(q, k, v), "sage")
+    repeated(known, [call_of(q, k, v)] * 3)
     runs.clear()
     odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
     assert odd.stride() == q.stride()
     assert odd.data_ptr() % launch_graph.POINTER_ALIGNMENT
-    out, _ = called(plan, odd, k, v, problem)
+    out, _ = known.run_recorded(call_of(odd, k, v))
     assert runs == []
-    assert torch.equal(out, fresh(plan, q, k, v, problem)[0])
+    assert torch.equal(out, known.run_anew(call_of(q, k, v))[0])
 
 
 def test_one_tensor_in_two_places_is_not_recorded_as_one(runs):
-    shape = Shape(1, 2, 2, 64, 64, 32)
-    q, k, v = draw(shape, torch.float16)
-    problem = AttentionParams(0.2, False, "bhsd")
-    plan = planned(q, q, v, "sage")
-    for _ in range(3):
-        called(plan, q, q, v, problem)
+    q, k, v = draw(Shape(1, 2, 2, 64, 64, 32), torch.float16)
+    known = resolved(call_of(q, q, v), "sage")
+    repeated(known, [call_of(q, q, v)] * 3)
     assert runs == []
-    for _ in range(2):
-        out, _ = called(plan, q, k, v, problem)
+    out, _ = repeated(known, [call_of(q, k, v)] * 2)
     assert runs
-    assert torch.equal(out, fresh(plan, q, k, v, problem)[0])
+    assert torch.equal(out, known.run_anew(call_of(q, k, v))[0])
 
 
 def test_a_call_with_a_tensor_of_unknown_origin_is_never_replayed(runs, monkeypatch):
@@ -198,11 +164,8 @@ def test_a_call_with_a_tensor_of_unknown_origin_is_never_replayed(runs, monkeypa
         "empty",
         lambda device, dtype, *shape: torch.empty(shape, dtype=dtype),
     )
-    tensors = draw(SHAPE, torch.float16)
-    problem = AttentionParams(0.125, False, "bhsd")
-    plan = planned(*tensors, "sage")
-    for _ in range(4):
-        called(plan, *tensors, problem)
+    call = call_of(*draw(SHAPE, torch.float16))
+    repeated(resolved(call, "sage"), [call] * 4)
     assert runs == []
     assert stock is not launch_graph.empty
 
@@ -211,19 +174,19 @@ def test_a_call_with_a_tensor_of_unknown_origin_is_never_replayed(runs, monkeypa
 def test_a_function_in_place_of_triton_s_hooks_is_one(name, monkeypatch):
     from triton import knobs
 
-    assert not launch_graph.hooked()
+    assert not launch_graph.has_launch_hooks()
     monkeypatch.setattr(knobs.runtime, name, lambda metadata: None)
-    assert launch_graph.hooked()
+    assert launch_graph.has_launch_hooks()
     monkeypatch.setattr(knobs.runtime, name, None)
-    assert not launch_graph.hooked()
+    assert not launch_graph.has_launch_hooks()
 
 
 def test_a_launch_hook_sees_every_launch(runs, monkeypatch):
     from triton import knobs
 
-    tensors, problem = draw(SHAPE, torch.float16), AttentionParams(0.125, False, "bhsd")
-    plan = planned(*tensors, "sage")
-    repeated(plan, [tensors] * 3, [problem] * 3)
+    call = call_of(*draw(SHAPE, torch.float16))
+    known = resolved(call, "sage")
+    repeated(known, [call] * 3)
     runs.clear()
 
     def hook(metadata):
@@ -231,28 +194,28 @@ def test_a_launch_hook_sees_every_launch(runs, monkeypatch):
 
     knobs.runtime.launch_enter_hook.add(hook)
     try:
-        called(plan, *tensors, problem)
+        known.run_recorded(call)
         assert runs == []
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
-    called(plan, *tensors, problem)
+    known.run_recorded(call)
     assert runs
 
 
-def test_a_tape_keeps_no_tensor_alive(runs):
-    tensors, problem = draw(SHAPE, torch.float16), AttentionParams(0.125, False, "bhsd")
-    plan = planned(*tensors, "fav3_sage", loads="descriptor")
-    out, lse = repeated(plan, [tensors] * 3, [problem] * 3)
+def test_recorded_launches_keep_no_tensor_alive(runs):
+    tensors = draw(SHAPE, torch.float16)
+    known = resolved(call_of(*tensors), "fav3_sage", loads="descriptor")
+    out, lse = repeated(known, [call_of(*tensors)] * 3)
     storages = [weakref.ref(t) for t in (*tensors, out, lse)]
     del tensors, out, lse
     gc.collect()
     assert [ref() for ref in storages] == [None] * 5
-    (entry,) = [entry for entry in executor._entries.values() if entry.tape]
-    assert _inside(entry.tape) == []
+    assert known.recorded is not None
+    assert _inside(known.recorded) == []
 
 
 def _inside(record):
-    """The tensors that a tape reaches."""
+    """The tensors that a launch graph reaches."""
     seen, found, todo = set(), [], [record]
     while todo:
         one = todo.pop()
@@ -261,7 +224,7 @@ def _inside(record):
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
             found.append(one)
-        elif isinstance(one, launch_graph.Tape | tuple | list | dict) or hasattr(
+        elif isinstance(one, launch_graph.LaunchGraph | tuple | list | dict) or hasattr(
             one, "block_shape"
         ):
             todo += gc.get_referents(one)
@@ -278,27 +241,6 @@ def test_every_launch_is_one_that_a_tape_knows():
     ]
     assert found == []
     assert "kernel[(programs,)](" in Path(launch_graph.__file__).read_text(encoding="utf-8")
-
-
-def test_forget_drops_tapes(runs):
-    tensors, problem = draw(SHAPE, torch.float16), AttentionParams(0.125, False, "bhsd")
-    plan = planned(*tensors, "sage")
-    repeated(plan, [tensors] * 3, [problem] * 3)
-    assert executor._entries
-    launch_config.forget()
-    assert not executor._entries
-    runs.clear()
-    called(plan, *tensors, problem)
-    assert runs == []
-
-
-def test_tapes_do_not_grow_for_ever(runs, monkeypatch):
-    monkeypatch.setattr(executor._entries, "_limit", 4)
-    problem = AttentionParams(0.125, False, "bhsd")
-    for seq in range(1, 12):
-        tensors = draw(Shape(1, 1, 1, seq, seq, 16), torch.float16)
-        called(planned(*tensors, "fav2"), *tensors, problem)
-        assert 1 <= len(executor._entries) <= 4
 
 
 def test_recordings_of_two_threads_stay_apart(runs):
@@ -346,9 +288,9 @@ def test_pointers_in_tuples_are_found_and_handed_over_in_tuples(monkeypatch):
         scratch = launch_graph.empty(q.device, torch.float32, 32)
         operands = (q, None, scratch[4:])
         launch_graph.launch(kernel, 3, operands, 7, out.stride(), CONFIG=config)
-    tape = launch_graph.tape_of(recorder, [q], (out, None))
+    graph = launch_graph.graph_of(recorder, [q], (out, None))
     other = torch.zeros(64)
-    again, _ = tape.replay([other.data_ptr()])
+    again, _ = graph.replay([other.data_ptr()])
     [((first, nothing, inside), count, strides, constant)] = kernel.given
     assert first == other.data_ptr()
     assert nothing is None
@@ -362,7 +304,7 @@ def test_a_pointer_in_a_tuple_of_a_tuple_is_handed_over_where_it_lay(monkeypatch
     kernel, q = _TupleKernel(), torch.zeros(64)
     with launch_graph.recording() as recorder:
         launch_graph.launch(kernel, 3, ((q,), 1), 7, (1,), CONFIG=0)
-    tape = launch_graph.tape_of(recorder, [q], (torch.zeros(8), None))
+    graph = launch_graph.graph_of(recorder, [q], (torch.zeros(8), None))
     other = torch.zeros(64)
-    tape.replay([other.data_ptr()])
+    graph.replay([other.data_ptr()])
     assert kernel.given == [(((other.data_ptr(),), 1), 7, (1,), 0)]
