@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from sage_plugin.kernels.fallback import Fallback
 from sage_plugin.kernels.launch_config import TUNE_ALL
 
 if TYPE_CHECKING:
@@ -132,13 +133,18 @@ def _what_ran(rows: Sequence[LayerReport]) -> str:
         for rule, seen in row.rule_steps.items():
             steps[rule].update(seen)
     rules = sum((Counter(row.rules) for row in rows), Counter[int]())
+    fallbacks = sum((Counter(row.fallbacks) for row in rows), Counter())
+    left = {reason.detail for reason in fallbacks if reason.cause is Fallback.POLICY}
     for rule, count in sorted(rules.items()):
         at = f" at steps {ranges(sorted(steps[rule]))}" if steps[rule] else ""
-        parts.append(f"rule {rule} x{count}{at}")
+        parts.append(f"rule {rule} x{count}{at}" + (" (not on a kernel)" if rule in left else ""))
     if any(row.timed_calls for row in rows):
         parts.append(f"saved {sum(row.saved_ms for row in rows):.1f} ms")
-    fallbacks = sum((Counter(row.fallbacks) for row in rows), Counter())
-    parts += [f"fallback x{count}: {reason}" for reason, count in fallbacks.items()]
+    parts += [
+        f"fallback x{count}: {reason}"
+        for reason, count in fallbacks.items()
+        if reason.cause is not Fallback.POLICY  # which the rules tell
+    ]
     return "; ".join(parts)
 
 

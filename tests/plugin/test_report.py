@@ -24,6 +24,7 @@ from tests.plugin.toys import Direct, ThreeCalls, ToyAttention, qkv
 from tests.registry import samples
 
 SHORT = FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, 1024)
+BY_RULE = FallbackReason(Fallback.POLICY, 1)
 
 
 def test_counts_are_per_layer_and_survive_unpatch():
@@ -166,22 +167,22 @@ def test_report_407_sums_of_a_group():
     rows = [
         row(
             f"t.blocks.{i}.attn", calls={"fav2:hopper": 4, "sage:hopper": 1},
-            fallbacks={SHORT: 5}, config_sources={"exact": 4, "default": 1}, saved_ms=2.5,
-            timed_calls=4, rules={1: 4, 3: 6}, rule_steps={1: (0, 1), 3: (2, 4)},
+            fallbacks={SHORT: 5, BY_RULE: 2}, config_sources={"exact": 4, "default": 1},
+            saved_ms=2.5, timed_calls=4, rules={1: 2, 3: 6}, rule_steps={1: (0, 1), 3: (2, 4)},
         )
         for i in range(10)
     ]  # fmt: skip
     text = report_with(*rows, forwards=20, steps=10, idle_rules=("rule 2 (sage on *)",)).text()
     assert text.splitlines() == [
-        "50 of 100 calls ran on a kernel (50 %); calls in graphs are not counted",
+        "50 of 120 calls ran on a kernel (42 %); calls in graphs are not counted",
         "about 2.5 ms saved per step over the baseline,",
         "  by the times that tuning took of 40 of the 50 kernel calls",
         "10 calls ran on default configs: record the model with `sage capture`,",
         "  and `sage tune --from-captures` tunes them",
         "t.blocks.*.attn, 10 layers",
-        "  50 of 100 on a kernel; fav2:hopper x40; sage:hopper x10; config exact x40;",
-        "    config default x10; rule 1 x40 at steps 0-1; rule 3 x60 at steps 2, 4; saved",
-        "    25.0 ms; fallback x50: shorter than min_seq 1024",
+        "  50 of 120 on a kernel; fav2:hopper x40; sage:hopper x10; config exact x40;",
+        "    config default x10; rule 1 x20 at steps 0-1 (not on a kernel); rule 3 x60 at",
+        "    steps 2, 4; saved 25.0 ms; fallback x50: shorter than min_seq 1024",
         "never met: rule 2 (sage on *)",
     ]
 

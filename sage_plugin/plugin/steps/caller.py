@@ -27,6 +27,7 @@ _PASSED_OVER = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
 """Folders of code that runs no denoiser of its own: torch, and this package's plug-in."""
+_PLAIN = (torch.Tensor, str, int, float, list, tuple, dict, type(None))
 _SCHEDULER = "scheduler"
 
 
@@ -88,23 +89,23 @@ def loop_of(pipeline: object, module: nn.Module) -> DenoisingLoop | None:
         >>> loop_of(object(), nn.Linear(2, 2)) is None
         True
     """
-    parts = _parts(pipeline)
-    schedulers = schedulers_of(parts)
+    schedulers = schedulers_of(pipeline)
     if not schedulers:
         return None
-    for name, part in parts.items():
-        if isinstance(part, nn.Module) and _inside(part) is module:
-            return DenoisingLoop(name, schedulers, pipeline)
+    for parts in _parts(pipeline):
+        for name, part in parts.items():
+            if isinstance(part, nn.Module) and _inside(part) is module:
+                return DenoisingLoop(name, schedulers, pipeline)
     return None
 
 
 def schedulers_of(pipeline: object) -> dict[str, Any]:
-    """The schedulers of a pipeline, or of its parts by name, that tell their steps."""
-    parts = pipeline if isinstance(pipeline, Mapping) else _parts(pipeline)
+    """The schedulers of a pipeline by name, as far as they tell their steps."""
     return {
         name: part
+        for parts in _parts(pipeline)
         for name, part in parts.items()
-        if isinstance(name, str) and name.endswith(_SCHEDULER) and counts_steps(part)
+        if name.endswith(_SCHEDULER) and counts_steps(part)
     }
 
 
@@ -115,22 +116,21 @@ def _candidates(frame: FrameType | None) -> Iterator[tuple[FrameType, object]]:
         if code.co_argcount and not code.co_filename.startswith(_PASSED_OVER):
             found = frame.f_locals
             for name in code.co_varnames[: min(2, code.co_argcount)]:
-                if name in found:
-                    yield frame, found[name]
+                candidate = found.get(name)
+                if not isinstance(candidate, _PLAIN):
+                    yield frame, candidate
         frame = frame.f_back
 
 
-def _parts(pipeline: object) -> dict[str, Any]:
+def _parts(pipeline: object) -> Iterator[Mapping[str, Any]]:
     """What an object holds by name, what it calls its components included."""
-    try:
-        own = vars(pipeline)
-    except TypeError:
-        return {}
-    parts = dict(own)
-    for further in (own.get("components"), own.get("_modules")):
-        if isinstance(further, Mapping):
-            parts |= further
-    return parts
+    own = getattr(pipeline, "__dict__", None)
+    if not isinstance(own, dict):
+        return
+    yield own
+    for name in ("components", "_modules"):
+        if isinstance(further := own.get(name), dict):
+            yield further
 
 
 def _inside(module: nn.Module) -> nn.Module:
