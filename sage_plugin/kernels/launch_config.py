@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from sage_plugin import settings
+from sage_plugin import files, settings
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.notice import warn_once
@@ -136,10 +135,7 @@ def _pairs(key: CallKey) -> int:
 
 
 def _overridden(config: LaunchConfig, text: str) -> LaunchConfig:
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"SAGE_PLUGIN_LAUNCH is not JSON: {error}") from error
+    fields = files.loads(text, "SAGE_PLUGIN_LAUNCH")
     if not isinstance(fields, dict):
         raise ConfigError(f"SAGE_PLUGIN_LAUNCH is {type(fields).__name__}, expected a JSON object")
     try:

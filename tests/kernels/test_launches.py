@@ -307,7 +307,7 @@ def test_the_override_changes_its_fields_and_no_others(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("num_warps=8", "SAGE_PLUGIN_LAUNCH is not JSON"),
+        ("num_warps=8", "SAGE_PLUGIN_LAUNCH: not valid JSON"),
         ("[1]", "SAGE_PLUGIN_LAUNCH is list, expected a JSON object"),
         ("8", "SAGE_PLUGIN_LAUNCH is int"),
         ('{"BLOCK_M": 64}', "SAGE_PLUGIN_LAUNCH.*unknown field 'BLOCK_M'; allowed: block_m"),

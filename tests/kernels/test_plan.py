@@ -227,7 +227,7 @@ def test_a_wrong_environment_is_an_error_at_every_call(monkeypatch):
     attention()
     for _ in range(2):
         monkeypatch.setenv("SAGE_PLUGIN_LAUNCH", "nonsense")
-        with pytest.raises(ConfigError, match="SAGE_PLUGIN_LAUNCH is not JSON"):
+        with pytest.raises(ConfigError, match="SAGE_PLUGIN_LAUNCH: not valid JSON"):
             attention()
         monkeypatch.setenv("SAGE_PLUGIN_LAUNCH", json.dumps({"block_m": 48}))
         with pytest.raises(ConfigError, match="block_m 48"):

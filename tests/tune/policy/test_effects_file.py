@@ -46,7 +46,7 @@ def test_what_nobody_measured_is_refused_in_one_sentence(tmp_path, text):
 
 def test_missing_and_huge_files_are_refused(tmp_path, monkeypatch):
     for path in (tmp_path, tmp_path / "absent.json"):
-        with pytest.raises(ConfigError, match="cannot be read"):
+        with pytest.raises(ConfigError, match=r"no such file|not a regular file"):
             read(path)
     path = tmp_path / "e.json"
     path.write_text(changed())
