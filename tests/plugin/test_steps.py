@@ -227,6 +227,41 @@ def test_report_403_a_prior_has_the_steps_of_its_own_scheduler():
     assert places(combined.by_itself()) == [(0, 3), (1, 6)]
 
 
+def test_a_block_of_a_pipeline_gets_it_as_an_argument():
+    """As the blocks of modular pipelines do."""
+
+    class Block:
+        def __call__(self, components, steps):
+            return components.loop(components.timesteps(steps), None, True)
+
+    class Bare:
+        """Runs a model that belongs to its argument."""
+
+        def __call__(self, components, timesteps):
+            seen = []
+            for t in timesteps:
+                seen.append(components.unet(t))
+                components.scheduler.step(ZERO, t, ZERO)
+            return seen
+
+    made, _ = sampler()
+    assert places(Block()(made, 4)) == whole(4)
+    other = Sampler(made.unet, FlowMatchEulerDiscreteScheduler())
+    assert places(Bare()(other, other.timesteps(3))) == whole(3)
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "module"])
+def test_a_wrapped_model_is_found_in_the_pipeline(wrapper):
+    made, _ = sampler()
+    around = nn.Module()
+    around.add_module(wrapper, made.unet)
+    around.forward = lambda time: made.unet(time)
+    unet = made.unet
+    other = Sampler(around, FlowMatchEulerDiscreteScheduler())
+    assert places(other(3)) == whole(3)
+    assert unet.tracker.passed == 3
+
+
 def test_of_two_schedulers_the_one_that_began_last_counts():
     made, _ = sampler()
     made.inverse_scheduler = diffusers.DDIMInverseScheduler()
