@@ -191,7 +191,7 @@ def test_report_62_bands_of_steps_change_the_kernel(forwards):
             assert fallbacks == {BY_FIRST_RULE: 2 * f}
     row = next(row for row in handle.report().rows if row.layer.endswith("attn1"))
     assert row.rule_steps == {1: (0, 1), 2: (4,), 3: (2, 3)}
-    assert f"rule 3 x{2 * f} at steps 2-3" in handle.report().text()
+    assert f"rule 3 x{4 * f} at steps 2-3" in handle.report().text()
     assert type(pipe.scheduler) is DDIMScheduler
 
 
@@ -203,7 +203,7 @@ def test_two_transformers_share_the_steps():
     assert steps == {"transformer": {1: (1,)}, "transformer_2": {1: (2, 3)}}
 
 
-def test_layers_kinds_lengths_and_fields_choose_and_the_first_rule_wins():
+def test_report_50_layers_kinds_lengths_and_fields_choose_and_the_first_rule_wins():
     pipe = Loop()
     made = rules(
         Rule("sdpa", layers=("blocks.0.*",)),

@@ -26,6 +26,7 @@ SECTIONS = {
     "G": (81, 82, 84, 85, 86, 88),
     "H": (89, 90, 91, 92, 94, 95, 130),
     "I": (96, 97, 98, 100, 101, 102, 103, 127, 128, 129, 131, 132, 133, 135, 136),
+    "P": tuple(range(400, 409)),
 }
 """The numbers of the collected reports; those that are missing repeat others."""
 

@@ -34,7 +34,7 @@ class Rule(JsonRecord):
     Attributes:
         kernel: `sdpa` for the host's attention, `auto`, or a kernel, also as `kernel:variant`.
         layers: globs of layer paths, with or without the component in front.
-        steps: a band of denoising steps (`band.py`), empty for all.
+        steps: a band of denoising steps (`step_range.py`), empty for all.
         attention: `"self"` (as many queries as keys), `"cross"`, or `"any"`.
         min_seq: fewest queries and keys.
         launch: fields of the launch config that are changed.
