@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,48 +106,66 @@ def _generated(generate: Callable[[type], type | None], original: type) -> type 
 
 
 def _generate(original: type) -> type | None:
-    methods = dict(_methods(original))
-    if not methods or not any("__call__" in vars(cls) for cls in original.__mro__):
+    names = {name for cls in original.__mro__ for name in vars(cls)}
+    if "__call__" not in names or not any(_attends(original, name) for name in names):
         return None
-    entrance = _called(methods.get("__call__", original.__call__))
-    generated = _subclass(original, f"Sage{original.__name__}", {**methods, "__call__": entrance})
+    generated = _subclass(original, f"Sage{original.__name__}", "__call__", _called)
     _register_metadata(original, generated)
     return generated
 
 
 def _generate_module(original: type) -> type | None:
-    forward = getattr(original, "forward", None)
-    if not isinstance(forward, types.FunctionType) or not reaches_attention(forward):
+    if not _attends(original, "forward"):
         return None
-    methods = dict(_methods(original))
-    entrance = _entered(methods.get("forward", forward))
-    namespace = {**methods, "forward": entrance, "__qualname__": original.__qualname__}
-    return _subclass(original, original.__name__, namespace)
+    return _subclass(original, original.__name__, "forward", _entered)
 
 
-def _subclass(original: type, name: str, namespace: dict[str, Any]) -> type:
-    namespace |= {
+def _attends(cls: type, name: str) -> bool:
+    """Whether a method of a class reaches attention, by itself or by `super`."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            function = _function_of(vars(base)[name])
+            if function is not None and reaches_attention(function):
+                return True
+            if function is None or "super" not in function.__code__.co_names:
+                return False
+    return False
+
+
+def _subclass(original: type, name: str, entry: str, entrance: Callable[..., Any]) -> type:
+    """A subclass with our copies of methods, each before the method that it is a copy of.
+
+    Those of a base class lie in a class of ours before it, where `super` comes by.
+    """
+    namespace = _copies(original) | {
         "__module__": original.__module__,
         "__reduce_ex__": _reduce_as_original,
         "__doc__": original.__doc__,
         ORIGINAL: original,
     }
-    return type(original)(name, (original,), namespace)
+    if name == original.__name__:
+        namespace["__qualname__"] = original.__qualname__
+    kind, before = type(original), original.__mro__[1:]
+    mixed_in = (kind(cls.__name__, (cls,), own) for cls in before if (own := _copies(cls)))
+    made: type = kind(name, (original, *mixed_in), namespace)
+    setattr(made, entry, entrance(getattr(made, entry)))
+    return made
 
 
-def _methods(original: type) -> Iterator[tuple[str, Any]]:
-    """Copies of the methods that reach attention."""
-    seen: set[str] = set()
-    for cls in original.__mro__:
-        for name, value in vars(cls).items():
-            if name in seen:
-                continue
-            seen.add(name)
-            bound = isinstance(value, staticmethod | classmethod)
-            function = value.__func__ if bound else value
-            if isinstance(function, types.FunctionType) and reaches_attention(function):
-                copied = redirected(function)
-                yield name, type(value)(copied) if bound else copied
+def _copies(cls: type) -> dict[str, Any]:
+    """Copies of the methods that a class itself has and that reach attention."""
+    made: dict[str, Any] = {}
+    for name, value in vars(cls).items():
+        function = _function_of(value)
+        if function is not None and reaches_attention(function):
+            copied = redirected(function)
+            made[name] = copied if value is function else type(value)(copied)
+    return made
+
+
+def _function_of(value: object) -> types.FunctionType | None:
+    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    return function if isinstance(function, types.FunctionType) else None
 
 
 # `wraps` matters: diffusers drops keyword arguments that `inspect.signature` does not show.
