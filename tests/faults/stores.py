@@ -16,7 +16,7 @@ from sage_plugin.plugin.policy import rules
 from sage_plugin.registry import load
 from sage_plugin.schema import Trial
 from sage_plugin.tune.configs import space_file
-from sage_plugin.tune.policy import effects_file, times_file
+from sage_plugin.tune.policy import sensitivity_file, times_file
 from sage_plugin.tune.run.ledger import Ledger
 from tests.capture.toys import line, shape, tensors
 from tests.faults.registry_writer import write
@@ -132,7 +132,7 @@ LOADERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "policy": ("policy.json", rules.read),
     "space": ("space.json", space_file.read),
     "times": ("times.json", times_file.read),
-    "effects": ("effects.json", effects_file.read),
+    "sensitivity": ("sensitivity.json", sensitivity_file.read),
 }
 """Name of a sound file, and what reads it: its content, or a `SageError`."""
 
@@ -158,11 +158,11 @@ def sound(folder: Path) -> dict[str, bytes]:
     rows = [{**row, "kernel": "sdpa"}, {**row, "kernel": "sage"}]
     files.write_json(made / "times.json", {"device": {"name": "x"}, "tables": [{"rows": rows}]})
     files.write_json(
-        made / "effects.json",
+        made / "sensitivity.json",
         {
             "schema_version": 1,
             "kernel": "sage",
-            "effects": [{"layer": "a", "steps": ":", "rmse": 1}],
+            "cells": [{"layer": "a", "steps": ":", "rmse": 1}],
         },
     )
     found = {name: made / file for name, (file, _) in LOADERS.items() if name != "manifest"}
