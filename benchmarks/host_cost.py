@@ -3,7 +3,7 @@
 Microseconds of the calling thread, medians over all calls of all groups; the variants take turns,
 and the device is waited for after each group, so that no call waits for a place in its queue.
 "outside" is a call of ours less its launches, which hand a build over to the driver
-(`launch_graph.relaunch`) or, where a call is not repeated from its tape, look for it too
+(`launch_graph.relaunch`) or, where a call is not repeated from its launch graph, look for it too
 (`launch_graph.launch`), and the zeroing of counters (`launch_graph.memset`); "above SDPA" is what
 that exceeds a whole call of SDPA by. A replayed CUDA graph runs nothing of ours, as its `launches`
 show.

@@ -8,15 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import math
 import os
+import re
 import secrets
+import shutil
+import stat
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from sage_plugin.errors import ConfigError, OutputError
+from sage_plugin.errors import ConfigError, OutputError, SageError
+
+NO_SUCH_FILE = "no such file"
+NOT_REGULAR = "not a regular file"
+
+STRAY_AGE_S = 3600.0
+"""A temporary file of this age belongs to no writer that is alive."""
+
+LARGEST_INTEGER = 2**63 - 1
+"""No size, count or length of ours is larger, and floats hold its products."""
+
+STANDARD = {"stdout": 1, "stderr": 2}
+DESCRIPTORS = re.compile(r"/dev/(stdout|stderr)|/(?:dev|proc/self)/fd/(\d+)")
 
 
 @contextlib.contextmanager
@@ -24,24 +43,38 @@ def writing(path: Path) -> Iterator[None]:
     """Turn what the system says about writing a file into an `OutputError` that names it."""
     try:
         yield
-    except OutputError:
+    except SageError:
         raise
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+    except (OSError, ValueError) as error:  # a path with NUL is a ValueError
+        raise OutputError(f"{path}: cannot be written ({_reason(error)})") from error
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, follow: bool = True) -> Iterator[Path]:
     """Give a new file to fill, which takes a file's place once all of it is on the disk.
+
+    A device, a pipe or an open descriptor (`/dev/stdout`) is written to and never replaced.
 
     Args:
         path: the file, which need not exist; its folder does.
+        follow: write to what a link points to, as a user means who names one. Without it the link
+            itself is replaced, so that nobody leads us out of a folder of ours.
 
     Yields:
-        An empty file beside it, with the permissions of any new file of this user. An error in the
-        block deletes it and leaves the old file as it was.
+        An empty file, with the permissions of any new file of this user. An error in the block
+        deletes it and leaves the old file as it was.
     """
-    target = path.resolve()
+    stream = _stream_of(path) if follow else None
+    if stream is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            filled = Path(folder) / "content"
+            filled.touch()
+            yield filled
+            with stream as into, open(filled, "rb") as content:
+                shutil.copyfileobj(content, into)
+        return
+    target = Path(os.path.realpath(path) if follow else os.path.abspath(path))
+    remove_strays(target, older_than_s=STRAY_AGE_S)
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     # Not `tempfile`: its files are readable by the owner alone, ours are for all users.
     descriptor = os.open(temporary, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -50,8 +83,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(mode)
-        with open(temporary, "rb") as stream:
-            os.fsync(stream.fileno())
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -59,23 +92,57 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def _stream_of(path: Path) -> BinaryIO | None:
+    """What a path names if that is no file: an open descriptor, a device, a pipe."""
+    number = DESCRIPTORS.fullmatch(str(path))
+    if number is not None:
+        sys.stdout.flush()
+        return open(os.dup(STANDARD.get(number[1]) or int(number[2])), "wb")
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else open(path, "wb")
+
+
+def remove_strays(target: Path, *, older_than_s: float) -> None:
+    """Delete what writers of a file left behind that were killed."""
+    latest = time.time() - older_than_s
+    with contextlib.suppress(OSError):
+        for stray in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+            with contextlib.suppress(OSError):
+                if stray.lstat().st_mtime <= latest:
+                    stray.unlink()
+
+
+def write_atomically(path: Path, content: str | bytes, *, follow: bool = True) -> None:
     """Replace a file's content in one step: a reader sees the old content or the new, never a part.
+
+    Args:
+        path: the file.
+        content: its new content; text is written as UTF-8.
+        follow: as of `replacing`.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    with writing(path), replacing(path) as temporary:
+    with writing(path), replacing(path, follow=follow) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def write_json(path: Path, data: object) -> None:
-    """Replace a JSON file in one step.
+def write_json(path: Path, data: object, *, follow: bool = True) -> None:
+    """Replace a JSON file in one step; arguments and errors as of `write_atomically`."""
+    write_atomically(path, json.dumps(data, indent=1) + "\n", follow=follow)
+
+
+def touch(path: Path, *, new: bool) -> None:
+    """See that a file of ours can be written; make it, if it is to be `new`.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: it cannot, is there already, or is a link.
     """
-    write_atomically(path, json.dumps(data, indent=1) + "\n")
+    with writing(path), open(path, "xb" if new else "ab", opener=_open_itself):
+        pass
 
 
 def append_line(path: Path, line: str) -> None:
@@ -84,9 +151,9 @@ def append_line(path: Path, line: str) -> None:
     A last line that was cut short when a writer died stays a line of its own.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: the file cannot be written, is a link, or no regular file.
     """
-    with writing(path), open(path, "ab+", buffering=0) as stream:
+    with writing(path), open(path, "ab+", buffering=0, opener=_open_itself) as stream:
         end = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, end - 1))
         content = (b"\n" if stream.read(1) not in (b"", b"\n") else b"") + line.encode() + b"\n"
@@ -99,6 +166,13 @@ def append_line(path: Path, line: str) -> None:
             raise
 
 
+def _open_itself(path: str, flags: int) -> int:
+    """Open a file to write that is neither behind a link nor a pipe or a device."""
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise OSError(errno.EINVAL, NOT_REGULAR)
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def read_bytes(path: Path, limit: int, what: str) -> bytes:
     """Read a small file that may come from anywhere.
 
@@ -108,16 +182,55 @@ def read_bytes(path: Path, limit: int, what: str) -> bytes:
         what: what no larger file is, for the error message.
 
     Raises:
-        ConfigError: it cannot be read, or is too large.
+        ConfigError: it cannot be read, is no regular file, or is too large.
     """
-    try:
-        with open(path, "rb") as stream:
-            content = stream.read(limit + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    with _reading(path) as stream:
+        # The size that is asked for is allocated, so not more of it than the file has.
+        content: bytes = stream.read(min(limit, os.fstat(stream.fileno()).st_size) + 1)
     if len(content) > limit:
         raise ConfigError(f"{path}: larger than {limit} bytes, no {what} is")
     return content
+
+
+def read_lines(path: Path, longest: int) -> Iterator[bytes | None]:
+    """Read a file of lines one by one, `None` for each that is longer than `longest` bytes.
+
+    Raises:
+        ConfigError: it cannot be read, or is no regular file.
+    """
+    with _reading(path) as stream:
+        while line := stream.readline(longest + 1):
+            if len(line) <= longest or line.endswith(b"\n"):
+                yield line
+                continue
+            while (rest := stream.readline(longest)) and not rest.endswith(b"\n"):
+                pass
+            yield None
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file; what else a path may name is refused before it is opened."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ConfigError(f"{path}: {NOT_REGULAR}")
+        with open(path, "rb", opener=_open_at_once) as stream:
+            yield stream
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{path}: {NO_SUCH_FILE}") from None
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({_reason(error)})") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting for the other end, should the file have become a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def read_text(path: Path, limit: int, what: str) -> str:
@@ -141,7 +254,8 @@ def loads(text: str, where: str) -> Any:  # noqa: ANN401
         where: the file (and line) that the error message names.
 
     Raises:
-        ConfigError: not JSON, NaN or an infinity, a repeated name, or nesting too deep to read.
+        ConfigError: not JSON, NaN or an infinity, a whole number beyond 64 bits, a repeated name,
+            or nesting too deep to read.
 
     Example:
         >>> loads('{"block_m": 64}', "example")
@@ -152,6 +266,7 @@ def loads(text: str, where: str) -> Any:  # noqa: ANN401
             text,
             parse_constant=_refuse_constant,
             parse_float=_finite,
+            parse_int=_bounded,
             object_pairs_hook=_unique_names,
         )
     except RecursionError:
@@ -183,10 +298,16 @@ def _finite(text: str) -> float:
     return value
 
 
+def _bounded(text: str) -> int:
+    if len(text) > 20 or abs(value := int(text)) > LARGEST_INTEGER:
+        raise ValueError(f"a whole number of {len(text)} digits is too large")
+    return value
+
+
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {twice!r} stands twice in one object")
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"the name {name!r} stands twice in one object")
+        result[name] = value
     return result

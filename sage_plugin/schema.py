@@ -85,6 +85,8 @@ def _checked(where: str, value: object, hint: Any) -> object:  # noqa: ANN401
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where}: got {_kind(value)}, expected a list")
+        if all(type(one) is args[0] for one in value):  # most of a large file
+            return tuple(value)
         return tuple(_checked(f"{where}[{i}]", v, args[0]) for i, v in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):

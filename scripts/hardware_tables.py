@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sage_plugin import device  # noqa: E402
+from sage_plugin.kernels.attention.launch_space import default_config  # noqa: E402
 from sage_plugin.kernels.support import (  # noqa: E402
     ARCHITECTURES,
     HOPPER_ARCH,
     HOPPER_HEAD_DIMS,
     TRITON_KERNELS,
-    default_config,
 )
 
 PAGE = ROOT / "docs" / "hardware.md"

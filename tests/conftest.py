@@ -24,6 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_said() -> None:
+    """Warnings that are said once in a process are said in each test."""
+    from sage_plugin.kernels import notice
+
+    notice.forget()
+
+
 @pytest.fixture
 def interpreted() -> None:
     """Run portable kernels in Triton's interpreter, with casts as a GPU does them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
@@ -120,14 +119,6 @@ class AttentionParams:
     def right(self) -> int:
         """Keys after its own position that a row sees, `UNBOUNDED` for all; 0 if causal."""
         return 0 if self.causal else self.window[1]
-
-
-@functools.lru_cache(maxsize=1024)
-def plain_problem(
-    scale: float, causal: bool, layout: str, window: tuple[int, int], softcap: float
-) -> AttentionParams:
-    """A call without further tensors, of which the same few are made again and again."""
-    return AttentionParams(scale, causal, layout, None, window, softcap)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """What a call does on a GPU, recorded once and repeated for the same call with other tensors.
 
-Python spends some 0.3 ms on a call of a quantised kernel: a dozen allocations and views, and
-Triton's binder, which reads type, value and alignment of each of the 45 to 80 values of a launch to
-find its build. All of it follows from the key of the call. A tape keeps the builds, and for each
-argument its value, or the tensor and the place in it that it points to; a repetition makes one
-allocation for all scratch and hands the builds over to the driver.
+Python spends some 0.3 ms on a call of a quantized kernel: a dozen allocations and views, and
+Triton's binder, which reads type, value and alignment of each value of a launch to find its build.
+All of it follows from the key of the call. A launch graph keeps the builds, and for each argument
+its value, or the tensor and the place in it that it points to; a repetition makes one allocation
+for all scratch and hands the builds over to the driver.
 
-Kernels take part by `launch`, `empty` and `zeros` of this module. A call is not recorded where one
-of its arguments points to anything but its inputs, its outputs and that scratch.
+Kernels take part by `launch`, `empty` and `zeros` of this module. A call is not recorded if one of
+its arguments points to anything but its inputs, its outputs and that scratch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POINTER_ALIGNMENT = 16
 """A build may read so many bytes at once where its pointers were aligned to them."""
 
 MOST_ADDRESSES = 16
-"""Of scratch, for which a tape keeps its arguments; an allocator comes back to a few."""
+"""Of scratch, for which a launch graph keeps its arguments; an allocator comes back to a few."""
 
 _thread = threading.local()
 
@@ -69,14 +69,14 @@ def _noted(scratch: torch.Tensor, *, zeroed: bool) -> torch.Tensor:
 
 
 def aligned(addresses: Sequence[int]) -> bool:
-    """Whether the builds of a tape may read there."""
+    """Whether the builds of a launch graph may read there."""
     together = 0
     for address in addresses:
         together |= address
     return together % POINTER_ALIGNMENT == 0
 
 
-def hooked() -> bool:
+def has_launch_hooks() -> bool:
     """Whether somebody, such as a profiler, wants to hear of Triton's launches."""
     runtime = _runtime()
     return _listens(runtime.launch_enter_hook) or _listens(runtime.launch_exit_hook)
@@ -96,7 +96,7 @@ def _runtime() -> Any:  # noqa: ANN401
 
 
 @dataclass(slots=True)
-class TapeRecorder:
+class LaunchRecorder:
     """What a call did so far.
 
     Attributes:
@@ -112,10 +112,10 @@ class TapeRecorder:
 
 
 @contextmanager
-def recording() -> Iterator[TapeRecorder]:
+def recording() -> Iterator[LaunchRecorder]:
     """Record what this thread launches."""
     before = getattr(_thread, "recorder", None)
-    _thread.recorder = recorder = TapeRecorder()
+    _thread.recorder = recorder = LaunchRecorder()
     try:
         yield recorder
     finally:
@@ -139,7 +139,7 @@ class _Place(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of a tape: a build, its arguments, and which of them are addresses.
+    """One launch of a launch graph: a build, its arguments, and which of them are addresses.
 
     Attributes:
         name: of the kernel.
@@ -184,7 +184,7 @@ class _Form(NamedTuple):
     dtype: torch.dtype
 
 
-class Tape:
+class LaunchGraph:
     """The launches of a call, for tensors of the same shapes, strides, dtypes and alignment."""
 
     def __init__(
@@ -237,10 +237,10 @@ class Tape:
         return pointed
 
 
-def tape_of(
-    recorder: TapeRecorder, inputs: Sequence[torch.Tensor | None], outputs: Outputs
-) -> Tape | None:
-    """The tape of a recorded call, `None` where it cannot be repeated.
+def graph_of(
+    recorder: LaunchRecorder, inputs: Sequence[torch.Tensor | None], outputs: Outputs
+) -> LaunchGraph | None:
+    """The launch graph of a recorded call, `None` where it cannot be repeated.
 
     Args:
         recorder: what it did.
@@ -263,7 +263,7 @@ def tape_of(
     if not launches:
         return None
     forms = (_form(out), None if lse is None else _form(lse))
-    return Tape(launches, forms, sizes, out.device)
+    return LaunchGraph(launches, forms, sizes, out.device)
 
 
 def _stream(device: torch.device) -> int:
@@ -289,7 +289,7 @@ class _Span(NamedTuple):
 
 
 def _map_of(
-    recorder: TapeRecorder, tensors: Sequence[torch.Tensor | None]
+    recorder: LaunchRecorder, tensors: Sequence[torch.Tensor | None]
 ) -> tuple[list[_Span], tuple[int, int]]:
     """What each address of a recorded call is, and the sizes of its scratch.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sage_plugin import device
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.schema import KERNELS, DeviceFacts, LaunchConfig
+from sage_plugin.schema import KERNELS, DeviceFacts
 
 LOWEST_TRITON = "3.6"
 """3.5 does not know sm_121, 3.4 cannot link for AMD, 3.3 has no tensor descriptors."""
@@ -99,70 +99,9 @@ ARCHITECTURES = (
 _ROWS = {name: row for row in ARCHITECTURES for name in row.names}
 
 
-@dataclass(frozen=True, slots=True)
-class Support:
-    """What the table says about one kernel on one device.
-
-    Attributes:
-        kernel: the kernel.
-        variant: the variant that runs; `None` where none does.
-        fp8_dtype: FP8 type that it multiplies, `None` where it does not.
-        launch: default launch config, `None` for torch's own kernels.
-        reason: why none runs, in one sentence.
-    """
-
-    kernel: str
-    variant: str | None
-    fp8_dtype: str | None = None
-    launch: LaunchConfig | None = None
-    reason: str | None = None
-
-
 def architecture(arch: str) -> Architecture | None:
     """The row of an architecture, or `None` where the table has none."""
     return _ROWS.get(arch)
-
-
-def support(
-    kernel: str, facts: DeviceFacts, *, head_dim: int = 128, dtype: str = "bfloat16"
-) -> Support:
-    """The variant, FP8 type and default launch config of a kernel on a device, or why none runs.
-
-    Args:
-        kernel: a name of `schema.KERNELS`.
-        facts: the device.
-        head_dim: head dim of the launch config.
-        dtype: input dtype of the launch config, by torch's name.
-
-    Example:
-        >>> support("sage", device.facts("cpu")).variant
-        'emulation'
-    """
-    if kernel in ("torch", "sdpa"):
-        return Support(kernel, "host")
-    if reason := device_reason(kernel, facts):
-        return Support(kernel, None, reason=str(reason))
-    arch, variant = "emulation", "emulation"
-    if facts.kind != "cpu":
-        arch = facts.arch
-        variant = gpu_variant(kernel, head_dim, hopper_reason(kernel, facts, head_dim))
-    config = default_config(kernel, arch, head_dim, dtype, variant)
-    if config is None:
-        return Support(kernel, None, reason=f"{kernel} takes no head dim {head_dim}")
-    fp8 = facts.fp8_dtype if kernel in FP8_KERNELS else None
-    return Support(kernel, variant, fp8, config)
-
-
-def default_config(
-    kernel: str, arch: str, head_dim: int, dtype: str = "bfloat16", variant: str = "portable"
-) -> LaunchConfig | None:
-    """The default launch config of a call without a mask; `None` where the kernel has none."""
-    from sage_plugin.kernels.attention.search_space import SPACES
-
-    space = SPACES[kernel]
-    element_bytes = 4 if dtype == "float32" else 2
-    region = space.region(arch, head_dim, element_bytes, variant=variant)
-    return None if region is None else region.default
 
 
 HOPPER_ARCH = "sm_90"

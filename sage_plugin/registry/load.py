@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 from pathlib import Path
 
 from sage_plugin import files, settings
@@ -41,9 +41,7 @@ def read(path: str | Path) -> RegistryFile:
         Traceback (most recent call last):
         sage_plugin.errors.ConfigError: no/such/attention.json: no such file
     """
-    path = Path(path)
-    _check_regular(path)
-    return parse(files.read_text(path, MAX_FILE_BYTES, "registry"), str(path))
+    return parse(files.read_text(Path(path), MAX_FILE_BYTES, "registry"), str(path))
 
 
 def parse(text: str, where: str) -> RegistryFile:
@@ -131,7 +129,7 @@ def search_path(
         ('argument', PosixPath('/tmp/mine/nvidia-l4/attention.json'))
     """
     roots = {
-        "argument": None if config_dir is None else Path(config_dir).expanduser(),
+        "argument": None if config_dir is None else Path(os.path.expanduser(config_dir)),
         "env": settings.current().config_dir,
         "user": user_dir(),
         "shipped": shipped_dir(),
@@ -145,12 +143,13 @@ def file_path(root: str | Path, slug: str, family: str = "attention") -> Path:
 
 
 def user_dir() -> Path | None:
-    """The user's folder of configs, or `None` where `platformdirs` is not installed."""
+    """The user's folder of configs; `None` without `platformdirs`, or for a user without a home."""
     try:
         import platformdirs
-    except ImportError:
+
+        return platformdirs.user_config_path("sage_plugin")
+    except (ImportError, RuntimeError, LookupError, OSError):
         return None
-    return platformdirs.user_config_path("sage_plugin")
 
 
 def shipped_dir() -> Path | None:
@@ -163,11 +162,3 @@ def shipped_dir() -> Path | None:
     if (checkout / "pyproject.toml").is_file() and (checkout / "configs").is_dir():
         return checkout / "configs"
     return None
-
-
-def _check_regular(path: Path) -> None:
-    with contextlib.suppress(PermissionError, NotADirectoryError):  # which the reader names
-        if not path.exists():
-            raise ConfigError(f"{path}: no such file")
-        if not path.is_file():
-            raise ConfigError(f"{path}: not a regular file")

@@ -6,13 +6,12 @@ Everything is remembered, misses too: after the first look at a file nothing her
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sage_plugin import settings
+from sage_plugin import files, settings
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import distance, load
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, RegistryEntry, RegistryFile
@@ -132,14 +131,13 @@ def _place_sentence(
     label: str,
     is_legal: IsLegal | None,
 ) -> str:
-    if not path.exists():
-        return "no such file"
     try:
         file = load.read(path)
     except ConfigError as error:
-        return f"passed over, {str(error).removeprefix(f'{path}: ')}"
-    if reason := load.foreign_reason(file, facts, family):
-        return f"passed over, it {reason}"
+        reason = str(error).removeprefix(f"{path}: ")
+        return reason if reason == files.NO_SUCH_FILE else f"passed over, {reason}"
+    if foreign := load.foreign_reason(file, facts, family):
+        return f"passed over, it {foreign}"
     matches = matches_in(file, key, path, label)
     legal = [m for m in matches if is_legal is None or is_legal(m.entry.config)]
     if legal:
@@ -175,16 +173,10 @@ def _file(path: Path, facts: DeviceFacts, family: str) -> RegistryFile | None:
 
 def _read_or_warn(path: Path, facts: DeviceFacts, family: str) -> RegistryFile | None:
     try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        logger.warning("%s: cannot be read (%s); its configs are not used", path, error)
-        return None
-    try:
         file = load.read(path)
     except ConfigError as error:
-        logger.warning("%s; its configs are not used (`sage configs check` says more)", error)
+        if str(error) != f"{path}: {files.NO_SUCH_FILE}":
+            logger.warning("%s; its configs are not used (`sage configs check` says more)", error)
         return None
     if reason := load.foreign_reason(file, facts, family):
         logger.warning("%s: %s; its configs are not used", path, reason)

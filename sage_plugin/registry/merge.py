@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def merge(
 
 
 def _current(path: Path, family: str, facts: DeviceFacts) -> RegistryFile | None:
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     file = load.read(path)
     if reason := load.foreign_reason(file, facts, family):

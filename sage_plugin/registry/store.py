@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,26 +31,19 @@ def locked(path: Path) -> Iterator[None]:
     """
     import filelock
 
-    target = path.resolve()
+    target = Path(os.path.realpath(path))
     lock_path = target.with_name(f"{target.name}.lock")
     with files.writing(path):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(lock_path, timeout=LOCK_TIMEOUT_S):
-                _remove_abandoned(target)
+                files.remove_strays(target, older_than_s=0)  # the lock says that no writer is alive
                 yield
         except filelock.Timeout:
             raise OutputError(
                 f"{path}: another process has held {lock_path.name} for {LOCK_TIMEOUT_S:.0f} s; "
                 "wait for it to end and run the command again"
             ) from None
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Delete temporary files of writers that were killed; the lock says that none is alive."""
-    for stray in target.parent.glob(f".{target.name}.*.tmp"):
-        with contextlib.suppress(OSError):
-            stray.unlink()
 
 
 def _lines(value: object, indent: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,9 +57,9 @@ def registry_files(path: str | Path) -> list[Path]:
         ConfigError: there is nothing at `path`, or a folder without registry files.
     """
     path = Path(path)
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ConfigError(f"{path}: no such file or folder")
     found = sorted({*path.glob("*.json"), *path.glob("*/*.json")})
     if not found:

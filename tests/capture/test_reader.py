@@ -260,7 +260,7 @@ def test_links_that_lead_out_of_the_folder(folder):
 def test_a_pipe_instead_of_a_file(folder):
     (folder / "000001.safetensors").unlink()
     os.mkfifo(folder / "000001.safetensors")
-    assert "no regular file" in one_left(folder)
+    assert "not a regular file" in one_left(folder)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from sage_plugin.capture.store import writer as writer_home
 from sage_plugin.capture.store import writer as writer_module
 from sage_plugin.capture.store.manifest import COUNTS, MANIFEST, CallCounts, read_manifest
 from sage_plugin.capture.store.reader import open_captures
-from sage_plugin.capture.store.writer import HEADER_KEY, CaptureWriter
+from sage_plugin.capture.store.writer import HEADER_KEY, LOCK, CaptureWriter
 from sage_plugin.errors import CaptureError, OutputError
 from tests.capture.toys import line, shape, tensors
 
@@ -26,7 +28,7 @@ def opened(folder, **options) -> CaptureWriter:
 
 
 def names(folder) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    return {path.name for path in folder.iterdir() if path.name != LOCK}
 
 
 def test_a_capture_comes_back(tmp_path):
@@ -146,6 +148,50 @@ def test_overwriting_deletes_what_the_manifest_lists_and_nothing_else(tmp_path):
     again.close(CallCounts(complete=True))
     assert open_captures(folder).records == (new,)
     assert {"notes.txt", "other.safetensors", MANIFEST, COUNTS, new.file} == names(folder)
+
+
+def test_two_recordings_never_share_a_folder(tmp_path):
+    first = opened(tmp_path / "c", overwrite=True)
+    record = first.save(tensors(), line())
+    for overwrite in (False, True):
+        with pytest.raises(CaptureError, match="is being recorded into by another process"):
+            opened(tmp_path / "c", overwrite=overwrite)
+    first.close(CallCounts())
+    assert open_captures(tmp_path / "c").records == (record,)
+    opened(tmp_path / "c", overwrite=True).close(CallCounts())
+    assert open_captures(tmp_path / "c").records == (record,)
+
+
+@pytest.mark.parametrize("fails", ["rename", "manifest", "delete"])
+def test_former_captures_stay_until_a_new_one_is_listed(tmp_path, monkeypatch, fails):
+    folder = tmp_path / "c"
+    writer = opened(folder)
+    old = writer.save(tensors(), line())
+    writer.close(CallCounts())
+    again = opened(folder, overwrite=True)
+
+    def fail(*arguments, **options):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        if fails == "rename":
+            patch.setattr(os, "replace", fail)
+        elif fails == "manifest":
+            patch.setattr(writer_module, "write_manifest", fail)
+        else:
+            patch.setattr(Path, "unlink", fail)
+        if fails == "delete":
+            new = again.save(tensors(1), line(step=5))
+        else:
+            with pytest.raises(OutputError):
+                again.save(tensors(1), line(step=5))
+    listed = (new,) if fails == "delete" else (old,)
+    assert open_captures(folder).records == listed
+    again.close(CallCounts())
+    last = opened(folder, overwrite=True)
+    newest = last.save(tensors(2), line(step=6))
+    last.close(CallCounts())
+    assert names(folder) == {MANIFEST, COUNTS, newest.file}
 
 
 def test_a_manifest_cannot_make_us_delete_other_files(tmp_path):

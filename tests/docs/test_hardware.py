@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from sage_plugin.kernels.attention.launch_space import default_config
 from sage_plugin.kernels.support import (
     ARCHITECTURES,
     LOWEST_TRITON,
     NEWEST_TRITON,
     Architecture,
-    default_config,
     release,
 )
 from tests.kernels.calls import HOPPER

@@ -73,7 +73,7 @@ DIMS = (64, 128)
 def compiled(*calls: dict[str, object]) -> list[dict[str, object]]:
     """What came out of each launch of some calls; a compiler that fails is this test's failure."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.aot_builds", json.dumps(calls)],
+        [sys.executable, "-m", "scripts.aot_builds", json.dumps(calls)],
         cwd=ROOT,
         capture_output=True,
         text=True,

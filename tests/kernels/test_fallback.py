@@ -12,12 +12,12 @@ import torch
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels import launch_config
-from sage_plugin.kernels.attention import dispatch, runtime
+from sage_plugin.kernels.attention import dispatch, launch_space, runtime
 from sage_plugin.kernels.attention.backends.hopper.with_fallback import HopperOrPortable
+from sage_plugin.kernels.attention.launch_space import default_config
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
-from sage_plugin.kernels.support import FP8_KERNELS, default_config
+from sage_plugin.kernels.support import FP8_KERNELS
 from sage_plugin.schema import LaunchConfig
 from tests.kernels.calls import HOPPER, Shape, draw, hopper_launch
 from tests.registry.samples import FACTS
@@ -336,7 +336,7 @@ def test_packed_sequences_go_to_the_portable_variant(on_an_h100):
 def test_the_config_of_a_call_is_that_of_its_variant(kernel, on_an_h100):
     q, k, v = draw(SHAPE, torch.float16)
     prepared = sage_plugin.prepare(q, k, v, kernel=kernel)
-    assert prepared.operands.launch_config.block_m in launch_config.HOPPER_ROWS
+    assert prepared.operands.launch_config.block_m in launch_space.HOPPER_ROWS
     special = sage_plugin.prepare(q, k, v, kernel=kernel, softcap=3.0)
     assert special.operands.launch_config.block_m == 64
     with pytest.raises(UnsupportedInputError, match="cannot run here: block_m 64 is not 128"):

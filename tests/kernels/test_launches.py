@@ -13,6 +13,7 @@ from sage_plugin.cli import app
 from sage_plugin.cli import tune as tune_command
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.kernels import launch_config
+from sage_plugin.kernels.attention import launch_space
 from sage_plugin.registry.merge import merge
 from sage_plugin.schema import CallKey
 from tests.kernels.calls import EMULATED, FP8_WEIGHTS, HOPPER, hopper_launch
@@ -37,8 +38,13 @@ def _alone(monkeypatch, tmp_path):
 
 @pytest.fixture
 def warnings(caplog):
-    caplog.set_level(logging.WARNING, "sage_plugin")
-    return lambda: [record.getMessage() for record in caplog.records]
+    """Messages of a level so far."""
+    caplog.set_level(logging.INFO, "sage_plugin")
+
+    def messages(level="WARNING"):
+        return [r.getMessage() for r in caplog.records if r.levelname == level]
+
+    return messages
 
 
 # -- defaults and candidates ------------------------------------------------------------------
@@ -52,8 +58,8 @@ def test_report_112_every_claimed_call_has_a_legal_default(arch):
         for dim in DIMS:
             for dtype in DTYPES:
                 of = key(kernel=kernel, head_dim=dim, dv=dim, dtype=dtype)
-                default = launch_config.default_launch(of, where)
-                assert launch_config.illegal_reason(default, of, where) is None, (
+                default = launch_space.default_launch(of, where)
+                assert launch_space.illegal_reason(default, of, where) is None, (
                     kernel,
                     dim,
                     dtype,
@@ -66,10 +72,10 @@ def test_candidates_are_legal_distinct_and_start_with_the_default(arch):
     for kernel in claimed(arch):
         for dim in (40, 64, 128, 256):
             of = key(kernel=kernel, head_dim=dim, dv=dim)
-            found = launch_config.candidates(of, where)
-            assert found[0] == launch_config.default_launch(of, where)
+            found = launch_space.candidates(of, where)
+            assert found[0] == launch_space.default_launch(of, where)
             assert len(set(found)) == len(found)
-            assert all(launch_config.illegal_reason(c, of, where) is None for c in found)
+            assert all(launch_space.illegal_reason(c, of, where) is None for c in found)
             if dim <= 128:
                 assert len(found) >= 3, (kernel, dim)
 
@@ -82,13 +88,13 @@ def test_candidates_of_a_hopper_variant_are_legal_and_fit(kernel, dim, dtype, ma
     of = key(
         kernel=kernel, variant="hopper", head_dim=dim, dv=dim, dtype=dtype, mask_kind=mask_kind
     )
-    found = launch_config.candidates(of, FACTS)
-    assert found[0] == launch_config.default_launch(of, FACTS)
+    found = launch_space.candidates(of, FACTS)
+    assert found[0] == launch_space.default_launch(of, FACTS)
     assert len(set(found)) == len(found) >= 3
     for config in found:
-        assert launch_config.illegal_reason(config, of, FACTS) is None
+        assert launch_space.illegal_reason(config, of, FACTS) is None
         # What the bound leaves out takes up to 2 KiB (test_aot_hopper).
-        assert launch_config.smem_lower_bound(config, of) + 2048 <= 232_448
+        assert launch_space.smem_lower_bound(config, of) + 2048 <= 232_448
         assert config.block_m in (128, 192)
         assert config.exp_linear > 0 or kernel not in FP8_WEIGHTS
 
@@ -96,16 +102,18 @@ def test_candidates_of_a_hopper_variant_are_legal_and_fit(kernel, dim, dtype, ma
 def test_a_hopper_variant_has_no_config_elsewhere():
     for arch in ("sm_100", "sm_89"):
         with pytest.raises(ConfigError, match=rf"fav3_sage:hopper has no launch config for {arch}"):
-            launch_config.default_launch(key(variant="hopper"), facts(arch))
+            launch_space.default_launch(key(variant="hopper"), facts(arch))
     for changes in ({"head_dim": 256}, {"mask_kind": "dense"}):
         with pytest.raises(ConfigError, match="fav3_sage:hopper has no launch config for sm_90"):
-            launch_config.default_launch(key(variant="hopper", **changes), FACTS)
+            launch_space.default_launch(key(variant="hopper", **changes), FACTS)
 
 
 def test_a_miss_of_a_hopper_variant_names_it(warnings):
     of = key(variant="hopper")
-    assert launch_config.find_launch(of, FACTS).config == launch_config.default_launch(of, FACTS)
+    assert launch_space.find_launch(of, FACTS).config == launch_space.default_launch(of, FACTS)
     (text,) = warnings()
+    assert "the first of them of fav3_sage:hopper" in text
+    (text,) = warnings("INFO")
     assert "no tuned config for fav3_sage:hopper" in text
     assert "`sage tune --kernel fav3_sage:hopper " in text
 
@@ -113,39 +121,39 @@ def test_a_miss_of_a_hopper_variant_names_it(warnings):
 def test_the_environment_changes_the_fields_of_a_hopper_config(monkeypatch):
     of = key(variant="hopper")
     monkeypatch.setenv("SAGE_PLUGIN_LAUNCH", '{"exp_linear": 6, "pv_flush": 16}')
-    found = launch_config.find_launch(of, FACTS).config
+    found = launch_space.find_launch(of, FACTS).config
     assert (found.exp_linear, found.pv_flush) == (6, 16)
     monkeypatch.setenv("SAGE_PLUGIN_LAUNCH", '{"exp_linear": 7}')
     with pytest.raises(ConfigError, match="cannot run: exp_linear 7 is not"):
-        launch_config.find_launch(of, FACTS)
+        launch_space.find_launch(of, FACTS)
 
 
 def test_a_tuned_config_of_one_variant_is_not_found_for_the_other(tmp_path):
     of, config = key(variant="hopper"), hopper_launch(exp_linear=6, pv_flush=16)
     folder = write(tmp_path, entry(), entry(of, config))
-    assert launch_config.find_launch(of, FACTS, config_dir=folder).config == config
-    assert launch_config.find_launch(KEY, FACTS, config_dir=folder).config == CONFIG
+    assert launch_space.find_launch(of, FACTS, config_dir=folder).config == config
+    assert launch_space.find_launch(KEY, FACTS, config_dir=folder).config == CONFIG
 
 
 def test_illegal_candidates_are_left_out():
     of = key(kernel="sage", head_dim=128, dv=128)
-    small, large = (launch_config.candidates(of, facts(arch)) for arch in ("sm_86", "sm_80"))
+    small, large = (launch_space.candidates(of, facts(arch)) for arch in ("sm_86", "sm_80"))
     assert set(small) < set(large)
-    assert all(launch_config.smem_lower_bound(c, of) <= 99 * KIB for c in small)
+    assert all(launch_space.smem_lower_bound(c, of) <= 99 * KIB for c in small)
 
 
 @pytest.mark.parametrize("kernel", EMULATED)
 def test_an_emulation_has_a_default_and_candidates_everywhere(kernel):
     of = key(kernel=kernel, variant="emulation")
     for where in (CPU, FACTS):
-        assert launch_config.candidates(of, where)[0].loads == "pointer"
-        assert launch_config.candidates(of, where)[0] == launch_config.default_launch(of, CPU)
-    assert len(launch_config.candidates(of, CPU)) == 3
+        assert launch_space.candidates(of, where)[0].loads == "pointer"
+        assert launch_space.candidates(of, where)[0] == launch_space.default_launch(of, CPU)
+    assert len(launch_space.candidates(of, CPU)) == 3
 
 
 def test_a_call_without_any_config_is_an_error_that_says_what_to_do():
     with pytest.raises(ConfigError, match=r"sage:portable has no launch config.*'sdpa'"):
-        launch_config.default_launch(key(kernel="sage", head_dim=512), FACTS)
+        launch_space.default_launch(key(kernel="sage", head_dim=512), FACTS)
 
 
 # -- the command of a miss --------------------------------------------------------------------
@@ -164,41 +172,43 @@ def test_a_call_without_any_config_is_an_error_that_says_what_to_do():
     ids=str,
 )
 def test_the_tune_command_of_a_miss_tunes_that_very_key(of, monkeypatch, tmp_path):
-    assert launch_config.tune_command(of).startswith(f"sage tune --kernel {of.kernel}:portable ")
+    assert launch_space.tune_command(of).startswith(f"sage tune --kernel {of.kernel}:portable ")
     of = CallKey(**{**of.to_json(), "variant": "emulation"})  # which a CPU tunes
     monkeypatch.chdir(tmp_path)
     plans = []
     monkeypatch.setattr(tune_command, "_show_plan", plans.append)
-    program, *words = shlex.split(launch_config.tune_command(of))
+    program, *words = shlex.split(launch_space.tune_command(of))
     assert program == "sage"
     result = CliRunner().invoke(app, [*words, "--dry-run", "--device", "cpu"])
     assert result.exit_code == 0, result.stderr
     assert [study.key for study in plans[0].studies] == [of]
 
 
-def test_a_miss_on_a_gpu_is_warned_about_once(warnings):
-    found = launch_config.find_launch(KEY, FACTS)
+def test_report_406_misses_on_gpus_are_one_warning_a_process_and_a_detail_each(warnings):
+    found = launch_space.find_launch(KEY, FACTS)
     assert found.source == "default"
     assert found.detail == "default of sm_90"
-    assert found.config == launch_config.default_launch(KEY, FACTS)
+    assert found.config == launch_space.default_launch(KEY, FACTS)
     (text,) = warnings()
     assert "fav3_sage:portable" in text
-    assert f"`{launch_config.tune_command(KEY)}`" in text
+    assert "`sage tune --from-captures` fills all" in text
     assert FACTS.name in text
-    launch_config.find_launch(KEY, FACTS)
-    launch_config.find_launch(key(seq_q=2048), FACTS)
-    launch_config.find_launch(key(batch_heads=99), FACTS)
-    assert len(warnings()) == 1
-    launch_config.find_launch(key(causal=True), FACTS)
-    launch_config.find_launch(KEY, facts("sm_89"))
-    assert len(warnings()) == 3
+    (text,) = warnings("INFO")
+    assert f"`{launch_space.tune_command(KEY)}`" in text
+    launch_space.find_launch(KEY, FACTS)
+    launch_space.find_launch(key(seq_q=2048), FACTS)
+    launch_space.find_launch(key(batch_heads=99), FACTS)
+    assert (len(warnings()), len(warnings("INFO"))) == (1, 1)
+    launch_space.find_launch(key(causal=True), FACTS)
+    launch_space.find_launch(KEY, facts("sm_89"))
+    assert (len(warnings()), len(warnings("INFO"))) == (1, 3)
     launch_config.forget()
-    launch_config.find_launch(KEY, FACTS)
-    assert len(warnings()) == 4
+    launch_space.find_launch(KEY, FACTS)
+    assert (len(warnings()), len(warnings("INFO"))) == (1, 4)
 
 
 def test_a_cpu_misses_in_silence(warnings):
-    found = launch_config.find_launch(key(variant="emulation"), CPU)
+    found = launch_space.find_launch(key(variant="emulation"), CPU)
     assert found.source == "default"
     assert warnings() == []
 
@@ -216,54 +226,54 @@ def write(folder, *entries) -> str:
 def test_a_tuned_config_is_found_exactly_and_nearby(tmp_path, warnings):
     other = CONFIG.replaced(num_stages=2)
     folder = write(tmp_path, entry(), entry(key(seq_q=4096, seq_k=4096), other))
-    found = launch_config.find_launch(KEY, FACTS, config_dir=folder)
+    found = launch_space.find_launch(KEY, FACTS, config_dir=folder)
     assert (found.config, found.source) == (CONFIG, "exact")
     assert found.detail == f"argument: {tmp_path / FACTS.slug / 'attention.json'}"
-    near = launch_config.find_launch(key(seq_q=3000, seq_k=3000), FACTS, config_dir=folder)
+    near = launch_space.find_launch(key(seq_q=3000, seq_k=3000), FACTS, config_dir=folder)
     assert (near.config, near.source) == (other, "near")
-    far = launch_config.find_launch(key(seq_q=30000, seq_k=30000), FACTS, config_dir=folder)
+    far = launch_space.find_launch(key(seq_q=30000, seq_k=30000), FACTS, config_dir=folder)
     assert far.source == "default"
     assert len(warnings()) == 1
 
 
 def test_another_devices_configs_are_never_used(tmp_path):
     folder = write(tmp_path, entry())
-    assert launch_config.find_launch(KEY, facts("sm_90"), config_dir=folder).source == "default"
+    assert launch_space.find_launch(KEY, facts("sm_90"), config_dir=folder).source == "default"
 
 
 def test_a_tuned_config_that_this_call_cannot_run_is_passed_over(tmp_path):
     of, config = key(kernel="sage"), CONFIG.replaced(block_n=256, num_stages=8)
-    assert "shared memory" in launch_config.illegal_reason(config, of, FACTS)
+    assert "shared memory" in launch_space.illegal_reason(config, of, FACTS)
     folder = write(tmp_path, entry(of, config))
-    found = launch_config.find_launch(of, FACTS, config_dir=folder)
+    found = launch_space.find_launch(of, FACTS, config_dir=folder)
     assert found.source == "default"
-    assert launch_config.illegal_reason(found.config, of, FACTS) is None
+    assert launch_space.illegal_reason(found.config, of, FACTS) is None
 
 
 def test_what_was_found_is_remembered_until_forgotten(tmp_path):
     folder = write(tmp_path, entry())
     path = tmp_path / FACTS.slug / "attention.json"
-    first = launch_config.find_launch(KEY, FACTS, config_dir=folder)
+    first = launch_space.find_launch(KEY, FACTS, config_dir=folder)
     path.unlink()
-    assert launch_config.find_launch(KEY, FACTS, config_dir=folder) is first
+    assert launch_space.find_launch(KEY, FACTS, config_dir=folder) is first
     launch_config.forget()
-    assert launch_config.find_launch(KEY, FACTS, config_dir=folder).source == "default"
+    assert launch_space.find_launch(KEY, FACTS, config_dir=folder).source == "default"
     write(tmp_path, entry())
-    assert launch_config.find_launch(KEY, FACTS, config_dir=folder).source == "default"
+    assert launch_space.find_launch(KEY, FACTS, config_dir=folder).source == "default"
     launch_config.forget()
-    assert launch_config.find_launch(KEY, FACTS, config_dir=folder).source == "exact"
+    assert launch_space.find_launch(KEY, FACTS, config_dir=folder).source == "exact"
 
 
 def test_the_folder_and_the_device_are_part_of_what_is_remembered(tmp_path):
     folder = write(tmp_path, entry())
-    assert launch_config.find_launch(KEY, FACTS).source == "default"
-    assert launch_config.find_launch(KEY, FACTS, config_dir=folder).source == "exact"
-    assert launch_config.find_launch(KEY, facts("sm_89"), config_dir=folder).source == "default"
+    assert launch_space.find_launch(KEY, FACTS).source == "default"
+    assert launch_space.find_launch(KEY, FACTS, config_dir=folder).source == "exact"
+    assert launch_space.find_launch(KEY, facts("sm_89"), config_dir=folder).source == "default"
 
 
 def test_a_folder_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("SAGE_PLUGIN_CONFIG_DIR", write(tmp_path, entry()))
-    found = launch_config.find_launch(KEY, FACTS)
+    found = launch_space.find_launch(KEY, FACTS)
     assert (found.config, found.source) == (CONFIG, "exact")
     assert found.detail.startswith("env: ")
 
@@ -272,10 +282,10 @@ def test_the_memo_of_a_language_model_does_not_grow_for_ever(monkeypatch):
     monkeypatch.setattr(launch_config, "MEMO_LIMIT", 10)
     of = [key(variant="emulation", seq_k=n) for n in range(1, 36)]
     for one in of:
-        launch_config.find_launch(one, CPU)
+        launch_space.find_launch(one, CPU)
         assert len(launch_config._memo) <= 10
-    last = launch_config.find_launch(of[-1], CPU)
-    assert launch_config.find_launch(of[-1], CPU) is last
+    last = launch_space.find_launch(of[-1], CPU)
+    assert launch_space.find_launch(of[-1], CPU) is last
 
 
 # -- the environment's override ---------------------------------------------------------------
@@ -283,13 +293,13 @@ def test_the_memo_of_a_language_model_does_not_grow_for_ever(monkeypatch):
 
 def test_the_override_changes_its_fields_and_no_others(monkeypatch, tmp_path):
     monkeypatch.setenv("SAGE_PLUGIN_LAUNCH", '{"num_warps": 8, "smooth_k": false}')
-    default = launch_config.default_launch(KEY, FACTS)
-    found = launch_config.find_launch(KEY, FACTS)
+    default = launch_space.default_launch(KEY, FACTS)
+    found = launch_space.find_launch(KEY, FACTS)
     assert found.source == "env"
     assert found.detail == "SAGE_PLUGIN_LAUNCH over default of sm_90"
     assert found.config == default.replaced(num_warps=8, smooth_k=False)
     assert found.config != default
-    tuned = launch_config.find_launch(KEY, FACTS, config_dir=write(tmp_path, entry()))
+    tuned = launch_space.find_launch(KEY, FACTS, config_dir=write(tmp_path, entry()))
     assert tuned.config == CONFIG.replaced(num_warps=8, smooth_k=False)
     assert "over argument: " in tuned.detail
 
@@ -297,7 +307,7 @@ def test_the_override_changes_its_fields_and_no_others(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("num_warps=8", "SAGE_PLUGIN_LAUNCH is not JSON"),
+        ("num_warps=8", "SAGE_PLUGIN_LAUNCH: not valid JSON"),
         ("[1]", "SAGE_PLUGIN_LAUNCH is list, expected a JSON object"),
         ("8", "SAGE_PLUGIN_LAUNCH is int"),
         ('{"BLOCK_M": 64}', "SAGE_PLUGIN_LAUNCH.*unknown field 'BLOCK_M'; allowed: block_m"),
@@ -312,10 +322,10 @@ def test_a_wrong_override_is_an_error_that_names_the_variable(monkeypatch, text,
     monkeypatch.setenv("SAGE_PLUGIN_LAUNCH", text)
     of = key(kernel="sage")
     with pytest.raises(ConfigError, match=words) as error:
-        launch_config.find_launch(of, FACTS)
+        launch_space.find_launch(of, FACTS)
     assert isinstance(error.value, UsageError)
     with pytest.raises(ConfigError):  # an error is not remembered as an answer
-        launch_config.find_launch(of, FACTS)
+        launch_space.find_launch(of, FACTS)
 
 
 def test_a_key_is_hashable_and_equal_by_value():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sage_plugin import device
-from sage_plugin.kernels import launch_config
+from sage_plugin.kernels.attention import launch_space
 from sage_plugin.schema import CallKey, DeviceFacts
 from tests.kernels.calls import EMULATED, HOPPER, hopper_launch, launch
 from tests.kernels.devices import CPU, SMEM_KIB, claimed, facts
@@ -38,7 +38,7 @@ def _newest_triton(monkeypatch):
     ],
 )
 def test_an_illegal_config_has_its_sentence(fields, words):
-    assert words in launch_config.illegal_reason(launch(**fields), KEY, FACTS)
+    assert words in launch_space.illegal_reason(launch(**fields), KEY, FACTS)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def test_an_illegal_config_has_its_sentence(fields, words):
     ids=str,
 )
 def test_the_ends_of_each_range_are_legal(fields):
-    assert launch_config.illegal_reason(launch(**fields), KEY, FACTS) is None
+    assert launch_space.illegal_reason(launch(**fields), KEY, FACTS) is None
 
 
 def test_only_the_unquantized_kernel_takes_sixteen_keys_a_block():
     """INT8 and FP8 products need 32 keys; FP16 ones need 16."""
     config = launch(block_n=16)
-    assert launch_config.illegal_reason(config, key(kernel="fav2"), FACTS) is None
+    assert launch_space.illegal_reason(config, key(kernel="fav2"), FACTS) is None
     for kernel in ("sage", "fav3_sage", "fav3_fp8"):
-        assert "block_n 16" in launch_config.illegal_reason(config, key(kernel=kernel), FACTS)
+        assert "block_n 16" in launch_space.illegal_reason(config, key(kernel=kernel), FACTS)
 
 
 HOPPER_KEY = key(variant="hopper", head_dim=128, dv=128)
@@ -113,7 +113,7 @@ HOPPER_KEY = key(variant="hopper", head_dim=128, dv=128)
     ids=str,
 )
 def test_an_illegal_config_of_the_hopper_variant_has_its_sentence(fields, reason):
-    found = launch_config.illegal_reason(hopper_launch(**fields), HOPPER_KEY, FACTS)
+    found = launch_space.illegal_reason(hopper_launch(**fields), HOPPER_KEY, FACTS)
     assert found == reason or found.startswith(reason)
 
 
@@ -139,18 +139,18 @@ def test_an_illegal_config_of_the_hopper_variant_has_its_sentence(fields, reason
 )
 def test_what_is_legal_for_the_hopper_variant(fields):
     config = hopper_launch(**fields)
-    assert launch_config.illegal_reason(config, HOPPER_KEY, FACTS) is None
+    assert launch_space.illegal_reason(config, HOPPER_KEY, FACTS) is None
     of = key(variant="emulation", head_dim=128, dv=128)
-    assert launch_config.illegal_reason(config, of, CPU) is None
+    assert launch_space.illegal_reason(config, of, CPU) is None
 
 
 def test_an_early_start_is_legal_up_to_64_channels():
     for dim in (33, 40, 64):
         of = key(variant="hopper", head_dim=dim, dv=dim)
-        assert launch_config.illegal_reason(hopper_launch(overlap=True), of, FACTS) is None
+        assert launch_space.illegal_reason(hopper_launch(overlap=True), of, FACTS) is None
     for dim in (65, 80, 128):
         of = key(variant="hopper", head_dim=dim, dv=dim)
-        assert f"at head dim {dim} with" in launch_config.illegal_reason(
+        assert f"at head dim {dim} with" in launch_space.illegal_reason(
             hopper_launch(overlap=True), of, FACTS
         )
 
@@ -158,10 +158,10 @@ def test_an_early_start_is_legal_up_to_64_channels():
 def test_only_fp8_weights_are_linear():
     config, of = hopper_launch(exp_linear=4), key(kernel="sage", variant="hopper")
     reason = "exp_linear needs FP8 weights, which sage has not"
-    assert launch_config.illegal_reason(config, of, FACTS) == reason
+    assert launch_space.illegal_reason(config, of, FACTS) == reason
     of = key(kernel="sage", variant="emulation")
-    assert launch_config.illegal_reason(config, of, FACTS) is not None
-    assert launch_config.illegal_reason(config.replaced(exp_linear=0), of, FACTS) is None
+    assert launch_space.illegal_reason(config, of, FACTS) is not None
+    assert launch_space.illegal_reason(config.replaced(exp_linear=0), of, FACTS) is None
 
 
 @pytest.mark.parametrize(
@@ -169,17 +169,17 @@ def test_only_fp8_weights_are_linear():
 )
 @pytest.mark.parametrize("variant", ["portable", "emulation"])
 def test_the_portable_variant_has_nothing_of_the_hopper_variants(fields, variant):
-    reason = launch_config.illegal_reason(launch(**fields), key(variant=variant), FACTS)
+    reason = launch_space.illegal_reason(launch(**fields), key(variant=variant), FACTS)
     assert reason == "exp_linear, overlap and persistent belong to the Hopper variants"
 
 
 def test_a_config_of_one_variant_is_not_that_of_the_other():
     portable, hopper = key(head_dim=128, dv=128), HOPPER_KEY
-    assert launch_config.illegal_reason(hopper_launch(), portable, FACTS) == (
+    assert launch_space.illegal_reason(hopper_launch(), portable, FACTS) == (
         "block_m 192 is not a power of two between 16 and 256"
     )
-    default = launch_config.default_launch(portable, FACTS)
-    assert launch_config.illegal_reason(default, hopper, FACTS) == "block_m 64 is not 128 or 192"
+    default = launch_space.default_launch(portable, FACTS)
+    assert launch_space.illegal_reason(default, hopper, FACTS) == "block_m 64 is not 128 or 192"
 
 
 @pytest.mark.parametrize("kernel", EMULATED)
@@ -195,13 +195,13 @@ def test_the_emulation_takes_the_default_of_every_variant(kernel, arch):
         for variant in variants:
             named = CallKey(**{**of.to_json(), "variant": variant})
             emulation = CallKey(**{**of.to_json(), "variant": "emulation"})
-            for config in launch_config.candidates(named, where):
-                assert launch_config.illegal_reason(config, emulation, CPU) is None, config
+            for config in launch_space.candidates(named, where):
+                assert launch_space.illegal_reason(config, emulation, CPU) is None, config
 
 
 @pytest.mark.parametrize("arch", SMEM_KIB)
 def test_descriptors_need_tma(arch):
-    reason = launch_config.illegal_reason(launch(loads="descriptor"), KEY, facts(arch))
+    reason = launch_space.illegal_reason(launch(loads="descriptor"), KEY, facts(arch))
     has_tma = arch.startswith("sm_") and arch not in ("sm_80", "sm_86", "sm_87", "sm_89")
     assert reason == (
         None if has_tma else f"loads 'descriptor' needs TMA, which {arch} does not have"
@@ -210,8 +210,8 @@ def test_descriptors_need_tma(arch):
 
 def test_report_109_amd_has_at_most_two_stages():
     for arch in ("gfx942", "gfx1201"):
-        assert launch_config.illegal_reason(launch(num_stages=2), KEY, facts(arch)) is None
-        assert "on AMD is limited to 2" in launch_config.illegal_reason(
+        assert launch_space.illegal_reason(launch(num_stages=2), KEY, facts(arch)) is None
+        assert "on AMD is limited to 2" in launch_space.illegal_reason(
             launch(num_stages=3), KEY, facts(arch)
         )
 
@@ -233,7 +233,7 @@ def test_report_109_amd_has_at_most_two_stages():
 def test_the_shared_memory_that_a_launch_needs_at_least(kernel, dtype, dim, stages, expected):
     config = launch(block_n=64, num_stages=stages)
     of = key(kernel=kernel, dtype=dtype, head_dim=dim, dv=dim)
-    assert launch_config.smem_lower_bound(config, of) == expected
+    assert launch_space.smem_lower_bound(config, of) == expected
 
 
 @pytest.mark.parametrize(
@@ -250,19 +250,17 @@ def test_the_shared_memory_that_a_launch_needs_at_least(kernel, dtype, dim, stag
 )
 def test_the_shared_memory_of_a_hopper_launch(kernel, dim, fields, expected):
     of = key(kernel=kernel, variant="hopper", head_dim=dim, dv=dim)
-    assert launch_config.smem_lower_bound(hopper_launch(**fields), of) == expected
+    assert launch_space.smem_lower_bound(hopper_launch(**fields), of) == expected
 
 
 def test_report_118_a_config_of_a_larger_gpu_is_illegal_on_a_smaller_one():
     config = launch(128, 128, num_stages=3)
     of = key(kernel="fav2", head_dim=128, dv=128)
-    assert launch_config.illegal_reason(config, of, facts("sm_90")) is None
-    assert launch_config.illegal_reason(config, of, facts("sm_89")) == (
+    assert launch_space.illegal_reason(config, of, facts("sm_90")) is None
+    assert launch_space.illegal_reason(config, of, facts("sm_89")) == (
         "needs at least 131072 bytes of shared memory, Test sm_89 has 101376"
     )
-    assert (
-        launch_config.illegal_reason(config, key(kernel="fav2", variant="emulation"), CPU) is None
-    )
+    assert launch_space.illegal_reason(config, key(kernel="fav2", variant="emulation"), CPU) is None
 
 
 @pytest.mark.parametrize(
@@ -279,5 +277,5 @@ def test_options_of_another_vendors_compiler_are_illegal(arch, kind, field, valu
     facts = DeviceFacts("x", "x", kind, arch, 1, 0, 0, "float8_e4m3fn")
     key = CallKey("sage", "portable", 64, 64, "float16", 1, False, "none", "bhsd", 64, 64, 1)
     fine = launch(128, 64, num_stages=1)
-    assert launch_config.illegal_reason(fine, key, facts) is None
-    assert field in launch_config.illegal_reason(fine.replaced(**{field: value}), key, facts)
+    assert launch_space.illegal_reason(fine, key, facts) is None
+    assert field in launch_space.illegal_reason(fine.replaced(**{field: value}), key, facts)

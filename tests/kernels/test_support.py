@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sage_plugin import device
-from sage_plugin.kernels import launch_config
-from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention import dispatch, launch_space
+from sage_plugin.kernels.attention.support_row import Support, support
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.support import (
     ALL,
@@ -18,12 +18,10 @@ from sage_plugin.kernels.support import (
     LOWEST_TRITON,
     NEWEST_TRITON,
     UNQUANTIZED,
-    Support,
     architecture,
     hopper_reason,
     kernels_of,
     release,
-    support,
 )
 from sage_plugin.schema import KERNELS, CallShape, DeviceFacts
 from tests.kernels.calls import HOPPER
@@ -160,14 +158,14 @@ def test_report_118_every_claimed_default_is_legal_where_it_is_claimed():
                         chosen = dispatch.decide(shape, facts(arch), kernel=kernel)
                         for variant in {"portable", chosen.variant}:
                             key = dispatch.call_key(shape, Decision(kernel, variant))
-                            config = launch_config.default_launch(key, facts(arch))
-                            reason = launch_config.illegal_reason(config, key, facts(arch))
+                            config = launch_space.default_launch(key, facts(arch))
+                            reason = launch_space.illegal_reason(config, key, facts(arch))
                             assert reason is None, (arch, key)
                         if mask == "none":
                             found = support(kernel, facts(arch), head_dim=dim, dtype=dtype)
                             key = dispatch.call_key(shape, chosen)
                             assert found.variant == chosen.variant
-                            assert found.launch == launch_config.default_launch(key, facts(arch))
+                            assert found.launch == launch_space.default_launch(key, facts(arch))
                             checked += 1
     assert checked == sum(len(kernels) for kernels, *_ in TABLE.values()) * len(DIMS) * 2
 

@@ -282,6 +282,46 @@ def test_explain_tells_absent_damaged_and_foreign_places(put, tmp_path):
     assert first().endswith("no such file")
 
 
+DAMAGED = {
+    "a number of 400 digits": lambda text: text.replace(
+        '"batch_heads": 16', f'"batch_heads": {10**400}'
+    ),
+    "a name twice": lambda text: text.replace('"family"', '"family": "x", "family"', 1),
+    "nested": lambda text: "[" * 100_000,
+    "no text": lambda text: "\0",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_one_warning_and_a_miss(put, caplog, damage):
+    root = put(samples.file(samples.entry()))
+    path = load.file_path(root, FACTS.slug)
+    text = path.read_text()
+    assert damage(text) != text
+    path.write_text(damage(text))
+    for _ in range(2):
+        assert lookup.find(samples.KEY, facts=FACTS, config_dir=root) is None
+    (warning,) = [r.message for r in caplog.records if str(root) in r.message]
+    assert "its configs are not used" in warning
+    assert "passed over" in lookup.explain(samples.KEY, facts=FACTS, config_dir=root)[0]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyError, OSError])
+def test_a_user_without_a_home_has_no_folder_of_configs(monkeypatch, error):
+    """Such as one of a container whose number is in no list of users."""
+    import platformdirs
+
+    def fail(name):
+        raise error("no home")
+
+    monkeypatch.setattr(platformdirs, "user_config_path", fail)
+    assert load.user_dir() is None
+    places = load.search_path(FACTS.slug, config_dir="~nosuchuser/x")
+    assert places[0][0] == "argument"
+    assert "user" not in [label for label, _ in places]
+    assert lookup.find(samples.KEY, facts=FACTS, config_dir="~nosuchuser/x") is None
+
+
 def test_A8_the_key_is_the_same_in_every_interpreter():
     script = (
         "from tests.registry import samples; import hashlib;"

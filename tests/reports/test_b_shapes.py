@@ -13,8 +13,7 @@ import torch.nn.functional as F
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels import launch_config
-from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention import dispatch, launch_space
 from sage_plugin.schema import CallShape, DeviceFacts
 from tests.kernels.calls import EMULATED, QUANTIZED, Shape, launch
 
@@ -65,7 +64,7 @@ def test_report_30_no_block_is_under_what_a_product_needs(kernel, arch):
     for seq in (1, 8):
         shape = CallShape(1, 1, 1, seq, seq, 64, 64, "float16", False, "none", "bhsd", 0.125)
         key = dispatch.call_key(shape, dispatch.Decision(kernel, "portable"))
-        for config in launch_config.candidates(key, facts(kind, arch)):
+        for config in launch_space.candidates(key, facts(kind, arch)):
             seen += 1
             assert config.block_m >= 16
             assert config.block_n >= smallest

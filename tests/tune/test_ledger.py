@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from sage_plugin.errors import OutputError
 from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 from tests.registry import samples
 
@@ -98,6 +102,33 @@ def test_damaged_lines_are_counted_and_said(fresh, line, caplog):
     assert ledger.all() == [good]
     assert ledger.damaged_lines == len(caplog.records) == 1
     assert "line 1" in caplog.text
+
+
+@pytest.mark.parametrize("finished_at", [1e18, -1e18, 1e300, -1.0])
+def test_a_trial_that_ended_at_no_time_runs_again(fresh, finished_at, caplog):
+    path = fresh()
+    trial = Trial("a", samples.CONFIG, "screen", "ok", extra={"finished_at": finished_at})
+    path.write_text(json.dumps(trial.to_json()) + "\n")
+    assert Ledger(path).all() == []
+    assert "it ended at no time of a calendar" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_ledger_that_is_no_file_is_an_output_error(tmp_path, kind):
+    path = tmp_path / "ledger.jsonl"
+    {"pipe": os.mkfifo, "device": lambda p: p.symlink_to("/dev/zero"), "folder": Path.mkdir}[kind](
+        path
+    )
+    with pytest.raises(OutputError, match="not a regular file"):
+        Ledger(path)
+
+
+def test_ledgers_set_aside_in_one_second_are_all_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder.time, "strftime", lambda *_: "20260101T000000")
+    for text in ("first", "second", "third"):
+        (tmp_path / "ledger.jsonl").write_text(text)
+        run_folder.set_aside(tmp_path)
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["first", "second", "third"]
 
 
 def test_numbers_that_json_cannot_hold_are_left_out(fresh):

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from sage_plugin.errors import ConfigError
 from sage_plugin.schema import LaunchConfig
 from sage_plugin.tune.configs import promote, search
 from sage_plugin.tune.run.runner import Contest
@@ -89,6 +90,16 @@ def test_evidence_is_rounded_and_dated():
     evidence = decide({default: finished}).entry.evidence
     assert evidence.time.median_ms == 1.23457
     assert evidence.date == "2026-09-21"
+
+
+def test_a_ledger_of_other_content_is_refused_in_one_sentence():
+    study, runner = STUDIES[6], ScriptedRunner()
+    screens = {c: runner.screen(study, c, study.default) for c in study.space}
+    configs = search.finalists(screens, study.default, None)
+    finals = {t.config: t for t in runner.race(study, Contest(configs, None, 1.0))}
+    blank = {c: dataclasses.replace(trial, errors=None) for c, trial in screens.items()}
+    with pytest.raises(ConfigError, match=r"holds no errors of it: .* tune again with --fresh"):
+        promote.decide(study, blank, finals, min_gain=0.0, run="r")
 
 
 def test_nothing_raced_is_a_failure_with_its_reasons():

@@ -11,6 +11,8 @@ from sage_plugin.capture.store.paths import file_problem
 from sage_plugin.schema import LAYOUTS, MASK_KINDS, CaptureRecord
 
 MAX_CAPTURE_BYTES = 64 * 2**30
+MOST_TENSORS = 4
+"""Q, K, V and a mask."""
 
 _DIMS = ("batch", "heads_q", "heads_k", "seq_q", "seq_k", "head_dim", "dv")
 _MASKS = {"none": None, "key_bias": "key_bias", "dense": "attn_mask"}
@@ -39,6 +41,10 @@ def capture_problem(folder: Path, record: CaptureRecord) -> str | None:
         if path.stat().st_size > MAX_CAPTURE_BYTES:
             return f"{record.file} is larger than {MAX_CAPTURE_BYTES} bytes"
         with safe_open(path, framework="pt") as file:
+            if len(file.keys()) > MOST_TENSORS:
+                return (
+                    f"{record.file} holds {len(file.keys())} tensors, expected q, k, v and a mask"
+                )
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:

@@ -7,7 +7,6 @@ file, whenever the writer dies. A last line that was cut short is reported and l
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,8 @@ from sage_plugin.schema import FAMILIES, SCHEMA_VERSION, CallShape, CaptureRecor
 MANIFEST = "manifest.jsonl"
 COUNTS = "counts.json"
 MAX_INDEX_BYTES = 64 * 2**20
+MAX_LINE_BYTES = 2**20
+MOST_PROBLEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +94,18 @@ def read_manifest(folder: Path) -> Manifest:
         CaptureError: there is no manifest, it cannot be read, or it has another schema version.
     """
     path = folder / MANIFEST
-    text = _read_text(path)
     records: list[CaptureRecord] = []
     problems: list[str] = []
-    lines = text.split("\n")
+    lines = _read_text(path).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             records.append(_parse_line(line, path))
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, CaptureError):
-                raise
+        except ConfigError as error:
+            if len(problems) == MOST_PROBLEMS:
+                problems.append(f"{MANIFEST} has further damaged lines; the rest is left out")
+                break
             cut = number == len(lines)
             what = "was cut short while it was written" if cut else f"is damaged ({error})"
             problems.append(f"{MANIFEST} line {number} {what}; it is left out")
@@ -118,12 +119,13 @@ def append_record(folder: Path, record: CaptureRecord) -> None:
 
 def write_manifest(folder: Path, records: Iterable[CaptureRecord]) -> None:
     """Replace the manifest by one of these records, all at once."""
-    files.write_atomically(folder / MANIFEST, "".join(_line(record) + "\n" for record in records))
+    text = "".join(_line(record) + "\n" for record in records)
+    files.write_atomically(folder / MANIFEST, text, follow=False)
 
 
 def write_counts(folder: Path, counts: CallCounts) -> None:
     """Replace `counts.json`, all at once."""
-    files.write_json(folder / COUNTS, counts.to_json())
+    files.write_json(folder / COUNTS, counts.to_json(), follow=False)
 
 
 def read_counts(folder: Path) -> CallCounts:
@@ -133,13 +135,12 @@ def read_counts(folder: Path) -> CallCounts:
         CaptureError: it is missing, damaged or of another schema version.
     """
     path = folder / COUNTS
+    text = _read_text(path)
     try:
-        data = json.loads(_read_text(path))
+        data = files.loads(text, "it")
         _check_version(data, path)
         return CallCounts.from_json(data)
-    except CaptureError:
-        raise
-    except (ValueError, RecursionError) as error:
+    except ConfigError as error:
         raise CaptureError(f"{path} is damaged: {error}") from error
 
 
@@ -148,7 +149,9 @@ def _line(record: CaptureRecord) -> str:
 
 
 def _parse_line(line: str, path: Path) -> CaptureRecord:
-    data = json.loads(line)
+    if len(line) > MAX_LINE_BYTES:
+        raise ConfigError(f"longer than {MAX_LINE_BYTES} bytes")
+    data = files.loads(line, "it")
     _check_version(data, path)
     record = CaptureRecord.from_json(data)
     if record.family not in FAMILIES:
@@ -169,8 +172,6 @@ def _check_version(data: object, path: Path) -> None:
 
 def _read_text(path: Path) -> str:
     """The text of an index file that may come from anywhere."""
-    if not os.path.isfile(path):
-        raise CaptureError(f"{path} is missing or no plain file")
     try:
         data = files.read_bytes(path, MAX_INDEX_BYTES, "index of ours")
     except ConfigError as error:

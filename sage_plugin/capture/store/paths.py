@@ -7,6 +7,10 @@ import stat
 from pathlib import Path
 
 SUFFIX = ".safetensors"
+NUMBERED = re.compile(r"\.?\d{6,}\.safetensors(\..*)?")
+"""Names that a writer gives: a capture, or the temporary file of one."""
+
+MOST_CHARACTERS = 300
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -31,16 +35,18 @@ def file_problem(folder: Path, name: str) -> str | None:
         mode = path.stat().st_mode
     except (OSError, RuntimeError) as error:
         return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error}"
-    return None if stat.S_ISREG(mode) else f"{name} is no regular file"
+    return None if stat.S_ISREG(mode) else f"{name} is not a regular file"
 
 
 def printable(text: str) -> str:
-    r"""Text of a foreign file without what a terminal obeys; such characters become escapes.
+    r"""Return text of a foreign file, cut short, and without what a terminal obeys.
 
     Example:
         >>> printable("blocks.0\x1b[2J")
         'blocks.0\\x1b[2J'
     """
+    if len(text) > MOST_CHARACTERS:
+        text = text[:MOST_CHARACTERS] + " ..."
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,18 +163,21 @@ def open_captures(folder: Path | str) -> CaptureFolder:
 
 def _check_is_capture_folder(path: Path) -> None:
     advice = "record one with `sage capture`"
-    if not path.exists():
+    if not os.path.exists(path):
         raise CaptureError(f"{path} does not exist: {advice}")
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise CaptureError(f"{path} is a file, not a capture folder: {advice}")
-    if (path / MANIFEST).exists():
+    if os.path.exists(path / MANIFEST):
         return
-    names = sorted(p.name for p in path.iterdir())
+    try:
+        names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+    except OSError as error:
+        raise CaptureError(f"{path} cannot be read ({error.strerror}): {advice}") from None
     if not names:
         raise CaptureError(f"{path} is empty: {advice}")
     shown = printable(", ".join(names[:3])) + (", ..." if len(names) > 3 else "")
     raise CaptureError(
-        f"{path} holds {shown} but no {MANIFEST}, so it is no capture folder: {advice}"
+        f"{path} holds {shown} but no {MANIFEST}, so it is not a capture folder: {advice}"
     )
 
 

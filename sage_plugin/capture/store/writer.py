@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,11 +25,12 @@ from sage_plugin.capture.store.manifest import (
     write_counts,
     write_manifest,
 )
-from sage_plugin.capture.store.paths import SUFFIX, is_plain_name
+from sage_plugin.capture.store.paths import NUMBERED, SUFFIX, is_plain_name
 from sage_plugin.errors import CaptureError, OutputError
 from sage_plugin.schema import CaptureRecord
 
 HEADER_KEY = "sage_plugin_capture"
+LOCK = ".lock"
 
 
 class CaptureWriter:
@@ -46,7 +48,8 @@ class CaptureWriter:
         self._sizes: dict[str, int] = {}
         self._next = 0
         self._made_folder = False
-        self._stale: tuple[CaptureRecord, ...] | None = None
+        self._stale: tuple[Path, ...] | None = None
+        self._lock: Any = None
 
     @property
     def records(self) -> tuple[CaptureRecord, ...]:
@@ -62,24 +65,51 @@ class CaptureWriter:
         """Make the folder ready, or say why it is not; nothing of anyone else's is touched.
 
         Raises:
-            CaptureError: it holds captures and `overwrite` is off, or other files.
+            CaptureError: it holds captures and `overwrite` is off, or other files, or another
+                recording writes to it.
             OutputError: it cannot be made or written.
         """
         with _writing(self.folder):
-            if self.folder.exists() and not self.folder.is_dir():
+            if os.path.exists(self.folder) and not self.folder.is_dir():
                 raise OutputError(f"{self.folder} is a file: name a folder for the captures")
-            former = (self.folder / MANIFEST).exists()
-            if former:
-                self._stale = self._former_captures()
-            elif self.folder.exists() and _foreign_names(self.folder):
+            manifest = self.folder / MANIFEST
+            if self.folder.exists() and not manifest.exists() and _foreign_names(self.folder):
                 names = ", ".join(_foreign_names(self.folder)[:3])
                 raise CaptureError(
-                    f"{self.folder} is no capture folder and not empty ({names}): name a new folder"
+                    f"{self.folder} is not empty and is not a capture folder ({names}): name a "
+                    "new folder"
                 )
             self._made_folder = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / MANIFEST, "a" if former else "x", encoding="utf-8"):
-                pass  # an index marks the folder as ours, and shows that it can be written
+            self._acquire()
+            try:
+                former = manifest.exists()
+                if former:
+                    self._stale = self._former_files()
+                # An index marks the folder as ours, and shows that it can be written.
+                files.touch(manifest, new=not former)
+            except BaseException:
+                self._release()
+                raise
+
+    def _acquire(self) -> None:
+        """Take the folder for this recording alone; the kernel gives it back if we die."""
+        import filelock
+
+        lock = filelock.FileLock(self.folder / LOCK, timeout=0, thread_local=False)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise CaptureError(
+                f"{self.folder} is being recorded into by another process: wait for it, or name "
+                "another folder"
+            ) from None
+        self._lock = lock
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def save(self, tensors: dict[str, torch.Tensor], record: CaptureRecord) -> CaptureRecord:
         """Write one capture, then its manifest line.
@@ -98,13 +128,14 @@ class CaptureWriter:
         header = {HEADER_KEY: json.dumps({**record.to_json(), "file": path.name})}
         with _writing(self.folder):
             try:
-                with files.replacing(path) as temporary:
+                with files.replacing(path, follow=False) as temporary:
                     save_file(tensors, str(temporary), metadata=header)
                     complete = dataclasses.replace(record, file=path.name, sha256=_hash(temporary))
                     size = temporary.stat().st_size
-                    if self._stale is not None:  # only now, when there is a new capture, whole
-                        self._clear(self._stale)
-                append_record(self.folder, complete)
+                if self._stale is None:
+                    append_record(self.folder, complete)
+                else:
+                    self._replace_former(self._stale, complete)
             except BaseException:
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
@@ -129,33 +160,38 @@ class CaptureWriter:
 
     def close(self, counts: CallCounts) -> None:
         """Write the final counts; without a capture, leave what was there before `open`."""
-        if self._records:
-            self.write_counts(counts)
-        if self._records or self._stale is not None:
-            return
-        with contextlib.suppress(OSError):
-            for name in (COUNTS, MANIFEST):
-                (self.folder / name).unlink(missing_ok=True)
-            if self._made_folder:
-                self.folder.rmdir()
+        try:
+            if self._records:
+                self.write_counts(counts)
+            if self._records or self._stale is not None:
+                return
+            with contextlib.suppress(OSError):
+                for name in (COUNTS, MANIFEST, LOCK):
+                    (self.folder / name).unlink(missing_ok=True)
+                if self._made_folder:
+                    self.folder.rmdir()
+        finally:
+            self._release()
 
-    def _former_captures(self) -> tuple[CaptureRecord, ...]:
-        """The captures that are to be replaced."""
+    def _former_files(self) -> tuple[Path, ...]:
+        """The files that a new recording replaces: former captures, listed or left by a kill."""
         records = read_manifest(self.folder).records
         if not self.overwrite:
             raise CaptureError(
                 f"{self.folder} already holds {len(records)} captures: replace them with "
                 "--overwrite (overwrite=True), or name another folder"
             )
-        return records
+        listed = {r.file for r in records if is_plain_name(r.file)}
+        left = {p.name for p in self.folder.iterdir() if NUMBERED.fullmatch(p.name)}
+        return tuple(self.folder / name for name in (COUNTS, *sorted(listed | left)))
 
-    def _clear(self, stale: tuple[CaptureRecord, ...]) -> None:
-        """Delete what the folder's own manifest listed, and nothing else."""
-        with _writing(self.folder):
-            write_manifest(self.folder, ())
-            for name in (COUNTS, *(r.file for r in stale if is_plain_name(r.file))):
-                (self.folder / name).unlink(missing_ok=True)
+    def _replace_former(self, stale: tuple[Path, ...], record: CaptureRecord) -> None:
+        """List the first new capture in place of all former ones, and only then delete those."""
+        write_manifest(self.folder, (record,))
         self._stale = None
+        for path in stale:
+            with contextlib.suppress(OSError):  # what stays is in no line, and goes the next time
+                path.unlink(missing_ok=True)
 
     def _free_path(self) -> Path:
         """The next numbered name that no file has."""

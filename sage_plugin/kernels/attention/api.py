@@ -15,7 +15,7 @@ from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, decid
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.attention.torch_ops import text_of
-from sage_plugin.kernels.contract import HOST, AttentionParams, Decision, plain_problem
+from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.schema import LaunchConfig
@@ -104,45 +104,29 @@ def attention(
         >>> sage_plugin.attention(q, k, v, padding, kernel="sage").shape
         torch.Size([1, 2, 64, 32])
     """
-    validate.check_out_dtype(out_dtype)
     call = AttentionCall(
         q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout, softcap, sinks,
-        return_lse, window,
+        return_lse, window, out_dtype=out_dtype,
     )  # fmt: skip
     min_seq = min_seq if kernel == "auto" else 0
     if can_bypass_dispatcher(q, k, v, attn_mask, sinks):
         resolved = resolve(call, KernelRequest(kernel, variant, launch, config_dir, min_seq))
         if isinstance(resolved, FallbackReason):
-            return _on_host(call, kernel, resolved, out_dtype)
-        return run(resolved, call, out_dtype)
+            return _on_host(call, kernel, resolved)
+        return run(resolved, call)
     decision, _, mask = decide(call, KernelRequest(kernel, variant, min_seq=min_seq))
     if decision.reason is not None:
-        return _on_host(call, kernel, decision.reason, out_dtype)
-    return run_op(decision, call, mask, launch, config_dir, out_dtype)
+        return _on_host(call, kernel, decision.reason)
+    return run_op(decision, call, mask, launch, config_dir)
 
 
 def run(
-    executor: Executor, call: AttentionCall, out_dtype: torch.dtype | None = None
+    executor: Executor, call: AttentionCall
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Run a resolved call in eager mode; its output, with the LSE if the call wants it.
-
-    Raises:
-        UnsupportedInputError: window, soft cap, scale or sinks that are wrong.
-    """
+    """Run a resolved call in eager mode; its output, with the LSE if the call wants it."""
     if executor.decision.kernel == "sdpa" and _is_plain_sdpa(call):
-        return _sdpa(call, out_dtype)
-    q = call.q
-    sides, cap, factor = validate.checked_rest(
-        q, call.layout, call.window, call.softcap, call.scale, call.sinks
-    )
-    if call.attn_mask is None and call.sinks is None:
-        problem = plain_problem(factor, call.is_causal, call.layout, sides, cap)
-    else:
-        mask = validate.checked_mask(call.attn_mask, q, call.k, call.layout)
-        problem = AttentionParams(factor, call.is_causal, call.layout, mask, sides, cap, call.sinks)
-    out, lse = executor.run(
-        q, call.k, call.v, problem, out_dtype=out_dtype, return_lse=call.return_lse
-    )
+        return _sdpa(call)
+    out, lse = executor.run(call)
     return out if lse is None else (out, lse)
 
 
@@ -152,7 +136,6 @@ def run_op(
     mask: torch.Tensor | None,
     launch: LaunchConfig | None = None,
     config_dir: str | None = None,
-    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Run a decided call as a torch op, which compilers, modes and transforms see; traceable.
 
@@ -162,13 +145,12 @@ def run_op(
         mask: its mask as `mask.normalized` leaves it.
         launch: launch config in place of the looked-up one.
         config_dir: folder of configs searched first.
-        out_dtype: dtype of the output.
 
     Raises:
         UnsupportedInputError: a kernel that needs a GPU, or an illegal launch config.
     """
     if decision.kernel == "sdpa" and _is_plain_sdpa(call):
-        return _sdpa(call, out_dtype)
+        return _sdpa(call)
     q = call.q
     sides, cap, factor = validate.checked_rest(
         q, call.layout, call.window, call.softcap, call.scale, call.sinks
@@ -180,25 +162,25 @@ def run_op(
     result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = op(
         q, call.k, call.v, mask, call.sinks, factor, call.is_causal, sides[0], sides[1], cap,
         decision.kernel, decision.variant, call.layout, text_of(launch),
-        str(config_dir or ""), out_dtype,
+        str(config_dir or ""), call.out_dtype,
     )  # fmt: skip
     return result
 
 
 def _on_host(
-    call: AttentionCall, kernel: str, reason: FallbackReason, out_dtype: torch.dtype | None
+    call: AttentionCall, kernel: str, reason: FallbackReason
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Leave a call to the host's attention, if no kernel was asked for by name."""
     if kernel != "auto":
         raise validate.refusal(kernel, reason)
     if _is_plain_sdpa(call):
-        return _sdpa(call, out_dtype)
+        return _sdpa(call)
     if can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):
         executor = resolve(call, HOST_REQUEST)
         assert isinstance(executor, Executor), "the host's attention takes every call"
-        return run(executor, call, out_dtype)
+        return run(executor, call)
     mask = validate.checked_mask(call.attn_mask, call.q, call.k, call.layout)
-    return run_op(Decision("sdpa", HOST), call, mask, out_dtype=out_dtype)
+    return run_op(Decision("sdpa", HOST), call, mask)
 
 
 def _is_plain_sdpa(call: AttentionCall) -> bool:
@@ -215,7 +197,7 @@ def _is_plain_sdpa(call: AttentionCall) -> bool:
     return flows or not (call.return_lse or call.softcap or call.sinks is not None)
 
 
-def _sdpa(call: AttentionCall, out_dtype: torch.dtype | None) -> torch.Tensor:
+def _sdpa(call: AttentionCall) -> torch.Tensor:
     sides, cap, factor = validate.checked_rest(
         call.q, call.layout, call.window, call.softcap, call.scale, call.sinks
     )
@@ -226,4 +208,4 @@ def _sdpa(call: AttentionCall, out_dtype: torch.dtype | None) -> torch.Tensor:
         call.q, call.k, call.v, mask, call.dropout_p, call.is_causal, factor, call.enable_gqa,
         layout=call.layout, window=sides, softcap=cap, sinks=call.sinks,
     )  # fmt: skip
-    return out if out_dtype is None else out.to(out_dtype)
+    return out if call.out_dtype is None else out.to(call.out_dtype)

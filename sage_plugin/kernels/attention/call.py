@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.mask import MASK_DTYPES, normalized
@@ -15,6 +16,9 @@ from sage_plugin.schema import CallShape, LaunchConfig
 TENSOR_SUBCLASS = FallbackReason(Fallback.TENSOR_SUBCLASS)
 MASK_SHAPE = FallbackReason(Fallback.MASK_SHAPE)
 MASK_DEVICE = FallbackReason(Fallback.MASK_DEVICE)
+
+TRACERS = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
+"""Where torch has the tensors that stand for others while it traces."""
 
 _DTYPE_NAMES = {
     dtype: str(dtype).removeprefix("torch.")
@@ -60,6 +64,7 @@ class AttentionCall(NamedTuple):
         return_lse: whether the LSE is wanted too.
         window: keys to the left and to the right that a query sees; SDPA knows none.
         packed: ends of the sequences in Q, K and V, if there are several in one.
+        out_dtype: dtype of the output, V's if `None`.
     """
 
     q: torch.Tensor
@@ -76,6 +81,7 @@ class AttentionCall(NamedTuple):
     return_lse: bool = False
     window: tuple[int, int] | None = None
     packed: Packed | None = None
+    out_dtype: torch.dtype | None = None
 
     def factor(self) -> float:
         """Return the factor of the scores before softmax."""
@@ -97,14 +103,32 @@ class AttentionCall(NamedTuple):
         )
 
     def key(self) -> tuple[object, ...]:
-        """Return all that a decision follows from: no data, no strides but those of the mask."""
-        q, k, v, mask, packed = self.q, self.k, self.v, self.attn_mask, self.packed
+        """Return all that an answer follows from: the call without its data.
+
+        True is no number of a window, though it equals 1 and has its hash.
+        """
+        q, k, v, packed = self.q, self.k, self.v, self.packed
         return (
-            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
-            self.dropout_p, self.is_causal, self.layout, self.needs_grad, self.is_special,
-            packed and (packed.cu_seqlens_q.shape, packed.max_seqlen_q, packed.max_seqlen_k),
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            _spec(self.attn_mask), _spec(self.sinks), self.dropout_p, self.is_causal, self.scale,
+            self.layout, self.softcap, self.return_lse, self.out_dtype, self.needs_grad,
+            self.window and (self.window, *map(type, self.window)),
+            packed and (
+                _spec(packed.cu_seqlens_q), _spec(packed.cu_seqlens_k), packed.max_seqlen_q,
+                packed.max_seqlen_k,
+            ),
         )  # fmt: skip
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Return all tensors of the call; Q, K and V alone if there are no others."""
+        packed = self.packed
+        if packed is not None:
+            ends = (packed.cu_seqlens_q, packed.cu_seqlens_k)
+            return (self.q, self.k, self.v, self.attn_mask, self.sinks, *ends)
+        if self.attn_mask is None and self.sinks is None:
+            return (self.q, self.k, self.v)
+        return (self.q, self.k, self.v, self.attn_mask, self.sinks)
 
     def shape(self, mask_kind: str) -> CallShape:
         """Return the shape record of the call."""
@@ -146,18 +170,35 @@ class AttentionCall(NamedTuple):
         return self._replace(q=q, k=k, v=v)
 
 
+def _spec(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return all that is known of a tensor without its data."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is torch's own and no subclass with a behavior of its own."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    """Return whether a tensor is torch's own and no subclass with a behavior of its own.
+
+    So are those with which torch itself traces a graph, as an export that is not strict does.
+    """
+    kind = type(tensor)
+    return kind in (torch.Tensor, torch.nn.Parameter) or (
+        torch.compiler.is_compiling() and kind.__module__ in TRACERS
+    )
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether a gradient has to flow through a call with these tensors."""
+    """Return whether a gradient has to flow through a call with these tensors, back or forward."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
-    return False
+    return forward_ad._current_level >= 0 and any(map(_has_tangent, tensors))
+
+
+def _has_tangent(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def shape_of(

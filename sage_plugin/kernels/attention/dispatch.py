@@ -10,16 +10,16 @@ import torch
 
 from sage_plugin import device, settings
 from sage_plugin.errors import UnknownKernelError
-from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
-from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.kernels.launch_config import (
+from sage_plugin.kernels.attention.launch_space import (
     candidates,
     default_launch,
     find_launch,
-    forget,
     illegal_reason,
     tune_command,
 )
+from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.launch_config import forget
 from sage_plugin.kernels.support import (
     TRITON_KERNELS,
     device_reason,

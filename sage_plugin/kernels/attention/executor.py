@@ -1,15 +1,15 @@
 """Resolve a call before its data is touched, once per key, and run it from its recorded launches.
 
-The key is all that the answers follow from: shapes, dtypes and devices of the tensors, what was
-asked for, and the environment. A call of a known key costs one look at a dict and its launches;
-`dispatch.forget` drops them all.
+The key is all that the answers follow from: shapes, strides, dtypes and devices of the tensors, the
+numbers of the call, what was asked for, and the environment. A call of a known key costs one look
+at a dict and its launches; `dispatch.forget` drops them all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,13 +26,20 @@ from sage_plugin.kernels.contract import (
 )
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.launch_config import Memo
-from sage_plugin.kernels.launch_graph import Outputs, Tape, aligned, hooked, recording, tape_of
+from sage_plugin.kernels.launch_graph import (
+    LaunchGraph,
+    Outputs,
+    aligned,
+    graph_of,
+    has_launch_hooks,
+    recording,
+)
 from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.schema import CallKey, CallShape, LaunchConfig
 
 
-class Executor(NamedTuple):
-    """What runs the calls of one key.
+class Executor:
+    """What runs the calls of one key: the decision, the config, and the launches once recorded.
 
     Attributes:
         decision: kernel and variant.
@@ -40,33 +47,72 @@ class Executor(NamedTuple):
         launch: the launch config that was given or found; `None` where nothing is tuned.
         found: where the launch config came from, `None` where it was given or nothing is tuned.
         key: the call key of its look-up, `None` where nothing is tuned.
+        recorded: the launches, once a call was worth recording.
     """
 
-    decision: Decision
-    kernel: Implementation[Any]
-    launch: LaunchConfig | None
-    found: ResolvedConfig | None = None
-    key: CallKey | None = None
+    __slots__ = ("_calls", "_numbers", "decision", "found", "kernel", "key", "launch", "recorded")
 
-    def run(
+    def __init__(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        problem: AttentionParams,
-        *,
-        out_dtype: torch.dtype | None,
-        return_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run both steps at once; on a GPU from the recorded launches, once there are any."""
-        on_gpu = self.decision.variant in ON_GPUS and q.device.type != "cpu"
-        both = run_cached if on_gpu else run_uncached
-        out, lse = both(self, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
-        return (runtime.as_promised(q, out) if self.decision.variant == HOST else out), lse
+        decision: Decision,
+        kernel: Implementation[Any],
+        numbers: AttentionParams,
+        launch: LaunchConfig | None = None,
+        found: ResolvedConfig | None = None,
+        key: CallKey | None = None,
+    ) -> None:
+        self.decision, self.kernel = decision, kernel
+        self.launch, self.found, self.key = launch, found, key
+        self.recorded: LaunchGraph | None = None
+        self._numbers, self._calls = numbers, 0
 
+    def params(self, call: AttentionCall) -> AttentionParams:
+        """Return a call but for Q, K and V as kernels take it."""
+        if call.attn_mask is None and call.sinks is None and call.packed is None:
+            return self._numbers
+        mask = validate.checked_mask(call.attn_mask, call.q, call.k, call.layout)
+        return dataclasses.replace(self._numbers, mask=mask, sinks=call.sinks, packed=call.packed)
+
+    def run(self, call: AttentionCall) -> Outputs:
+        """Run a call of this key, on a GPU from the recorded launches once there are any."""
+        if self.decision.variant in ON_GPUS and call.q.device.type != "cpu":
+            return self.run_recorded(call)
+        out, lse = self.run_anew(call)
+        return (runtime.as_promised(call.q, out) if self.decision.variant == HOST else out), lse
+
+    def run_recorded(self, call: AttentionCall) -> Outputs:
+        """Run a call: the first of a key as it is, the second recorded, all others replayed."""
+        inputs = call.tensors()
+        addresses = [0 if t is None else t.data_ptr() for t in inputs]
+        if self._calls == 0 or has_launch_hooks() or not aligned(addresses):
+            self._calls = max(1, self._calls)
+            return self.run_anew(call)
+        if self.recorded is not None:
+            with runtime.on_device(call.q.device):
+                return self.recorded.replay(addresses)
+        if self._calls > 1 or not _no_aliasing(addresses):
+            return self.run_anew(call)
+        with recording() as recorder:
+            outputs = self.run_anew(call)
+        self.recorded, self._calls = graph_of(recorder, inputs, outputs), 2
+        return outputs
+
+    def run_anew(self, call: AttentionCall) -> Outputs:
+        """Run both steps of a call, one after the other."""
+        with runtime.on_device(call.q.device), runtime.without_autocast(call.q.device):
+            operands = self.kernel.prepare(
+                call.q, call.k, call.v, problem=self.params(call), launch=self.launch
+            )
+            return self.kernel.launch(
+                operands, out_dtype=call.out_dtype, return_lse=call.return_lse
+            )
+
+
+MOST_EXECUTORS = 1024
+"""About 10 KB each. During decoding every token has a new length, which all layers share."""
 
 Resolved = Executor | FallbackReason
-_resolved: Memo[Resolved] = Memo()
+_resolved: Memo[Resolved] = Memo(MOST_EXECUTORS)
 
 HOST_REQUEST = KernelRequest("sdpa")
 """The host's attention as one of our kernels, for what SDPA does not know."""
@@ -78,13 +124,13 @@ def resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
     The answer is remembered by all that it follows from, the environment too.
 
     Raises:
-        UnsupportedInputError: tensors that do not fit together, a kernel that needs a GPU, or a
+        UnsupportedInputError: arguments that do not fit together, a kernel that needs a GPU, or a
             launch config that is not legal.
         UnknownKernelError: no kernel or variant of that name.
         ConfigError: the environment's launch config is not legal.
     """
-    key = (call.key(), request, settings.of_calls())
     try:
+        key = (call.key(), request, settings.of_calls())
         answer = _resolved.get(key)
     except TypeError:  # an argument without a hash
         return _resolve(call, request)
@@ -106,6 +152,7 @@ def decide(
         UnknownKernelError: no kernel or variant of that name.
     """
     q, k, v = call.q, call.k, call.v
+    validate.check_out_dtype(call.out_dtype)
     validate.check_tensors(q, k, v, call.layout)
     validate.check_dtypes(q, k, v)
     mask = validate.checked_mask(call.attn_mask, q, k, call.layout)
@@ -126,123 +173,42 @@ def decide(
 
 def _resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
     decision, shape, _ = decide(call, request)
-    return decision.reason or build_executor(decision, shape, call.q.device, request)
-
-
-def build_executor(
-    decision: Decision, shape: CallShape, device: torch.device, request: KernelRequest
-) -> Resolved:
-    """Build what runs a decision, or say why its launch config cannot be changed so.
-
-    Raises:
-        UnsupportedInputError: the kernel needs a GPU, or the launch config is not legal.
-        ConfigError: the environment's launch config is not legal.
-    """
+    if decision.reason is not None:
+        return decision.reason
+    device = call.q.device
     launch = None if decision.kernel == "sdpa" else request.launch
     validate.check_runnable(decision, device, shape, launch)
     facts = dispatch.facts_of(device.type, device.index)
-    kernel = runtime.built(decision, facts)
+    kernel, numbers = runtime.built(decision, facts), _numbers_of(call)
     if launch is not None or decision.variant == HOST:
-        return Executor(decision, kernel, launch)
+        return Executor(decision, kernel, numbers, launch)
     key = dispatch.call_key(shape, decision)
     config_dir = str(request.config_dir) if request.config_dir else None
     found = dispatch.find_launch(key, facts, config_dir=config_dir)
     if not request.changes:
-        return Executor(decision, kernel, found.config, found, key)
+        return Executor(decision, kernel, numbers, found.config, found, key)
     config = found.config.replaced(**dict(request.changes))
     illegal = dispatch.illegal_reason(config, key, facts)
     if illegal is not None:
         return FallbackReason(Fallback.ILLEGAL_CONFIG, illegal)
-    return Executor(decision, kernel, config, None, key)
+    return Executor(decision, kernel, numbers, config, None, key)
 
 
-MOST_TAPES = 1024
-"""Some 10 KB each; a language model meets a new length a token, and each in all of its layers."""
+def _numbers_of(call: AttentionCall) -> AttentionParams:
+    """Return what kernels take of a call besides its tensors.
 
-
-class _Entry(NamedTuple):
-    """What is known of a key.
-
-    Attributes:
-        plan: kept alive, since its identity is part of the key.
-        tape: its tape, if it has one.
-        recordable: whether a call is worth recording.
+    Raises:
+        UnsupportedInputError: window, soft cap, scale or sinks that are wrong.
     """
-
-    plan: Executor
-    tape: Tape | None
-    recordable: bool
-
-
-_entries: Memo[_Entry] = Memo(MOST_TAPES)
-
-
-def run_uncached(
-    plan: Executor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    problem: AttentionParams,
-    *,
-    out_dtype: torch.dtype | None,
-    return_lse: bool,
-) -> Outputs:
-    """Both steps of a call, one after the other."""
-    with runtime.on_device(q.device), runtime.without_autocast(q.device):
-        asked = dataclasses.replace(problem, lse=return_lse)
-        operands = plan.kernel.prepare(q, k, v, problem=asked, launch=plan.launch)
-        return plan.kernel.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
-
-
-def run_cached(
-    plan: Executor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    problem: AttentionParams,
-    *,
-    out_dtype: torch.dtype | None,
-    return_lse: bool,
-) -> Outputs:
-    """A call on a GPU: the first of its key as it is, the second recorded, the others replayed."""
-    others = _extra_tensors(problem)
-    addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
-    addresses += [0 if t is None else t.data_ptr() for t in others]
-    key = (
-        id(plan), q.stride(), k.stride(), v.stride(), problem.scale, problem.window,
-        problem.softcap, tuple([_tensor_spec(t) for t in others]), out_dtype, return_lse,
-    )  # fmt: skip
-    entry = _entries.get(key)
-    if entry is None:
-        _entries.keep(key, _Entry(plan, None, True))
-    elif entry.tape is not None and aligned(addresses) and not hooked():
-        with runtime.on_device(q.device):
-            return entry.tape.replay(addresses)
-    elif entry.recordable and aligned(addresses) and _no_aliasing(addresses) and not hooked():
-        with recording() as recorder:
-            outputs = run_uncached(
-                plan, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse
-            )
-        tape = tape_of(recorder, (q, k, v, *others), outputs)
-        _entries.keep(key, _Entry(plan, tape, recordable=False))
-        return outputs
-    return run_uncached(plan, q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+    window, softcap, scale = validate.checked_rest(
+        call.q, call.layout, call.window, call.softcap, call.scale, call.sinks
+    )
+    return AttentionParams(
+        scale, call.is_causal, call.layout, None, window, softcap, lse=call.return_lse
+    )
 
 
 def _no_aliasing(addresses: Sequence[int]) -> bool:
-    """Whether no two inputs lie at one address, which a tape could not tell from one input."""
+    """Whether no two inputs lie at one address, which a recording cannot tell apart."""
     given = [address for address in addresses if address]
     return len(set(given)) == len(given)
-
-
-def _extra_tensors(problem: AttentionParams) -> tuple[torch.Tensor | None, ...]:
-    """The inputs of a call besides Q, K and V; none of them where all would be `None`."""
-    mask, sinks, packed = problem.mask, problem.sinks, problem.packed
-    if packed is not None:
-        return mask, sinks, packed.cu_seqlens_q, packed.cu_seqlens_k
-    return () if mask is None and sinks is None else (mask, sinks)
-
-
-def _tensor_spec(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
-    """All that launches read of a tensor but its address."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)

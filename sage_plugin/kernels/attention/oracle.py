@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sage_plugin.kernels.attention.sequences import sequences
+from sage_plugin.kernels.attention.backends.sequences import sequences
 from sage_plugin.kernels.attention.visibility import (
     added_by_mask,
     hidden_by_mask,

@@ -13,7 +13,7 @@ from sage_plugin.kernels.attention import dispatch, validate
 from sage_plugin.kernels.attention import runtime as runs
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, resolve
-from sage_plugin.kernels.contract import HOST, AttentionParams, Decision, Operands, OutputForm
+from sage_plugin.kernels.contract import HOST, Decision, Operands, OutputForm
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.schema import LaunchConfig
 
@@ -123,11 +123,10 @@ def prepare(
             raise validate.refusal(kernel, executor)
         executor = resolve(call, HOST_REQUEST)
         assert isinstance(executor, Executor), "the host's attention takes every call"
-    mask = validate.checked_mask(attn_mask, q, k, layout)
-    sides, cap, factor = validate.checked_rest(q, layout, window, softcap, scale, sinks)
-    problem = AttentionParams(factor, is_causal, layout, mask, sides, cap, sinks, lse=with_lse)
     with runs.on_device(q.device), runs.without_autocast(q.device):
-        operands = executor.kernel.prepare(q, k, v, problem=problem, launch=executor.launch)
+        operands = executor.kernel.prepare(
+            q, k, v, problem=executor.params(call), launch=executor.launch
+        )
     form = OutputForm.of(q, layout)
     return Prepared(executor.decision, operands, form, call.needs_grad, with_lse)
 

@@ -23,7 +23,7 @@ from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest, wan
 from sage_plugin.kernels.attention.executor import Executor, resolve
 from sage_plugin.kernels.attention.runtime import empty_as
 from sage_plugin.kernels.attention.validate import check_out_dtype, refusal
-from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams, Packed, lse_shape
+from sage_plugin.kernels.contract import NO_WINDOW, Packed, lse_shape
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.schema import LaunchConfig
 
@@ -91,14 +91,11 @@ def _run(
     out_dtype: torch.dtype | None, *, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     _refuse_gradient(q, k, v, mask, sinks)
-    check_out_dtype(out_dtype)
     call = AttentionCall(
         q, k, v, mask, 0.0, causal, scale, True, layout, softcap, sinks, return_lse,
-        None if (left, right) == NO_WINDOW else (left, right),
+        None if (left, right) == NO_WINDOW else (left, right), out_dtype=out_dtype,
     )  # fmt: skip
-    executor = _executor(call, _request(kernel, variant, launch, config_dir))
-    problem = AttentionParams(scale, causal, layout, mask, (left, right), softcap, sinks)
-    return executor.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+    return _executor(call, _request(kernel, variant, launch, config_dir)).run(call)
 
 
 def _run_varlen(
@@ -108,19 +105,18 @@ def _run_varlen(
     launch: str, config_dir: str, out_dtype: torch.dtype | None, *, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     _refuse_gradient(q, k, v, None, sinks)
-    check_out_dtype(out_dtype)
     q, k, v = q[None], k[None], v[None]
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     window = None if (left, right) == NO_WINDOW else (left, right)
     call = AttentionCall(
-        q, k, v, None, 0.0, causal, scale, True, "bshd", softcap, sinks, return_lse, window, packed
-    )
+        q, k, v, None, 0.0, causal, scale, True, "bshd", softcap, sinks, return_lse, window, packed,
+        out_dtype,
+    )  # fmt: skip
     executor = _executor(call, _request(kernel, variant, launch, config_dir))
-    problem = AttentionParams(scale, causal, "bshd", None, (left, right), softcap, sinks, packed)
     if q.device.type == "cpu":  # reading them on a GPU would wait for it
         _check_lengths("q", cu_seqlens_q.tolist(), max_seqlen_q, q.shape[1])
         _check_lengths("k", cu_seqlens_k.tolist(), max_seqlen_k, k.shape[1])
-    out, lse = executor.run(q, k, v, problem, out_dtype=out_dtype, return_lse=return_lse)
+    out, lse = executor.run(call)
     return out[0], None if lse is None else lse[0]
 
 

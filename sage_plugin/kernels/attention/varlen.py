@@ -85,10 +85,9 @@ def attention_varlen(
     """
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _check_packed(q, k, v, packed)
-    validate.check_out_dtype(out_dtype)
     call = AttentionCall(
         q[None], k[None], v[None], None, 0.0, is_causal, scale, True, "bshd", softcap, sinks,
-        return_lse, window, packed,
+        return_lse, window, packed, out_dtype,
     )  # fmt: skip
     needs_grad = call.needs_grad
     decision, shape, _ = decide(call, KernelRequest(kernel, variant))

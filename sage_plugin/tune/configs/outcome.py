@@ -122,7 +122,7 @@ def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
         options=options,
         git=run_folder.git_revision(),
     )
-    files.write_json(plan.run_folder / run_folder.METADATA, data)
+    files.write_json(plan.run_folder / run_folder.METADATA, data, follow=False)
 
 
 def write_results(plan: TuningPlan, outcomes: Sequence[Outcome], ledger: Ledger) -> None:
@@ -151,5 +151,5 @@ def write_results(plan: TuningPlan, outcomes: Sequence[Outcome], ledger: Ledger)
         "studies": len(plan.studies),
         "results": results,
     }
-    files.write_json(folder / run_folder.RESULTS, data)
+    files.write_json(folder / run_folder.RESULTS, data, follow=False)
     run_folder.write_trials(folder / run_folder.TRIALS, plan.studies, ledger.all())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from sage_plugin.errors import ConfigError
 from sage_plugin.measure.clocks import stamp
 from sage_plugin.schema import EntryEvidence, ErrorMetrics, LaunchConfig, RegistryEntry, Trial
 from sage_plugin.tune.run.study import Study
@@ -141,7 +142,11 @@ def _gain_low(winner: Trial, default: Trial | None) -> float:
 
 
 def _errors(screen: Trial) -> ErrorMetrics:
-    assert screen.errors is not None, "a config without errors never passed the gate"
+    if screen.errors is None:
+        raise ConfigError(
+            f"the ledger says that {screen.config.text()} passed the gate and holds no errors of "
+            "it: it was changed since; tune again with --fresh"
+        )
     return screen.errors
 
 

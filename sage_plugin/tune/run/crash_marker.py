@@ -44,7 +44,7 @@ class InFlight:
             reason = f"the session ended {attempts} times while this config ran"
             return Trial(study, config, "screen", "crashed", reason=reason)
         note = [study, config.text(), attempts + 1 if again else 1]
-        files.write_atomically(self._path, files.dumps(note) + "\n")
+        files.write_atomically(self._path, files.dumps(note) + "\n", follow=False)
         return None
 
     def end(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from sage_plugin.schema import LaunchConfig, Trial
 logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 64 * 2**10
+
+LATEST_S = 253_402_300_799.0
+"""The end of the year 9999, the last that a date can name."""
 
 
 class Ledger:
@@ -73,25 +77,28 @@ class Ledger:
         self._trials.setdefault((trial.study, trial.stage), {})[trial.config] = trial
 
     def _read(self) -> Iterator[Trial]:
-        try:
-            with open(self.path, "rb") as stream:
-                for number, line in enumerate(stream, start=1):
-                    if line.strip():
-                        yield from self._parsed(line, number)
-        except FileNotFoundError:
+        if not os.path.lexists(self.path):
             return
-        except OSError as error:
-            raise OutputError(f"{self.path}: cannot be read ({error.strerror or error})") from error
+        try:
+            for number, line in enumerate(files.read_lines(self.path, MAX_LINE_BYTES), start=1):
+                where = f"{self.path} line {number}"
+                if line is None:
+                    self._skip(where, f"it is longer than {MAX_LINE_BYTES} bytes")
+                elif line.strip():
+                    yield from self._parsed(line, where)
+        except ConfigError as error:
+            raise OutputError(str(error)) from error
 
-    def _parsed(self, line: bytes, number: int) -> Iterator[Trial]:
-        where = f"{self.path} line {number}"
-        if len(line) > MAX_LINE_BYTES:
-            self._skip(where, f"it is longer than {MAX_LINE_BYTES} bytes")
-            return
+    def _parsed(self, line: bytes, where: str) -> Iterator[Trial]:
         try:
-            yield Trial.from_json(files.loads(line.decode("utf-8", errors="replace"), "it"))
+            trial = Trial.from_json(files.loads(line.decode("utf-8", errors="replace"), "it"))
         except ConfigError as error:
             self._skip(where, str(error))
+            return
+        if 0 <= trial.extra.get("finished_at", 0.0) <= LATEST_S:
+            yield trial
+        else:
+            self._skip(where, "it ended at no time of a calendar")
 
     def _skip(self, where: str, why: str) -> None:
         self.damaged_lines += 1

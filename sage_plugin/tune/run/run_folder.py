@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_plugin import files
-from sage_plugin.errors import OutputError, UsageError
+from sage_plugin.errors import ConfigError, OutputError, UsageError
 from sage_plugin.schema import DeviceFacts, LaunchConfig, Timing, Trial
 from sage_plugin.tune.run.study import Study
 
@@ -28,6 +29,7 @@ LEDGER, TRIALS, RESULTS, METADATA = (
     "results.json",
     "run_metadata.json",
 )
+MAX_HOLDER_BYTES = 4096
 LOG, LOCK, HOLDER, IN_FLIGHT = "worker.log", ".lock", ".holder.json", ".in_flight.json"
 
 
@@ -63,10 +65,12 @@ def claimed(folder: Path) -> Iterator[None]:
                 f"{folder} is in use by {_holder(holder)}: wait for it, or name another --run-name"
             ) from None
     try:
-        if holder.exists():
+        if os.path.lexists(holder):
             logger.warning("%s: taking over from %s, which is gone", folder, _holder(holder))
         files.write_atomically(
-            holder, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
+            holder,
+            json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n",
+            follow=False,
         )
         yield
     finally:
@@ -77,18 +81,25 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def _holder(path: Path) -> str:
     try:
-        data = json.loads(path.read_text())
+        data = files.read_json(path, MAX_HOLDER_BYTES, "note")
         return f"process {data['pid']} on {data['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ConfigError, KeyError, TypeError):
         return "another process"
 
 
 def set_aside(folder: Path) -> None:
-    """Keep the ledger of an earlier run under another name, so that this one starts anew."""
+    """Keep the ledger of an earlier run under another name, so that this one starts anew.
+
+    Raises:
+        OutputError: it cannot be renamed.
+    """
     ledger = folder / LEDGER
-    if ledger.exists():
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        ledger.rename(folder / f"ledger.{stamp}.{os.getpid()}.jsonl")
+    if not os.path.lexists(ledger):
+        return
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    aside = folder / f"ledger.{stamp}.{os.getpid()}-{secrets.token_hex(4)}.jsonl"
+    with files.writing(folder):
+        ledger.rename(aside)
 
 
 def write_trials(path: Path, studies: Sequence[Study], trials: Iterable[Trial]) -> None:
@@ -103,7 +114,7 @@ def write_trials(path: Path, studies: Sequence[Study], trials: Iterable[Trial]) 
     writer = csv.DictWriter(stream, fieldnames=list(_row_names()), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    files.write_atomically(path, stream.getvalue())
+    files.write_atomically(path, stream.getvalue(), follow=False)
 
 
 def metadata(

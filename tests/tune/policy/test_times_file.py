@@ -57,9 +57,9 @@ def test_what_sage_bench_did_not_write_is_refused_in_one_sentence(tmp_path, text
 
 
 def test_missing_and_huge_files_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"no such file|not a regular file"):
         read(tmp_path / "absent.json")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"no such file|not a regular file"):
         read(tmp_path)
     monkeypatch.setattr(times_file, "MAX_BYTES", 100)
     with pytest.raises(ConfigError, match="larger than 100 bytes"):

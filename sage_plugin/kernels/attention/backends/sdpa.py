@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels.attention.backends.sequences import sequences
 from sage_plugin.kernels.attention.mask import normalized
 from sage_plugin.kernels.attention.oracle import exact, oracle
-from sage_plugin.kernels.attention.sequences import sequences
 from sage_plugin.kernels.attention.visibility import hidden_by_mask, hidden_by_position
 from sage_plugin.kernels.contract import (
     NO_WINDOW,

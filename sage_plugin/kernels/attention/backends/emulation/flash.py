@@ -10,7 +10,7 @@ from sage_plugin.kernels.attention.backends.emulation.online_softmax import (
     rounded_weights,
 )
 from sage_plugin.kernels.attention.backends.emulation.scores import ScoreRules
-from sage_plugin.kernels.attention.sequences import sequences
+from sage_plugin.kernels.attention.backends.sequences import sequences
 from sage_plugin.kernels.contract import (
     AttentionParams,
     OutputForm,
