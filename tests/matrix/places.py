@@ -18,7 +18,7 @@ ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-MARKS = {"gpu": ON_GPU, "hopper": ON_GPU}
+MARKS = {"interpreter": [pytest.mark.slow], "gpu": ON_GPU, "hopper": ON_GPU}
 BF16_WEIGHTS = 6e-3
 """Error of `fav2` where it rounds its weights to bf16."""
 
@@ -32,7 +32,7 @@ class Place:
 
     @property
     def device(self) -> str:
-        return "cuda" if self.name in MARKS else "cpu"
+        return "cuda" if self.name in ("gpu", "hopper") else "cpu"
 
     def kernels(self, row: Row, at: int) -> tuple[str, ...]:
         """The kernels that are tried there; `at` is the place of the row in the table."""
