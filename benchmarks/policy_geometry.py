@@ -104,7 +104,7 @@ def calls_alone(event: CallEvent, options: Sequence[Option]) -> dict[str, Callab
         runnable = option.runnable(call.shape, facts, None)
         if isinstance(runnable, str):
             raise SystemExit(f"{option.label}: {runnable}")
-        found[option.label] = timed.whole(runnable.decision, runnable.config)
+        found[option.label] = timed.whole(*runnable)
     return found
 
 

@@ -9,6 +9,7 @@ Triton decides at decoration whether it interprets:
 prints one line of JSON for each launch of each call; `-` reads the calls from stdin.
 """
 
+# ruff: noqa: ANN401
 from __future__ import annotations
 
 import importlib

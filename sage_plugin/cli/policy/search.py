@@ -148,7 +148,7 @@ def _front_table(found: PolicySearchResult) -> Table:
     table = grid("mean error", "attention ms per run", "saved", "cells by kernel", padding=1)
     host = found.front[0].ms
     for one in found.front:
-        used = Counter(c.pick.label for c in one.chosen)
+        used = Counter(pick.label for pick in one.picks)
         table.add_row(
             f"{one.error:.4f}",
             f"{one.ms:.2f}",
@@ -160,9 +160,7 @@ def _front_table(found: PolicySearchResult) -> Table:
 
 def _summary(found: PolicySearchResult) -> str:
     """What was chosen beside the host's attention and the fastest kernel, in sentences."""
-    prediction = found.policy.prediction
-    assert prediction is not None, "a searched policy holds a prediction"
-    host, *singles, policy = prediction.runs
+    host, *singles, policy = found.prediction.runs
     lines = [
         f"Attention of a run on {found.device}: {policy.ms:.2f} ms with the policy, "
         f"{host.ms:.2f} with the host's ({host.ms / (policy.ms or host.ms or 1):.2f} times as "

@@ -67,8 +67,8 @@ class PolicyEvidence:
         runnable = option.runnable(record.shape, self.facts, self._config_dir)
         if isinstance(runnable, str):
             return runnable
-        study = digest([ERRORS, record.sha256, runnable.decision.label, self._identity])
-        trial = self._ledger.trials(study, ERRORS).get(runnable.config)
+        study = digest([ERRORS, record.sha256, runnable[0].label, self._identity])
+        trial = self._ledger.trials(study, ERRORS).get(runnable[1])
         if trial is None or trial.status == "run_error":  # which may have had another cause
             trial = self._ledger.append(self._judged(study, record, runnable))
         if trial.status != "ok" or trial.errors is None:
@@ -89,8 +89,10 @@ class PolicyEvidence:
             options: what to time.
         """
         runnable = {o.label: o.runnable(shape, self.facts, self._config_dir) for o in options}
-        able = {label: r for label, r in runnable.items() if isinstance(r, Runnable)}
-        wanted = sorted((label, r.decision.label, r.config.text()) for label, r in able.items())
+        able = {label: r for label, r in runnable.items() if not isinstance(r, str)}
+        wanted = sorted(
+            (label, decision.label, config.text()) for label, (decision, config) in able.items()
+        )
         study = digest([TIMES, shape.to_json(), wanted, self._identity])
         known = list(self._ledger.trials(study, TIMES).values())
         if not able:
@@ -99,7 +101,7 @@ class PolicyEvidence:
         return {name.removeprefix(MS): ms for name, ms in trial.extra.items()}
 
     def _judged(self, study: str, record: CaptureRecord, runnable: Runnable) -> Trial:
-        decision, config = runnable.decision, runnable.config
+        decision, config = runnable
         try:
             errors = self._saved(record).errors(decision.kernel, decision.variant, config)
         except (RuntimeError, ValueError) as error:  # one option must not end the search
@@ -133,9 +135,9 @@ class PolicyEvidence:
         self._loaded = None
         inputs = ReplayInputs(shape) if record is None else self._inputs(record)
         timed = inputs.timed(inputs.load(self._device), self._device)
-        calls = {label: timed.whole(one.decision, one.config) for label, one in able.items()}
+        calls = {label: timed.whole(*one) for label, one in able.items()}
         calls = {HOST: timed.whole(), **calls}
         calls = {label: call for label, call in calls.items() if runs(call)}
         samples = measure(calls, device=self._device, limits=TIMING) if calls else {}
         extra = {f"{MS}{name}": sample.timing().median_ms for name, sample in samples.items()}
-        return Trial(study, next(iter(able.values())).config, TIMES, "ok", extra=extra)
+        return Trial(study, next(iter(able.values()))[1], TIMES, "ok", extra=extra)
