@@ -90,7 +90,7 @@ def generate(options: argparse.Namespace) -> None:
     with sage_plugin.patched(pipe, kernel=options.kernel, policy=policy) as handle:
         frames = draw(pipe, inputs)
     report = handle.report()
-    print(report.text() if options.layers_report else summary(report))
+    print(report.text(every_layer=True) if options.layers_report else summary(report))
     print(f"Wrote {save(frames, options.output)}: {len(frames)} frames")
 
 

@@ -10,17 +10,22 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.policy.rules import Policy
-from sage_plugin.plugin.policy.step_counter import StepClock
+from sage_plugin.plugin.steps.forward import ForwardCounter
+from sage_plugin.plugin.steps.tracker import StepTracker
+
+if TYPE_CHECKING:
+    from sage_plugin.plugin.component import Component
 
 WRAPPER = "_orig_mod"
 """Where a compiled module keeps the module inside it."""
@@ -98,8 +103,9 @@ class PatchState:
         disabled: `SAGE_PLUGIN_DISABLE` was set when it was last read.
         warned: reasons and notices that were logged since the last `patch`.
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
-        forwards: eager forwards of the component since it was patched first.
-        clock: tells the denoising step, where a policy has bands of them.
+        forwards: counts the eager forwards of the component since the last `patch`.
+        tracker: tells the denoising step, where a policy goes by steps.
+        owner: the component itself, which can be found so from a layer.
     """
 
     component: str
@@ -108,55 +114,74 @@ class PatchState:
     disabled: bool = False
     warned: set[FallbackReason | str] = field(default_factory=set)
     unbuilt: dict[tuple[object, ...], FallbackReason] = field(default_factory=dict)
-    forwards: int = 0
-    clock: StepClock | None = None
+    forwards: ForwardCounter = field(default_factory=ForwardCounter)
+    tracker: StepTracker | None = None
+    owner: Component | None = None
 
 
 @dataclass(eq=False)  # no slots: traced code reads `state`
 class LayerContext:
     """One patched attention layer: its place, its counters, and what to put back.
 
+    It does not keep its module alive, and lets go of the processors when the module goes.
+
     Attributes:
         name: module path with the component in front.
         state: what it shares with the other layers of the component.
-        attention: the module whose processor was replaced.
-        original: the processor that `unpatch` puts back.
-        processor: our copy of it.
-        calls: eager calls by `kernel:variant`.
-        fallbacks: eager calls that went to the host's attention, by reason.
-        config_sources: eager calls by where their launch config came from.
-        saved_ms: what its calls saved over the host's attention, by the times of their configs.
-        timed_calls: how many calls that is the sum of.
+        module: the attention module.
+        original: the processor that `unpatch` puts back; the class of a module that attends itself.
+        processor: our twin of it, with one `__dict__` for both; our class of such a module; `None`
+            where it cannot be patched.
+        attends_itself: whether the module has no processor.
+        counts: what it did since the last `patch`.
         broken: why `check_finite` took its kernel away, or `None`.
-        rules: calls by the number of the policy's rule that decided them, from 1.
-        rule_steps: the denoising steps of those calls, by rule.
         handle: names the layer in a graph, which reads it when it runs; layers share a graph so.
     """
 
     name: str
     state: PatchState
-    attention: nn.Module
+    module: InitVar[nn.Module]
     original: object
     processor: object = None
-    calls: Counter[str] = field(default_factory=Counter)
-    fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
-    config_sources: Counter[str] = field(default_factory=Counter)
-    saved_ms: float = 0.0
-    timed_calls: int = 0
+    attends_itself: bool = False
+    counts: LayerCounts = field(default_factory=LayerCounts)
     broken: FallbackReason | None = None
-    rules: Counter[int] = field(default_factory=Counter)
-    rule_steps: dict[int, set[int]] = field(default_factory=dict)
     handle: torch.Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, module: nn.Module) -> None:
+        self.move(module)
         number = next(_numbers)
         self.handle = torch.tensor(number, device="cpu")
         LAYERS[number] = self
+
+    @property
+    def attention(self) -> nn.Module | None:
+        """The attention module, `None` when it is gone."""
+        return self._module()
+
+    def move(self, module: nn.Module) -> None:
+        """Belong to another attention module."""
+        this = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            if (layer := this()) is not None:
+                layer.original = layer.processor = None
+
+        self._module = weakref.ref(module, gone)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a patched module has no layer."""
+        return type(None), ()
 
 
 _numbers = itertools.count()
 LAYERS: weakref.WeakValueDictionary[int, LayerContext] = weakref.WeakValueDictionary()
 """Layers by the number that their handles hold."""
+
+
+def layer_with(processor: object) -> LayerContext | None:
+    """The layer that a processor of ours was made for; `None` for any other object."""
+    return next((layer for layer in LAYERS.values() if layer.processor is processor), None)
 
 
 def layer_path(path: str) -> str:
@@ -170,10 +195,17 @@ def layer_path(path: str) -> str:
 
 
 class Frame:
-    """One running processor call; `index` counts its attention calls."""
+    """One running call of a processor or module.
 
-    def __init__(self, layer: LayerContext | None) -> None:
+    Attributes:
+        layer: what it is patched as.
+        weights: whether attention weights are asked for.
+        index: how many attention calls it has made.
+    """
+
+    def __init__(self, layer: LayerContext | None, weights: bool = False) -> None:
         self.layer = layer
+        self.weights = weights
         self.index = 0
 
 

@@ -67,7 +67,9 @@ def test_every_attention_call_of_a_step_is_counted(step_times: ModuleType, name:
     assert "sage " not in "".join(step_times.lines_of(facts))
 
 
-def test_compiled_steps_are_compared_with_the_compiled_one(step_times: ModuleType) -> None:
+def test_report_77_compiled_steps_are_compared_with_the_compiled_one(
+    step_times: ModuleType,
+) -> None:
     asked = argparse.Namespace(device="cpu", tiny=True, kernels=["auto"], budget=0.5, compiled=True)
     rows = {row["name"]: row for row in step_times.measured("wan-1.3b", asked)["rows"]}
     assert list(rows) == ["unpatched", "unpatched, compiled", "auto", "auto, compiled"]

@@ -53,7 +53,7 @@ def test_synthetic_inputs_and_every_layout_run(shape):
     assert ScreenJob(study, study.default, study.default)().status == "ok"
 
 
-def test_the_worst_head_of_the_worst_capture_is_gated(study, monkeypatch):
+def test_report_59_the_worst_head_of_the_worst_capture_is_gated(study, monkeypatch):
     seen = []
     real = replay_call.attention_errors
 

@@ -26,6 +26,12 @@ KINDS = ("any", "self", "cross")
 HOST = "sdpa"
 TUNABLE = frozenset(spec.name for spec in fields(LaunchConfig))
 
+MOST_RULES, LONGEST_GLOB = 1000, 300
+"""Each rule is compared with those before it, and a glob with each layer."""
+
+ANY_CONFIG = LaunchConfig(64, 64, 4, 2, "pointer", True, True, 1)
+"""Whose fields a rule may change; what is legal depends on the call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule(JsonRecord):
@@ -34,7 +40,7 @@ class Rule(JsonRecord):
     Attributes:
         kernel: `sdpa` for the host's attention, `auto`, or a kernel, also as `kernel:variant`.
         layers: globs of layer paths, with or without the component in front.
-        steps: a band of denoising steps (`band.py`), empty for all.
+        steps: a band of denoising steps (`step_range.py`), empty for all.
         attention: `"self"` (as many queries as keys), `"cross"`, or `"any"`.
         min_seq: fewest queries and keys.
         launch: fields of the launch config that are changed.
@@ -196,7 +202,7 @@ def chosen(policy: str | os.PathLike[str] | Policy) -> Policy:
     if isinstance(policy, str) and policy in PRESETS:
         return Policy(SCHEMA_VERSION, PRESETS[policy])
     path = Path(os.path.expanduser(policy))
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
             f"policy {os.fspath(policy)!r} is neither a file nor one of {', '.join(PRESETS)}"
         )
@@ -267,6 +273,9 @@ def problems(rules: Iterable[Rule]) -> Iterator[str]:
     found = False
     for number, rule in enumerate(rules, start=1):
         found = True
+        if number > MOST_RULES:
+            yield f"more than {MOST_RULES} rules; join those that differ in their layers alone"
+            return
         wrong = _wrong_with(rule)
         if wrong:
             yield f"rule {number}: {wrong}"
@@ -288,12 +297,18 @@ def _wrong_with(rule: Rule) -> str:
             return str(error)
     if not rule.layers or not all(rule.layers):
         return "layers are empty; leave them out for all"
+    if longest := next((glob for glob in rule.layers if len(glob) > LONGEST_GLOB), None):
+        return f"layers has {longest[:40]!r}..., which is longer than {LONGEST_GLOB} characters"
     if rule.attention not in KINDS:
         return f"attention is {rule.attention!r}; choose one of {', '.join(KINDS)}"
     if rule.min_seq < 0:
         return f"min_seq is {rule.min_seq}; it is a number of tokens, 0 or more"
     if unknown := sorted(set(rule.launch) - TUNABLE):
         return f"launch has no field {unknown[0]!r}; it has {', '.join(sorted(TUNABLE))}"
+    try:
+        ANY_CONFIG.replaced(**rule.launch)
+    except ConfigError as error:
+        return f"launch: {error}"
     if rule.launch and rule.kernel in ("auto", HOST, "torch"):
         return f"launch belongs to a kernel by name, and the kernel is {rule.kernel!r}"
     try:

@@ -1,31 +1,30 @@
 """Which denoising step a recording is at, by the timesteps that denoisers are called with.
 
-Guidance may take one forward a step or two, and a pipeline may have two denoisers that share its
-steps: a step is a timestep that differs from the one before, whichever denoiser it went to.
+For models that no known scheduler steps with. Guidance may take one forward a step or two, and a
+pipeline may have two denoisers that share its steps: a step is a timestep that differs from the one
+before, whichever denoiser it went to.
 """
 
 from __future__ import annotations
 
 
-class DenoisingSteps:
-    """Counts steps and runs as forwards come in.
+class TimestepRuns:
+    """Counts steps and runs as timesteps come in.
 
     Attributes:
         step: the current step, from 0; `None` where the model is called without a timestep.
-        steps: steps of the longest run so far, `None` before the first.
         runs: how often the timesteps began anew, the first run included.
 
     Example:
-        >>> steps = DenoisingSteps()
+        >>> steps = TimestepRuns()
         >>> for timestep in (900.0, 900.0, 500.0, 100.0, 900.0):
         ...     steps.forward(timestep)
-        >>> steps.step, steps.steps, steps.runs
-        (0, 3, 2)
+        >>> steps.step, steps.runs
+        (0, 2)
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
-        self.steps: int | None = None
         self.runs = 0
         self._last: float | None = None
         self._falls: bool | None = None
@@ -43,4 +42,3 @@ class DenoisingSteps:
             self.step += 1
             self._falls = falls
         self._last = timestep
-        self.steps = max(self.steps or 0, self.step + 1)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from sage_plugin.capture.recording.denoising import DenoisingSteps
+from sage_plugin.capture.recording.run_steps import RunSteps
+from sage_plugin.plugin.steps.forward import Forward, Timestep
+
+MODEL = nn.Linear(1, 1)
 
 
 def counted(timesteps):
     """The steps of some forwards, and the counter."""
-    steps = DenoisingSteps()
+    steps = RunSteps()
     seen = []
     for timestep in timesteps:
-        steps.forward(timestep)
+        steps.forward(Forward(MODEL, 0, Timestep(timestep)))
         seen.append(steps.step)
     return seen, steps
 
@@ -36,7 +40,7 @@ def test_steps_and_runs_whatever_guidance_and_the_direction(timesteps, forwards,
 
 
 def test_before_the_first_forward_nothing_is_known():
-    steps = DenoisingSteps()
+    steps = RunSteps()
     assert (steps.step, steps.steps, steps.runs) == (None, None, 0)
 
 
