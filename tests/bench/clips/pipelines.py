@@ -17,7 +17,7 @@ class ToyTransformer(nn.Module):
         torch.manual_seed(0)
         self.attn = Attention(query_dim=DIM, heads=2, dim_head=32)
 
-    def forward(self, x):
+    def forward(self, x, timestep):
         return self.attn(x)
 
 
@@ -39,7 +39,7 @@ def drawing(pipe, steps=STEPS):
         x = torch.randn(1, TOKENS, DIM, generator=torch.Generator().manual_seed(0))
         pipe.scheduler.set_timesteps(steps)
         for timestep in pipe.scheduler.timesteps:
-            out = pipe.transformer(x)
+            out = pipe.transformer(x, timestep)
             x = pipe.scheduler.step(out, timestep, x, return_dict=False)[0]
             on_step(x)
         clip = (x / 8 + 0.5).clamp(0, 1).reshape(2, 8, 8, 8)
