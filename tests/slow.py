@@ -23,7 +23,6 @@ SLOW = (
     "tests/kernels/test_portable.py::test_what_is_not_finite_is_seen",
     "tests/kernels/test_prepass.py",
     "tests/kernels/test_launch_graph.py",
-    "tests/matrix/",
     "tests/reports/",
     # The compiler of torch, and opcheck: 2 to 8 s a graph.
     "tests/kernels/test_ops.py::test_report_73",
