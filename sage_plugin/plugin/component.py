@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections import Counter
 from fnmatch import fnmatchcase
 from types import ModuleType
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from sage_plugin import settings
 from sage_plugin.errors import PatchError
@@ -17,8 +20,7 @@ from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
 from sage_plugin.plugin.counts import ComponentCounts, LayerCounts
 from sage_plugin.plugin.hosts import diffusers, transformers
-from sage_plugin.plugin.hosts.diffusers import attention_modules, components, unwrapped
-from sage_plugin.plugin.steps.forward import ForwardCounter
+from sage_plugin.plugin.hosts.diffusers import attention_modules
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.patch import PatchHandle
@@ -27,14 +29,20 @@ logger = logging.getLogger(__name__)
 
 EXCLUDED = "left out by include or exclude"
 REPLACED = "processors were replaced"
-NO_CALL = "the processor or forward in place makes no attention call that can be redirected"
+NEW = "came in after patch; call refresh"
+
+
+lock = threading.RLock()
+"""Held while layers are patched or put back: at `patch`, `refresh` and `unpatch`, and by a forward
+that finds processors replaced."""
 
 
 class Component:
     """The patch of one module of a pipeline, or of a module that was given by itself.
 
+    It does not keep the module alive: the layers of the module keep it.
+
     Attributes:
-        module: the denoiser.
         state: what its layers share.
         handle: the handle that it belongs to.
         layers: patched layers by path inside the module.
@@ -42,12 +50,26 @@ class Component:
     """
 
     def __init__(self, module: nn.Module, state: PatchState, handle: PatchHandle) -> None:
-        self.module = module
         self.state = state
         self.handle = handle
-        state.forwards = ForwardCounter(module)
         self.layers: dict[str, LayerContext] = {}
         self.skipped: dict[str, str] = {}
+        self._released = False
+        self._hooks: list[RemovableHandle] = []
+        self.move(module)
+        state.owner = self
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The denoiser, `None` when it is gone."""
+        return self._module()
+
+    def move(self, module: nn.Module) -> None:
+        """Belong to another module that has the same layers, such as one inside of a wrapper."""
+        for hook in self._hooks:
+            hook.remove()
+        self._module = weakref.ref(module)
+        self.state.forwards.watch(module)
         self._hooks = [
             module.register_forward_pre_hook(Watch(self), with_kwargs=True),
             module.register_forward_hook(ForwardEnd(self), always_call=True),
@@ -71,32 +93,41 @@ class Component:
         Raises:
             PatchError: a layer is patched through another module already.
         """
-        found = {path: (module, proc) for path, module, proc in attention_modules(self.module)}
+        found = self._found()
         chosen = [path for path in found if self._chosen(path, options)]
         for path in chosen:
-            self._check_owner(path, *found[path])
+            self._check_owner(path, found[path][0])
         self.state.options = options
         self.state.disabled = settings.current().disabled
-        for path in set(self.layers) - set(chosen):
-            self._drop(path)
-        self.skipped = {self._full(path): EXCLUDED for path in found if path not in chosen}
+        former = {id(layer.attention): layer for layer in self.layers.values()}
+        layers: dict[str, LayerContext] = {}
         for path in chosen:
-            self._patch_layer(path, *found[path])
+            module, standing = found[path]
+            known = former.pop(id(module)) if id(module) in former else None
+            layers[path] = known or LayerContext(
+                path, self.state, module, None, attends_itself=standing is module
+            )
+        originals = {path: _host(x).original_of(found[path][1]) for path, x in layers.items()}
+        for layer in former.values():
+            _host(layer).put_back(layer)
+        kept, self.layers = set(self.layers.values()), layers
+        self.rename(self.state.component)
+        self.skipped = {self._full(path): EXCLUDED for path in found if path not in chosen}
+        for path, layer in layers.items():
+            self._patch_layer(layer, originals[path])
+        self.layers = {p: x for p, x in layers.items() if x in kept or x.processor is not None}
 
     def check(self) -> None:
         """Patch again where processors were replaced since; runs before each eager forward."""
         self.state.disabled = settings.current().disabled
-        replaced = [
-            layer
-            for layer in self.layers.values()
-            if _host(layer).standing(layer) is not _current(layer)
-        ]
-        if not replaced:
+        if not self._replaced():
             return
-        for path, layer in self.layers.items():
-            if layer in replaced:
-                self._patch_layer(path, layer.attention, _host(layer).found(layer))
-        if REPLACED in self.state.warned:
+        with lock:
+            replaced = [] if self._released else self._replaced()
+            for layer in replaced:
+                host = _host(layer)
+                self._patch_layer(layer, host.original_of(host.found(layer)))
+        if not replaced or REPLACED in self.state.warned:
             return
         self.state.warned.add(REPLACED)
         failed = sum(layer.processor is None for layer in replaced)
@@ -108,7 +139,10 @@ class Component:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count an eager forward, and find the denoising step that it belongs to."""
-        forward = self.state.forwards.begin(self.module, args, kwargs)
+        model = self.module
+        if model is None:
+            return
+        forward = self.state.forwards.begin(model, args, kwargs)
         if self.state.tracker is not None:
             self.state.tracker.enter(forward)
 
@@ -139,15 +173,28 @@ class Component:
             layer.counts = counts.layers.get(path, layer.counts)
 
     def lost(self) -> tuple[str, ...]:
-        """Names of the layers that were patched and are not now."""
+        """Names of the layers that were patched and are not now, or that the module has no more."""
+        here = {id(module) for module, _ in self._found().values()}
         return tuple(
             layer.name
             for layer in self.layers.values()
-            if layer.processor is None or _host(layer).standing(layer) is not layer.processor
+            if (module := layer.attention) is not None
+            and (id(module) not in here or not _stands(layer))
         )
 
+    def left_out(self) -> dict[str, str]:
+        """Attention layers of the module, as it is now, that are not patched, and why."""
+        patched = {id(layer.attention) for layer in self.layers.values()}
+        new = {
+            name: NEW
+            for path, (module, _) in self._found().items()
+            if id(module) not in patched and (name := self._full(path)) not in self.skipped
+        }
+        return self.skipped | new
+
     def release(self) -> None:
-        """Put every processor back and take the hooks away."""
+        """Put every processor back and take the hooks away, for good."""
+        self._released = True
         for layer in self.layers.values():
             _host(layer).put_back(layer)
         for hook in self._hooks:
@@ -159,37 +206,54 @@ class Component:
         for path, layer in self.layers.items():
             layer.name = self._full(path)
 
-    def _check_owner(self, path: str, module: nn.Module, processor: object) -> None:
-        owner = retarget.layer_of(processor)
+    def attention(self) -> set[nn.Module]:
+        """The attention modules that it knows, as far as its module has them now."""
+        known = {id(layer.attention) for layer in self.layers.values()}
+        found = {
+            attention
+            for path, (attention, _) in self._found().items()
+            if id(attention) in known or self._full(path) in self.skipped
+        }
+        live = (layer.attention for layer in self.layers.values())
+        return found if self.module is not None else {x for x in live if x is not None}
+
+    def lies_in(self, module: nn.Module) -> bool:
+        """Whether all of its attention is in a module."""
+        return self.attention() <= set(module.modules())
+
+    def _found(self) -> dict[str, tuple[nn.Module, object]]:
+        """Attention modules and what there is to patch in each, by path, as the module is now."""
+        module = self.module
+        found = () if module is None else attention_modules(module)
+        return {path: (attention, processor) for path, attention, processor in found}
+
+    def _replaced(self) -> list[LayerContext]:
+        """Layers in whose place there is not what we left."""
+        return [
+            layer
+            for layer in self.layers.values()
+            if _host(layer).standing(layer) is not _current(layer)
+        ]
+
+    def _check_owner(self, path: str, module: nn.Module) -> None:
+        owner = retarget.layer_of(module)
         if owner is not None and owner.attention is module and owner.state is not self.state:
             raise PatchError(
                 f"{self._full(path)} is patched already, as {owner.name}; unpatch that module first"
             )
 
-    def _patch_layer(self, path: str, module: nn.Module, processor: object) -> None:
-        layer = self.layers.get(path)
-        if (
-            layer is not None
-            and layer.attention is module
-            and layer.processor is _host(layer).standing(layer) is processor
-        ):
+    def _patch_layer(self, layer: LayerContext, original: object) -> None:
+        """Patch a layer whose place has what is `original` unpatched, if it is not patched."""
+        if _stands(layer):
             return
-        if layer is None:
-            layer = LayerContext(self._full(path), self.state, module, processor)
-        # Our former copy may lie where upstream will take it from again.
+        # Our former twin may lie where upstream will take it from again.
         _host(layer).put_back(layer)
-        layer.attention = module
-        owner = retarget.layer_of(processor)
-        layer.original = processor if owner is None else owner.original
-        if _host(layer).swap(layer):
-            self.layers[path] = layer
+        layer.original = original
+        reason = _host(layer).swap(layer)
+        if reason is None:
             self.skipped.pop(layer.name, None)
         else:
-            self.skipped[layer.name] = NO_CALL
-
-    def _drop(self, path: str) -> None:
-        layer = self.layers.pop(path)
-        _host(layer).put_back(layer)
+            self.skipped[layer.name] = reason
 
     def _chosen(self, path: str, options: PatchOptions) -> bool:
         def matches(globs: tuple[str, ...]) -> bool:
@@ -260,24 +324,15 @@ def component_of(module: nn.Module) -> Component | None:
     return None
 
 
-def parts_of(obj: object) -> list[Component]:
-    """The patched modules of a pipeline, or the patch of a module.
-
-    Raises:
-        PatchError: `obj` is neither a module nor a pipeline.
-    """
-    modules = [unwrapped(obj)] if isinstance(obj, nn.Module) else list(components(obj).values())
-    if not modules:
-        raise PatchError(
-            f"got {type(obj).__name__}, expected a diffusers pipeline, its denoiser, or a module"
-        )
-    return [part for module in modules if (part := component_of(module)) is not None]
-
-
 def _host(layer: LayerContext) -> ModuleType:
     """The library whose attention a layer is: an attention module of transformers is all of it."""
-    return transformers if layer.original is layer.attention else diffusers
+    return transformers if layer.attends_itself else diffusers
 
 
 def _current(layer: LayerContext) -> object:
     return layer.original if layer.processor is None else layer.processor
+
+
+def _stands(layer: LayerContext) -> bool:
+    """Whether what we put into a layer's place is there."""
+    return layer.processor is not None and _host(layer).standing(layer) is layer.processor

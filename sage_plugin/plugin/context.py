@@ -11,7 +11,8 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.policy.rules import Policy
 from sage_plugin.plugin.steps.forward import ForwardCounter
 from sage_plugin.plugin.steps.tracker import StepTracker
+
+if TYPE_CHECKING:
+    from sage_plugin.plugin.component import Component
 
 WRAPPER = "_orig_mod"
 """Where a compiled module keeps the module inside it."""
@@ -101,6 +105,7 @@ class PatchState:
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
         forwards: counts the eager forwards of the component since the last `patch`.
         tracker: tells the denoising step, where a policy goes by steps.
+        owner: the component itself, which can be found so from a layer.
     """
 
     component: str
@@ -111,18 +116,23 @@ class PatchState:
     unbuilt: dict[tuple[object, ...], FallbackReason] = field(default_factory=dict)
     forwards: ForwardCounter = field(default_factory=ForwardCounter)
     tracker: StepTracker | None = None
+    owner: Component | None = None
 
 
 @dataclass(eq=False)  # no slots: traced code reads `state`
 class LayerContext:
     """One patched attention layer: its place, its counters, and what to put back.
 
+    It does not keep its module alive, and lets go of the processors when the module goes.
+
     Attributes:
         name: module path with the component in front.
         state: what it shares with the other layers of the component.
-        attention: the module whose processor was replaced.
-        original: the processor that `unpatch` puts back.
-        processor: our copy of it.
+        module: the attention module.
+        original: the processor that `unpatch` puts back; the class of a module that attends itself.
+        processor: our twin of it, with one `__dict__` for both; our class of such a module; `None`
+            where it cannot be patched.
+        attends_itself: whether the module has no processor.
         counts: what it did since the last `patch`.
         broken: why `check_finite` took its kernel away, or `None`.
         handle: names the layer in a graph, which reads it when it runs; layers share a graph so.
@@ -130,22 +140,48 @@ class LayerContext:
 
     name: str
     state: PatchState
-    attention: nn.Module
+    module: InitVar[nn.Module]
     original: object
     processor: object = None
+    attends_itself: bool = False
     counts: LayerCounts = field(default_factory=LayerCounts)
     broken: FallbackReason | None = None
     handle: torch.Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, module: nn.Module) -> None:
+        self.move(module)
         number = next(_numbers)
         self.handle = torch.tensor(number, device="cpu")
         LAYERS[number] = self
+
+    @property
+    def attention(self) -> nn.Module | None:
+        """The attention module, `None` when it is gone."""
+        return self._module()
+
+    def move(self, module: nn.Module) -> None:
+        """Belong to another attention module."""
+        this = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            if (layer := this()) is not None:
+                layer.original = layer.processor = None
+
+        self._module = weakref.ref(module, gone)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of a patched module has no layer."""
+        return type(None), ()
 
 
 _numbers = itertools.count()
 LAYERS: weakref.WeakValueDictionary[int, LayerContext] = weakref.WeakValueDictionary()
 """Layers by the number that their handles hold."""
+
+
+def layer_with(processor: object) -> LayerContext | None:
+    """The layer that a processor of ours was made for; `None` for any other object."""
+    return next((layer for layer in LAYERS.values() if layer.processor is processor), None)
 
 
 def layer_path(path: str) -> str:
@@ -159,10 +195,17 @@ def layer_path(path: str) -> str:
 
 
 class Frame:
-    """One running processor call; `index` counts its attention calls."""
+    """One running call of a processor or module.
 
-    def __init__(self, layer: LayerContext | None) -> None:
+    Attributes:
+        layer: what it is patched as.
+        weights: whether attention weights are asked for.
+        index: how many attention calls it has made.
+    """
+
+    def __init__(self, layer: LayerContext | None, weights: bool = False) -> None:
         self.layer = layer
+        self.weights = weights
         self.index = 0
 
 

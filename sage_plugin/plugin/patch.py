@@ -18,10 +18,10 @@ from torch import nn
 from sage_plugin.errors import ConfigError, PatchError, UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.plugin import policy_op as routed
-from sage_plugin.plugin import retarget
-from sage_plugin.plugin.component import Component, component_of, parts_of
+from sage_plugin.plugin.component import Component, lock
 from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, PatchState
 from sage_plugin.plugin.hosts.diffusers import choose
+from sage_plugin.plugin.owners import is_patched, part_of, parts_of
 from sage_plugin.plugin.policy.rules import Policy
 from sage_plugin.plugin.policy.rules import chosen as chosen_policy
 from sage_plugin.plugin.report import PluginReport, joined, report_of
@@ -49,8 +49,8 @@ class PatchHandle:
 
     @property
     def components(self) -> dict[str, nn.Module]:
-        """The patched modules by name; empty after `unpatch`."""
-        return {part.state.component: part.module for part in self._parts}
+        """The patched modules by name, those that there are still; empty after `unpatch`."""
+        return {p.state.component: module for p in self._parts if (module := p.module) is not None}
 
     @property
     def layers(self) -> dict[str, LayerContext]:
@@ -82,11 +82,13 @@ class PatchHandle:
 
     def _take(self, name: str, module: nn.Module, options: PatchOptions) -> Component:
         """The part of a module: a new one, or the one that it has, under this name and handle."""
-        part = component_of(module)
+        part = part_of(module)
         if part is None:
             part = Component(module, PatchState(name, options, self.listeners), self)
         elif part.handle is not self:
             part.handle._parts.remove(part)
+        if part.module not in set(module.modules()):  # it was patched through a wrapper
+            part.move(module)
         if not self._parts:
             self._past = []
         if part not in self._parts:
@@ -96,10 +98,11 @@ class PatchHandle:
         return part
 
     def _release(self, parts: list[Component]) -> None:
-        self._past.append(report_of(parts))
-        for part in parts:
-            part.release()
-            self._parts.remove(part)
+        with lock:
+            self._past.append(report_of(parts))
+            for part in parts:
+                part.release()
+                self._parts.remove(part)
         if not self._parts:
             self._track(None)
 
@@ -197,26 +200,26 @@ def patch(
     tracker = _tracker_for(obj, options.policy)
     if options.policy is not None:
         routed.ready()
-    retarget.refresh()
-    known = {p: p.state.options for module in chosen.values() if (p := component_of(module))}
-    handle = next(iter(known)).handle if known else PatchHandle()
-    try:
-        parts = [handle._take(name, module, options) for name, module in chosen.items()]
-        for part in parts:
-            part.apply(options)
-        if not any(part.layers for part in parts):
-            raise PatchError(_nothing_chosen(parts, options))
-        _check_policy_of(parts, options.policy)
-    except BaseException:
-        handle._release([part for part in handle._parts if component_of(part.module) not in known])
-        for part, former in known.items():
-            part.apply(former)
-        if tracker is not None:
-            tracker.stop()
-        raise
-    for part in known:
-        part.count_anew()
-    handle._track(tracker)
+    with lock:
+        known = {p: p.state.options for module in chosen.values() if (p := part_of(module))}
+        handle = next(iter(known)).handle if known else PatchHandle()
+        try:
+            parts = [handle._take(name, module, options) for name, module in chosen.items()]
+            for part in parts:
+                part.apply(options)
+            if not any(part.layers for part in parts):
+                raise PatchError(_nothing_chosen(parts, options))
+            _check_policy_of(parts, options.policy)
+        except BaseException:
+            handle._release([part for part in handle._parts if part not in known])
+            for part, former in known.items():
+                part.apply(former)
+            if tracker is not None:
+                tracker.stop()
+            raise
+        for part in known:
+            part.count_anew()
+        handle._track(tracker)
     logger.info("patched %r with kernel %r", handle, options.kernel)
     return handle
 
@@ -268,9 +271,9 @@ def refresh(obj: object) -> PatchHandle:
             f"{type(obj).__name__} is not patched, so that there is nothing to refresh; call "
             "sage_plugin.patch() on it"
         )
-    retarget.refresh()
-    for part in parts:
-        part.cover(part.state.options)
+    with lock:
+        for part in parts:
+            part.cover(part.state.options)
     return parts[0].handle
 
 
@@ -309,7 +312,7 @@ def patched(
     before = {
         name: (part.state.options, part.counts())
         for name, m in chosen.items()
-        if (part := component_of(m))
+        if (part := part_of(m))
     }
     handle = patch(
         obj, kernel=kernel, variant=variant, config_dir=config_dir, components=components,
@@ -323,7 +326,7 @@ def patched(
         if inner is not None:
             inner._close()
         for name, module in chosen.items():
-            part = component_of(module)
+            part = part_of(module)
             if part is not None and name in before:
                 options, counts = before[name]
                 part.apply(options)
@@ -344,8 +347,7 @@ def handle_of(obj: object) -> PatchHandle | None:
         >>> handle_of(torch.nn.Linear(2, 2)) is None
         True
     """
-    parts = parts_of(obj)
-    return parts[0].handle if parts else None
+    return parts_of(obj)[0].handle if is_patched(obj) else None
 
 
 def checked_options(

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from sage_plugin.errors import PatchError
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin import report_text
-from sage_plugin.plugin.component import Component, parts_of
+from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.context import LayerContext
+from sage_plugin.plugin.owners import parts_of
 
 HOST_KERNELS = ("sdpa:host",)
 
@@ -56,7 +57,7 @@ class PluginReport:
     Attributes:
         rows: one report a layer, in the model's order.
         skipped: attention layers that are not patched, and why.
-        lost: patched layers whose processor was replaced since.
+        lost: patched layers whose processor or module was replaced since.
         idle_rules: rules of the policy that no call has met, as text.
         forwards: eager forwards of the patched models.
         steps: denoising steps that a policy has seen; 0 where nobody counted them.
@@ -134,7 +135,7 @@ def report_of(parts: Iterable[Component]) -> PluginReport:
     whole = joined(
         PluginReport(
             tuple(row_of(layer) for layer in part.layers.values()),
-            dict(part.skipped),
+            part.left_out(),
             part.lost(),
             forwards=part.state.forwards.count,
         )

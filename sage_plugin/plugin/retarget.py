@@ -1,41 +1,36 @@
 """Classes like a given processor's or attention module's, whose attention calls come to us instead.
 
-The methods are the original code objects over other globals: a copy of their module's, in which
-`dispatch_attention_fn`, `scaled_dot_product_attention` and transformers' table are ours. No
-upstream source is repeated, so that a class keeps working when upstream changes its arguments.
-
-Dynamo looks a function's globals up in `sys.modules[globals["__name__"]]`; with a plain dict it
-would read the original module and silently compile the original attention. The copy is therefore a
-real module under a private name.
+Their methods are copies of the original's in which the way to attention alone is another
+(`redirect.py`), and no upstream source is repeated, so that a class keeps working when upstream
+changes its arguments.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
-from sage_plugin.plugin import route
-from sage_plugin.plugin.context import STACK, Frame, LayerContext
-from sage_plugin.plugin.hosts.transformers_dispatch import TABLE, Interfaces
+from sage_plugin.plugin.context import STACK, Frame, LayerContext, layer_with
+from sage_plugin.plugin.redirect import NoRoomError, reaches_attention, redirected
 
-DISPATCH = "dispatch_attention_fn"
-SDPA = "scaled_dot_product_attention"
-TARGETS = frozenset({DISPATCH, SDPA, TABLE})
-"""Names by which attention is reached: diffusers', torch's, and transformers'."""
+logger = logging.getLogger(__name__)
+
 LAYER = "_sage_layer"
+"""Where an attention module has its `LayerContext`."""
 ORIGINAL = "_sage_original"
-PRIVATE = "sage_plugin._retarget"
 
 _lock = threading.RLock()
 _processors: dict[type, type | None] = {}
 _modules: dict[type, type | None] = {}
-_shadows: dict[int, _Shadow] = {}
+_plain: dict[type, type] = {}
 
 
 def patched_class(original: type) -> type | None:
@@ -49,7 +44,7 @@ def patched_class(original: type) -> type | None:
     """
     with _lock:
         if original not in _processors:
-            _processors[original] = _generate(original)
+            _processors[original] = _generated(_generate, original)
         return _processors[original]
 
 
@@ -64,95 +59,129 @@ def patched_module_class(original: type) -> type | None:
     """
     with _lock:
         if original not in _modules:
-            _modules[original] = _generate_module(original)
+            _modules[original] = _generated(_generate_module, original)
         return _modules[original]
 
 
-def refresh() -> None:
-    """Take over what changed in the retargeted modules since the last patch."""
-    with _lock:
-        for shadow in _shadows.values():
-            shadow.refresh()
+def generated_class(obj: object) -> type | None:
+    """The class of ours that an object is of, be it under one that somebody put on top of it."""
+    return next((cls for cls in type(obj).__mro__ if ORIGINAL in vars(cls)), None)
 
 
-def original_class(processor: object) -> type:
+def original_class(obj: object) -> type:
     """The class that a processor, or an attention module, has unpatched."""
-    original: type = getattr(type(processor), ORIGINAL, type(processor))
+    original: type = getattr(type(obj), ORIGINAL, type(obj))
     return original
 
 
-def layer_of(processor: object) -> LayerContext | None:
-    """The layer that a processor of ours belongs to; `None` for any other object."""
-    layer: LayerContext | None = getattr(processor, LAYER, None)
+def plain_class(cls: type) -> type:
+    """A class without ours in it: that which it was made of, or the same on top of that.
+
+    `fully_shard` and parametrizations give a module a subclass of the class that it has.
+    """
+    if ORIGINAL in vars(cls):
+        original: type = vars(cls)[ORIGINAL]
+        return original
+    if not hasattr(cls, ORIGINAL):
+        return cls
+    with _lock:
+        if cls not in _plain:
+            own = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+            _plain[cls] = type(cls)(cls.__name__, tuple(map(plain_class, cls.__bases__)), own)
+        return _plain[cls]
+
+
+def layer_of(module: object) -> LayerContext | None:
+    """The layer that an attention module is patched as; `None` for any other object."""
+    layer: LayerContext | None = getattr(module, "__dict__", {}).get(LAYER)
     return layer
 
 
-def _generate(original: type) -> type | None:
-    methods = dict(_methods(original))
-    if not methods or not any("__call__" in vars(cls) for cls in original.__mro__):
+def _generated(generate: Callable[[type], type | None], original: type) -> type | None:
+    try:
+        return generate(original)
+    except NoRoomError as name:
+        logger.warning("%s has no room for another name than %s", original.__qualname__, name)
         return None
-    home = sys.modules[_scope_name(next(iter(methods.values())))]
-    name = f"Sage{original.__name__}"
-    namespace = _namespace(original, methods, "__call__") | {"__module__": home.__name__}
-    generated = type(original)(name, (original,), namespace)
-    setattr(home, name, generated)
+
+
+def _generate(original: type) -> type | None:
+    names = {name for cls in original.__mro__ for name in vars(cls)}
+    if "__call__" not in names or not any(_attends(original, name) for name in names):
+        return None
+    generated = _subclass(original, f"Sage{original.__name__}", "__call__", _called)
     _register_metadata(original, generated)
     return generated
 
 
 def _generate_module(original: type) -> type | None:
-    forward = getattr(original, "forward", None)
-    if not isinstance(forward, types.FunctionType) or not _reaches(forward, set()):
+    if not _attends(original, "forward"):
         return None
-    methods = dict(_methods(original))
-    namespace = _namespace(original, methods, "forward") | {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-    }
-    return type(original)(original.__name__, (original,), namespace)
+    return _subclass(original, original.__name__, "forward", _entered)
 
 
-def _namespace(original: type, methods: dict[str, Any], entry: str) -> dict[str, Any]:
-    """What our subclass of a class has: the copied methods, and the entrance that leaves its layer.
+def _attends(cls: type, name: str) -> bool:
+    """Whether a method of a class reaches attention, by itself or by `super`."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            function = _function_of(vars(base)[name])
+            if function is not None and reaches_attention(function):
+                return True
+            if function is None or "super" not in function.__code__.co_names:
+                return False
+    return False
 
-    An instance that `type(processor)()` makes belongs to no layer.
+
+def _subclass(original: type, name: str, entry: str, entrance: Callable[..., Any]) -> type:
+    """A subclass with our copies of methods, each before the method that it is a copy of.
+
+    Those of a base class lie in a class of ours before it, where `super` comes by.
     """
-    return {
-        **methods,
-        entry: _entering(methods.get(entry, getattr(original, entry))),
+    namespace = _copies(original) | {
+        "__module__": original.__module__,
         "__reduce_ex__": _reduce_as_original,
         "__doc__": original.__doc__,
         ORIGINAL: original,
-        LAYER: None,
     }
+    if name == original.__name__:
+        namespace["__qualname__"] = original.__qualname__
+    kind, before = type(original), original.__mro__[1:]
+    mixed_in = (kind(cls.__name__, (cls,), own) for cls in before if (own := _copies(cls)))
+    made: type = kind(name, (original, *mixed_in), namespace)
+    setattr(made, entry, entrance(getattr(made, entry)))
+    return made
 
 
-def _methods(original: type) -> Iterator[tuple[str, Any]]:
-    """The methods that reach attention, over the copied globals."""
-    seen: set[str] = set()
-    for cls in original.__mro__:
-        for name, value in vars(cls).items():
-            if name in seen:
-                continue
-            seen.add(name)
-            bound = isinstance(value, staticmethod | classmethod)
-            function = value.__func__ if bound else value
-            if isinstance(function, types.FunctionType) and _reaches(function, set()):
-                copied = _shadow(function.__globals__).retargeted(function)
-                yield name, type(value)(copied) if bound else copied
+def _copies(cls: type) -> dict[str, Any]:
+    """Copies of the methods that a class itself has and that reach attention."""
+    made: dict[str, Any] = {}
+    for name, value in vars(cls).items():
+        function = _function_of(value)
+        if function is not None and reaches_attention(function):
+            copied = redirected(function)
+            made[name] = copied if value is function else type(value)(copied)
+    return made
 
 
-def _scope_name(method: Any) -> str:  # noqa: ANN401
-    name: str = getattr(method, "__func__", method).__globals__["__name__"]
-    return name
+def _function_of(value: object) -> types.FunctionType | None:
+    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    return function if isinstance(function, types.FunctionType) else None
 
 
-def _entering(call: Callable[..., Any]) -> Callable[..., Any]:
-    # `wraps` matters: diffusers drops keyword arguments that `inspect.signature` does not show.
+# `wraps` matters: diffusers drops keyword arguments that `inspect.signature` does not show.
+
+
+def _called(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The entrance of a processor, which leaves the layer of the module that calls it."""
+
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        caller = args[0] if args else kwargs.get("attn")
+        layer = vars(caller).get(LAYER) if isinstance(caller, nn.Module) else None
+        if layer is None or layer.processor is not self:  # made by `type(processor)()`, or lent
+            layer = None if torch.compiler.is_compiling() else layer_with(self)
         frames = STACK.frames
-        frames.append(Frame(layer_of(self)))
+        frames.append(Frame(layer))
         try:
             return call(self, *args, **kwargs)
         finally:
@@ -161,10 +190,25 @@ def _entering(call: Callable[..., Any]) -> Callable[..., Any]:
     return __call__
 
 
+def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The entrance of a module that attends itself, which leaves its own layer."""
+
+    @functools.wraps(forward)
+    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        frames = STACK.frames
+        frames.append(Frame(vars(self).get(LAYER), bool(kwargs.get("output_attentions"))))
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            frames.pop()
+
+    return entrance
+
+
 def _reduce_as_original(self: object, protocol: object) -> tuple[Any, ...]:
-    """A copy or a pickle of a patched processor is an unpatched one."""
+    """A copy or a pickle of what is patched is unpatched."""
     state = {key: value for key, value in vars(self).items() if key != LAYER}
-    return object.__new__, (original_class(self),), state
+    return object.__new__, (plain_class(type(self)),), state
 
 
 def _register_metadata(original: type, generated: type) -> None:
@@ -177,138 +221,3 @@ def _register_metadata(original: type, generated: type) -> None:
         registry.register(generated, registry.get(original))
     except ValueError:  # the original is not there either
         return
-
-
-def _names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
-
-
-def _reaches(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
-    if function.__code__ in seen:
-        return False
-    seen.add(function.__code__)
-    names = _names(function.__code__)
-    if names & TARGETS:
-        return True
-    helpers = (*_helpers(function, names), *_enclosed(function))
-    return any(_reaches(helper, seen) for helper in helpers)
-
-
-def _helpers(function: types.FunctionType, names: set[str]) -> Iterator[types.FunctionType]:
-    """Plain functions of the same module that a function names."""
-    scope = function.__globals__
-    for name in names:
-        value = scope.get(name)
-        if isinstance(value, types.FunctionType) and value.__globals__ is scope:
-            yield value
-
-
-def _enclosed(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """Functions that a decorator's wrapper calls."""
-    for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-        if isinstance(value, types.FunctionType):
-            yield value
-
-
-class _Forwarding:
-    """Stands in for a module: everything comes from it, but for the names in `ours`."""
-
-    def __init__(self, module: types.ModuleType, ours: dict[str, Any]) -> None:
-        self._module = module
-        self._ours = ours
-
-    def __getattr__(self, name: str) -> object:
-        ours = self._ours
-        return ours[name] if name in ours else getattr(self._module, name)
-
-
-_FUNCTIONAL = _Forwarding(torch.nn.functional, {SDPA: route.sdpa})
-_NN = _Forwarding(torch.nn, {"functional": _FUNCTIONAL})
-_TORCH = _Forwarding(torch, {"nn": _NN})
-
-
-class _Shadow:
-    """The copy of one module's globals in which attention is ours."""
-
-    def __init__(self, scope: dict[str, Any]) -> None:
-        name = f"{PRIVATE}.{scope['__name__']}"
-        if name in sys.modules:
-            name = f"{name}_{len(_shadows)}"
-        self.scope = scope
-        self.module = types.ModuleType(name)
-        self.functions: dict[types.FunctionType, types.FunctionType] = {}
-        self.tables: dict[int, Interfaces] = {}
-        self.spelled_out = False  # somebody writes torch.nn.functional.scaled_dot_product_attention
-        sys.modules[name] = self.module
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take over what changed in the original module since the last patch."""
-        kept = ("__name__", "__file__")  # two modules of one file would confuse `inspect`
-        for key, value in self.scope.items():
-            if key not in kept:
-                self.module.__dict__[key] = self._ours(key, value)
-
-    def retargeted(self, function: types.FunctionType) -> types.FunctionType:
-        """The function over the copied globals; helpers that reach attention come along."""
-        if function not in self.functions:
-            self.functions[function] = _over(function, self.module.__dict__)
-            names = _names(function.__code__)
-            self.spelled_out |= SDPA in names and "functional" in names
-            for helper in _helpers(function, names):
-                if _reaches(helper, set()):
-                    self.retargeted(helper)
-            self.refresh()
-        return self.functions[function]
-
-    def _ours(self, key: str, value: object) -> object:
-        if key == DISPATCH and callable(value):
-            return route.dispatch_instead_of(value)
-        if key == TABLE:
-            return self.tables.setdefault(id(value), Interfaces(value))
-        if value is torch.nn.functional:
-            return _FUNCTIONAL
-        if value is torch.nn.functional.scaled_dot_product_attention:
-            return route.sdpa
-        if self.spelled_out and value is torch.nn:
-            return _NN
-        if self.spelled_out and value is torch:
-            return _TORCH
-        if isinstance(value, types.FunctionType):
-            return self.functions.get(value, value)
-        return value
-
-
-def _shadow(scope: dict[str, Any]) -> _Shadow:
-    if id(scope) not in _shadows:
-        _shadows[id(scope)] = _Shadow(scope)  # which holds the scope, so that its id stays taken
-    return _shadows[id(scope)]
-
-
-def _over(function: types.FunctionType, scope: dict[str, Any]) -> types.FunctionType:
-    enclosed = {inner for inner in _enclosed(function) if _reaches(inner, set())}
-
-    def ours(cell: types.CellType) -> types.CellType:
-        if not enclosed or cell.cell_contents not in enclosed:
-            return cell
-        inner: types.FunctionType = cell.cell_contents
-        return types.CellType(_shadow(inner.__globals__).retargeted(inner))
-
-    closure = None if function.__closure__ is None else tuple(map(ours, function.__closure__))
-    copied = types.FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, closure
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    copied.__annotations__ = function.__annotations__
-    copied.__qualname__ = function.__qualname__
-    copied.__doc__ = function.__doc__
-    copied.__dict__.update(function.__dict__)
-    return copied

@@ -7,7 +7,6 @@ function gets exactly the arguments that the model passed.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -78,9 +77,10 @@ def sdpa(
     return attend(host, call, None)
 
 
-@functools.cache
-def dispatch_instead_of(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """What stands in for diffusers' `dispatch_attention_fn`; one object for one original."""
+def dispatch_instead_of(
+    read: Callable[[], Callable[..., torch.Tensor]],
+) -> Callable[..., torch.Tensor]:
+    """What stands in for diffusers' `dispatch_attention_fn`, which `read` gets from its module."""
 
     def dispatch_attention_fn(
         query: torch.Tensor,
@@ -97,6 +97,8 @@ def dispatch_instead_of(original: Callable[..., torch.Tensor]) -> Callable[..., 
         parallel_config: object = None,
         **unknown: object,
     ) -> torch.Tensor:
+        original = read()
+
         def host() -> torch.Tensor:
             return original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
@@ -414,11 +416,14 @@ def _give_way(layer: LayerContext, reason: FallbackReason) -> None:
     Raises:
         UnsupportedInputError: strict mode, and nobody asked for it.
     """
-    if not torch.compiler.is_compiling():
-        counts = layer.counts.fallbacks
-        counts[reason] += 1
-        if counts[reason] == 1 and not reason.cause.by_policy:
-            warn_once(logger, reason, "%s (said once)", _complaint(layer, reason))
+    eager = not torch.compiler.is_compiling()
+    first = layer.counts.fallbacks[reason] == 0
+    if eager:
+        layer.counts.fallbacks[reason] += 1
+    # An export that is not strict runs this as it is, and keeps what it takes here for good.
+    told = eager or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling())
+    if told and first and not reason.cause.by_policy:
+        warn_once(logger, reason, "%s (said once)", _complaint(layer, reason))
     if layer.state.options.strict and not reason.cause.asked_for:
         raise UnsupportedInputError(_complaint(layer, reason))
 

@@ -51,6 +51,42 @@ def test_a_script_that_patches(tmp_path):
     assert ran.summary.steps == {"transformer": 4}
 
 
+OWN_PROCESSOR = """
+import torch.nn.functional as F
+calls, gain = 0, 1.0
+
+class Own:
+    def __call__(self, attn, hidden_states, encoder_hidden_states, **unused):
+        global calls
+        calls += 1
+        x = torch.cat([encoder_hidden_states, hidden_states], 1)
+        q, k, v = (
+            f(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            for f in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        out = gain * F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        text = encoder_hidden_states.shape[1]
+        self.largest = out.abs().max().item()
+        return out[:, text:], out[:, :text]
+
+own = Own()
+model.set_attn_processor(own)
+"""
+
+
+def test_report_127_and_128_a_script_s_own_processor_keeps_its_globals_and_state(tmp_path):
+    end = f"""
+assert calls == 3 * {LAYERS}, calls
+assert own.largest > 0
+gain = 0.0
+denoise(model, steps=1)
+assert own.largest == 0, own.largest
+"""
+    ran = Ran(tmp_path, SCRIPT.format(patch=OWN_PROCESSOR, end=end), "3", max_captures=50)
+    assert ran.end.traceback == ""
+    assert ran.summary.files == 4 * LAYERS
+
+
 def test_a_script_that_compares_unpatched_and_patched(tmp_path):
     text = SCRIPT.format(
         patch="denoise(model, steps=2)\nfrom sage_plugin import patch, patched",

@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_plugin
 from sage_plugin import device
@@ -193,6 +195,63 @@ def test_report_95_a_gradient_is_never_lost():
             attention(q, k, v, kernel=kernel, return_lse=True)
         with torch.no_grad():
             assert len(attention(q, k, v, kernel=kernel, return_lse=True)) == 2
+
+
+def exact_attention(q, k, v):
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+
+
+def by_jvp(function, x, direction):
+    return torch.func.jvp(function, (x,), (direction,))[1]
+
+
+def by_dual_numbers(function, x, direction):
+    with forward_ad.dual_level(), torch.no_grad():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, direction))).tangent
+
+
+def by_all_directions(function, x, direction):
+    return (torch.func.jacfwd(function)(x) * direction).sum((-4, -3, -2, -1))
+
+
+def by_compiled_jvp(function, x, direction):
+    torch._dynamo.reset()
+    return torch.compile(lambda x: by_jvp(function, x, direction), backend="eager")(x)
+
+
+@pytest.mark.parametrize("way", [by_jvp, by_dual_numbers, by_all_directions, by_compiled_jvp])
+@pytest.mark.parametrize("place", range(3))
+def test_report_130_a_tangent_is_never_lost(way, place):
+    inputs = list(draw(Shape(1, 2, 2, 9, 9, 8)))
+    x, direction = inputs[place], draw(Shape(1, 2, 2, 9, 9, 8), seed=7)[place]
+
+    def through(function, **options):
+        return lambda x: function(*inputs[:place], x, *inputs[place + 1 :], **options)
+
+    expected = by_jvp(through(exact_attention), x, direction)
+    with sdpa_kernel(SDPBackend.MATH):  # torch's other kernels have no forward derivative
+        found = way(through(attention), x, direction)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for kernel in ("sage", "torch"):
+        with pytest.raises(UnsupportedInputError, match="a gradient is needed"):
+            way(through(attention, kernel=kernel), x, direction)
+
+
+def test_report_130_inputs_without_a_tangent_run_on_the_kernel():
+    q, k, v = draw(PLAIN)
+    expected = attention(q, k, v, kernel="sage")
+    with forward_ad.dual_level():
+        assert torch.equal(attention(q, k, v, kernel="sage"), expected)
+        dual = forward_ad.make_dual(q, q)
+        with pytest.raises(UnsupportedInputError, match="no backward"):
+            run_op(Decision("sage", "emulation"), AttentionCall(dual, k, v), None)
+
+
+def test_report_130_a_mapped_call_is_a_call_of_each():
+    q, k, v = (torch.stack([x, 2 * x]) for x in draw(PLAIN))
+    expected = torch.stack([attention(*one, kernel="sage") for one in zip(q, k, v, strict=True)])
+    found = torch.func.vmap(lambda *x: attention(*x, kernel="sage"))(q, k, v)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_the_lse_beside_dropout_is_refused_and_not_made_up():

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.patch import patch, unpatch
 from tests.plugin.tiny import random, tiny
-from tests.plugin.toys import Direct, ToyAttention, qkv
+from tests.plugin.toys import Direct, ToyAttention, qkv, sage
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +123,27 @@ def test_autocast_in_a_graph():
     compiled = torch.compile(model.module, backend="eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model.run(compiled), model.run(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_report_134_an_export_has_our_op(strict):
+    layer = ToyAttention(Direct())
+    sage(layer)
+    eager = layer(*qkv())
+    program = torch.export.export(layer, qkv(), strict=strict)
+    ops = [str(node.target) for node in program.graph.nodes if "attention" in str(node.target)]
+    assert ops == ["sage_plugin.attention.default"]
+    assert torch.equal(program.module()(*qkv()), eager)
+
+
+def test_report_134_an_export_of_the_host_s_attention_says_why(caplog):
+    layer = ToyAttention(Direct())
+    handle = sage(layer)
+    q, k, v = qkv()
+    for _ in range(2):
+        torch.export.export(layer, (q.requires_grad_(), k, v), strict=False)
+    assert sum("a gradient is needed" in record.message for record in caplog.records) == 1
+    assert handle.report().total_calls() == 0
 
 
 def test_blocks_compiled_in_place_keep_plain_names():

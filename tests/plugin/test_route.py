@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
@@ -89,6 +90,27 @@ def test_report_95_a_gradient_flows_as_it_did(kernel):
     with torch.no_grad():
         layer(q, k, v)
     assert sum(counts(handle)[0].values()) == 1
+
+
+@pytest.mark.parametrize("kernel", ["sage", "torch"])
+def test_report_130_a_tangent_flows_as_it_did(kernel):
+    layer, handle = patched_toy(kernel=kernel)
+    q, k, v = qkv()
+    with sdpa_kernel(SDPBackend.MATH):
+        ours = torch.func.jvp(lambda q: layer(q, k, v), (q,), (v,))
+        host = torch.func.jvp(lambda q: F.scaled_dot_product_attention(q, k, v), (q,), (v,))
+    assert torch.equal(ours[1], host[1])
+    assert host[1].any()
+    assert only_reason(handle).cause is Fallback.GRADIENT
+
+
+def test_report_130_a_mapped_layer_runs_on_the_kernel():
+    layer, handle = patched_toy()
+    q, k, v = (torch.stack([x, 2 * x]) for x in qkv())
+    mapped = torch.func.vmap(layer)(q, k, v)
+    each = torch.stack([layer(*one) for one in zip(q, k, v, strict=True)])
+    torch.testing.assert_close(mapped, each, rtol=0, atol=1e-6)
+    assert counts(handle) == ({"sage:emulation": 3}, {})
 
 
 @pytest.mark.parametrize("kernel", ["sage", "torch"])

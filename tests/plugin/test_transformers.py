@@ -13,6 +13,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.plugin.hosts import transformers_dispatch as interface
@@ -211,14 +212,60 @@ def test_attention_of_somebody_else_s_inside_a_model_is_found():
     assert 0 < difference(found, expected) < 0.02
 
 
-def test_attention_weights_come_from_the_model_s_own_attention():
+def by_configuration(model):
+    model.config.output_attentions = True
+    return {}
+
+
+def by_argument(model):
+    return {"output_attentions": True}
+
+
+@pytest.mark.parametrize("ask", [by_argument, by_configuration])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "opt", "siglip"])
+def test_report_129_attention_weights_come_from_the_model_s_own_attention(name, ask):
+    model = tiny(name)
+    model.module.set_attn_implementation("eager")
+    asked = ask(model.module)
+    with torch.no_grad():
+        exact = model.module(**model.inputs, **asked).attentions
+        handle = patch(model.module, kernel="sage", min_seq=0)
+        made = model.module(**model.inputs, **asked).attentions
+    assert len(exact) == len(made) == len(handle.layers) > 0
+    assert all(map(torch.equal, made, exact))
+    assert [row.fallbacks for row in handle.report().rows] == [{interface.WEIGHTS: 1}] * len(made)
+    if ask is by_argument:
+        model.run()
+        assert handle.report().kernel_calls() == len(made)
+
+
+def test_report_129_a_graph_gives_the_weights_that_are_asked_for():
     model = tiny("llama")
     model.module.set_attn_implementation("eager")
-    handle = patch(model.module, kernel="sage", min_seq=0)
+    model.module.config.output_attentions = True
+    patch(model.module, kernel="sage", min_seq=0)
+    torch._dynamo.reset()
     with torch.no_grad():
-        made = model.module(**model.inputs, output_attentions=True)
-    assert all(weights is not None and weights.shape[-1] == TOKENS for weights in made.attentions)
-    assert handle.report().kernel_calls() == 0
+        eager = model.module(**model.inputs).attentions
+        made = torch.compile(model.module, backend="eager")(**model.inputs).attentions
+    assert len(made) == len(eager) == 2
+    assert all(map(torch.allclose, made, eager))
+    torch._dynamo.reset()
+
+
+def test_report_136_arguments_that_sdpa_passes_over_cost_no_kernel():
+    model = tiny("modernbert")
+    handle = patch(model.module, kernel="sage", min_seq=0)
+    model.run()
+    assert handle.report().kernel_calls() == len(handle.layers) > 0
+    unpatch(model.module)
+    patch(model.module, kernel="sage", min_seq=0)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        eager = model.module(**model.inputs)[0]
+        compiled = torch.compile(model.module, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**model.inputs)[0], eager, rtol=0, atol=1e-5)
+    torch._dynamo.reset()
 
 
 def test_what_a_kernel_cannot_take_is_an_error_on_request():
@@ -244,6 +291,18 @@ def plain(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwa
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
+def biased(module, query, key, value, attention_mask, scaling, position_bias=None, **kwargs):
+    return plain(module, query, key, value, position_bias, scaling)
+
+
+def picky(module, query, key, value, attention_mask, scaling, **kwargs):
+    return plain(module, query, key, value, kwargs.get("block_indices"), scaling)
+
+
+def passing(*args, **kwargs):
+    return plain(*args, **kwargs)
+
+
 def odd(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
     out, weights = plain(module, query, key, value, attention_mask, scaling)
     return out + query.mean(), weights
@@ -261,9 +320,12 @@ def odd(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwarg
         (odd, "sdpa", {}, None),
         (plain, "flash_attention_2", {}, "flash_attention_2"),
         (plain, "flex_attention", {}, "flex_attention"),
-        (plain, "sdpa", {"position_bias": 1.0}, "position_bias"),
-        (plain, "sdpa", {"block_indices": 0}, "block_indices"),
-        (plain, "sdpa", {"output_attentions": True}, "weights"),
+        (sdpa_attention_forward, "sdpa", {"deterministic": True, "block_indices": 0}, None),
+        (sdpa_attention_forward, "sdpa", {"position_bias": 1.0}, "position_bias"),
+        (plain, "eager", {"position_bias": 1.0}, None),
+        (biased, "sdpa", {"position_bias": 1.0}, "position_bias"),
+        (picky, "sdpa", {"block_indices": 0}, "block_indices"),
+        (passing, "sdpa", {"deterministic": True}, "deterministic"),
     ],
 )
 def test_calls_that_mean_more_than_kernels_know_are_left(function, implementation, others, words):
@@ -275,7 +337,7 @@ def test_calls_that_mean_more_than_kernels_know_are_left(function, implementatio
 def test_the_table_is_otherwise_the_original_one():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as table
 
-    ours = interface.Interfaces(table)
+    ours = interface.Interfaces(lambda: table)
     assert "sdpa" in ours
     assert "nothing" not in ours
     assert ours.get("nothing") is None

@@ -147,6 +147,13 @@ FAMILIES = {
         _ids,
     ),
     "bert": Family(_model("BertModel", "BertConfig", vocab_size=WORDS, **ENCODER), _padded),
+    "modernbert": Family(
+        _model(
+            "ModernBertModel", "ModernBertConfig", vocab_size=WORDS, **ENCODER, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2, local_attention=8,
+        ),
+        _padded,
+    ),
     "clip text": Family(
         _model(
             "CLIPTextModel", "CLIPTextConfig", vocab_size=WORDS, **ENCODER, bos_token_id=1,

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from sage_plugin.capture.recording.recorder import HOST_KERNEL, CaptureRecorder
 from sage_plugin.errors import PatchError, UsageError
 from sage_plugin.plugin.component import component_of
+from sage_plugin.plugin.owners import owners_of
 from sage_plugin.plugin.patch import patch
 
 _DENOISER_NAMES = ("Transformer", "UNet", "DiT")
@@ -113,8 +114,8 @@ class DenoiserHook:
         if torch.compiler.is_compiling():
             return
         part = component_of(module)
-        if part is None and not self._is_candidate(module):
-            return
+        if part is None and (not self._is_candidate(module) or owners_of(module)):
+            return  # what was patched through a wrapper is noticed there
         if part is not None and self._recorder.listens_to(module):
             return
         try:

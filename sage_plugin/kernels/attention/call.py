@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.mask import MASK_DTYPES, normalized
@@ -15,6 +16,9 @@ from sage_plugin.schema import CallShape, LaunchConfig
 TENSOR_SUBCLASS = FallbackReason(Fallback.TENSOR_SUBCLASS)
 MASK_SHAPE = FallbackReason(Fallback.MASK_SHAPE)
 MASK_DEVICE = FallbackReason(Fallback.MASK_DEVICE)
+
+TRACERS = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
+"""Where torch has the tensors that stand for others while it traces."""
 
 _DTYPE_NAMES = {
     dtype: str(dtype).removeprefix("torch.")
@@ -174,17 +178,27 @@ def _spec(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is torch's own and no subclass with a behavior of its own."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    """Return whether a tensor is torch's own and no subclass with a behavior of its own.
+
+    So are those with which torch itself traces a graph, as an export that is not strict does.
+    """
+    kind = type(tensor)
+    return kind in (torch.Tensor, torch.nn.Parameter) or (
+        torch.compiler.is_compiling() and kind.__module__ in TRACERS
+    )
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether a gradient has to flow through a call with these tensors."""
+    """Return whether a gradient has to flow through a call with these tensors, back or forward."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
-    return False
+    return forward_ad._current_level >= 0 and any(map(_has_tangent, tensors))
+
+
+def _has_tangent(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def shape_of(

@@ -7,7 +7,7 @@ it itself; those of transformers are found in `transformers.py`.
 
 from __future__ import annotations
 
-import copy
+import types
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
@@ -15,11 +15,17 @@ from torch import nn
 
 from sage_plugin.errors import PatchError
 from sage_plugin.plugin import retarget
-from sage_plugin.plugin.context import WRAPPER, LayerContext, layer_path
+from sage_plugin.plugin.context import WRAPPER, LayerContext, layer_path, layer_with
 from sage_plugin.plugin.hosts import transformers
+from sage_plugin.plugin.redirect import NO_CALL
 
 DENOISERS = ("transformer*", "unet*", "*_transformer", "*_unet", "prior", "prior_prior", "decoder")
 """Component names of a pipeline that `patch` chooses by itself."""
+
+SLOTS = "the processor keeps its state in __slots__, which no other object can share"
+
+HEAP_TYPE = 1 << 9
+"""CPython's flag of classes that were made at run time."""
 
 AUTOENCODERS = ("Autoencoder", "AsymmetricAutoencoder", "ConsistencyDecoder", "VQModel")
 
@@ -140,57 +146,81 @@ def _attends_itself(module: nn.Module) -> bool:
     return named and retarget.patched_module_class(original) is not None
 
 
-def swap(layer: LayerContext) -> bool:
-    """Give a layer's attention module our copy of its processor.
+def swap(layer: LayerContext) -> str | None:
+    """Give a layer's attention module a twin of its processor, of our class.
 
-    A copy, because processors are shared between layers and sometimes between models.
+    A twin, since processors are shared between layers and sometimes between models; it has the very
+    `__dict__` of the original, so that what is set on either, or stored by a call, is on both.
 
     Returns:
-        Whether the processor is of a class that can be patched.
+        Why the processor cannot be patched, `None` where it is.
     """
-    original = layer.original
+    original, module = layer.original, layer.attention
     generated = _class_for(original)
-    if generated is None:
-        return False
-    ours = copy.copy(original)
-    ours.__class__ = generated
-    setattr(ours, retarget.LAYER, layer)
-    layer.processor = ours
-    layer.attention.processor = ours  # type: ignore[assignment]
-    return True
+    if generated is None or module is None:
+        return NO_CALL
+    if not _lies_in_dict(original):
+        return SLOTS
+    layer.processor = _twin(original, generated)
+    module.processor = layer.processor  # type: ignore[assignment]
+    vars(module)[retarget.LAYER] = layer
+    return None
 
 
 def put_back(layer: LayerContext) -> None:
     """Undo `swap`; a processor that somebody set since is left where it is."""
-    ours, original = layer.processor, layer.original
-    if ours is None:
-        return
-    state = {key: value for key, value in vars(ours).items() if key != retarget.LAYER}
-    vars(original).update(state)  # such as an attention backend that was set meanwhile
-    if layer.attention.processor is ours:
-        layer.attention.processor = original  # type: ignore[assignment]
-    _without_layer(layer.attention.processor)
-    # Copies may lie elsewhere: `fuse_qkv_projections` keeps the processors that it replaces.
-    ours.__class__ = type(original)
-    vars(ours).pop(retarget.LAYER, None)
+    twin, original, module = layer.processor, layer.original, layer.attention
     layer.processor = None
+    if module is None or twin is None:
+        return
+    if retarget.layer_of(module) is layer:
+        del vars(module)[retarget.LAYER]
+    if module.processor is twin:
+        module.processor = original  # type: ignore[assignment]
+    elif layer_with(module.processor) is None:  # upstream made it with `type(processor)()`
+        _make_plain(module.processor)
+    # The twin may lie elsewhere: `fuse_qkv_projections` keeps the processors that it replaces.
+    _make_plain(twin)
 
 
 def standing(layer: LayerContext) -> object:
     """The processor that stands in the layer's place."""
-    processor: object = layer.attention.processor
-    return processor
+    return getattr(layer.attention, "processor", None)
 
 
 found = standing
 """What there is to patch in a layer's place."""
 
 
-def _without_layer(processor: object) -> None:
-    """Make a processor plain that upstream made with `type(processor)()` of one of ours."""
-    original = retarget.original_class(processor)
-    if type(processor) is not original and retarget.layer_of(processor) is None:
-        processor.__class__ = original
+def original_of(processor: object) -> object:
+    """What a processor is unpatched: itself, or what a twin of ours was made of."""
+    owner = layer_with(processor)
+    if owner is not None:
+        return owner.original
+    if retarget.generated_class(processor) is None:
+        return processor
+    return _twin(processor, retarget.original_class(processor))
+
+
+def _twin(processor: object, cls: type) -> object:
+    """Another object with the same `__dict__`."""
+    twin: object = object.__new__(cls)
+    object.__setattr__(twin, "__dict__", vars(processor))
+    return twin
+
+
+def _make_plain(processor: object) -> None:
+    if retarget.generated_class(processor) is not None:
+        object.__setattr__(processor, "__class__", retarget.plain_class(type(processor)))
+
+
+def _lies_in_dict(processor: object) -> bool:
+    """Whether all that an object holds lies in its `__dict__`, as Python's own classes have it."""
+    classes = type(processor).__mro__[:-1]
+    members = (value for cls in classes for value in vars(cls).values())
+    written_in_c = any(not cls.__flags__ & HEAP_TYPE for cls in classes)
+    slots = any(isinstance(value, types.MemberDescriptorType) for value in members)
+    return hasattr(processor, "__dict__") and not (slots or written_in_c)
 
 
 def _class_for(processor: object) -> type | None:

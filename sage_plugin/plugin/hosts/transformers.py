@@ -15,6 +15,7 @@ from torch import nn
 
 from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import LayerContext, layer_path
+from sage_plugin.plugin.redirect import NO_CALL
 
 
 def is_model(obj: object) -> bool:
@@ -41,44 +42,50 @@ def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]
             yield layer_path(path), module, module
 
 
-def swap(layer: LayerContext) -> bool:
+def swap(layer: LayerContext) -> str | None:
     """Make a layer's module one of our subclass.
 
     Returns:
-        Whether its class can be patched, and its `forward` is the class's.
+        Why it cannot be, as where its `forward` is not the class's; `None` where it is.
     """
     module = layer.attention
+    if module is None:
+        return NO_CALL
     generated = retarget.patched_module_class(retarget.original_class(module))
     if generated is None or not _rebind(module, _forward):
-        return False
+        return NO_CALL
     module.__class__ = generated
     vars(module)[retarget.LAYER] = layer
-    layer.processor = module
-    return True
+    layer.original, layer.processor = retarget.original_class(module), generated
+    return None
 
 
 def put_back(layer: LayerContext) -> None:
-    """Undo `swap`; a class that somebody else gave the module since is left."""
-    module = layer.attention
-    if layer.processor is None:
+    """Undo `swap`; a class that somebody else gave the module since is left, less ours in it."""
+    module, ours = layer.attention, layer.processor
+    layer.processor = None
+    if module is None or ours is None:
         return
     if retarget.layer_of(module) is layer:
         original: Any = retarget.original_class(module)
         _rebind(module, original.forward)
-        module.__class__ = original
-    vars(module).pop(retarget.LAYER, None)
-    layer.processor = None
+        module.__class__ = retarget.plain_class(type(module))
+        del vars(module)[retarget.LAYER]
 
 
 def standing(layer: LayerContext) -> object:
-    """What stands in the layer's place: the module while it is ours, `None` after that."""
-    ours = type(layer.attention) is not retarget.original_class(layer.attention)
-    return layer.attention if ours else None
+    """What stands in the layer's place: our class of the module, `None` once it has another."""
+    return retarget.generated_class(layer.attention)
 
 
 def found(layer: LayerContext) -> object:
     """What there is to patch in a layer's place: the module, of whatever class it is now."""
     return layer.attention
+
+
+def original_of(module: object) -> object:
+    """What a module is unpatched: one of its former class."""
+    return retarget.original_class(module)
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

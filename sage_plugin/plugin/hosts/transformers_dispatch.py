@@ -7,7 +7,12 @@ the model passed.
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
+import itertools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +21,7 @@ import torch
 from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin import route
+from sage_plugin.plugin.context import STACK
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 """The name of the table in every modeling file."""
@@ -26,17 +32,11 @@ NAME = "sage_plugin"
 WEIGHTS = FallbackReason(Fallback.ATTENTION_WEIGHTS)
 OWN_EAGER = FallbackReason(Fallback.EAGER_IS_NOT_SOFTMAX)
 
-UNDERSTOOD = frozenset((
-    # what kernels know
-    "dropout", "scaling", "is_causal", "softcap", "s_aux",
-    # what the mask holds already, where it is not of the flash kind
-    "sliding_window",
-    # what `sdpa` and `eager` attention pass over
-    "position_ids", "use_cache", "output_attentions", "output_hidden_states",
-    "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-    "num_items_in_batch",
-))  # fmt: skip
-"""Arguments that do not keep a call from kernels; attention weights do where they are wanted."""
+UNDERSTOOD = frozenset(("dropout", "scaling", "is_causal", "softcap", "s_aux", "output_attentions"))
+"""Arguments that kernels know, and that by which weights are asked for."""
+
+RECORDER = "transformers.utils.output_capturing"
+"""The module by which models keep what hooks see of their layers, attention weights too."""
 
 UNKNOWN_TO_SDPA = {"softcap": "soft cap", "s_aux": "sinks"}
 """Arguments that transformers' `sdpa` leaves out (5.17) or refuses (5.24). A kernel that heeds them
@@ -57,8 +57,13 @@ Function = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 class Interfaces:
     """The table of attention functions, each of them behind our kernels."""
 
-    def __init__(self, table: Any) -> None:  # noqa: ANN401
-        self._table = table
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+
+    @property
+    def _table(self) -> Any:  # noqa: ANN401
+        """The table that the model's module has now."""
+        return self._read()
 
     def get_interface(self, implementation: str, default: Function) -> Function:
         """As the table's own."""
@@ -113,6 +118,8 @@ def attention(
 
     implementation = "sdpa" if implementation == NAME else implementation
     blocked = _obstacle(original, implementation, others)
+    if _wants_weights(module, others):
+        blocked = WEIGHTS
     blocked = route.ARGUMENTS if rest else blocked
     call = _call(implementation, module, query, key, value, attention_mask, others)
     result = route.attend(host, call, blocked)
@@ -148,10 +155,8 @@ def _obstacle(
     """Why a call is the original's, as far as its arguments tell."""
     if implementation not in ("sdpa", "eager"):
         return FallbackReason(Fallback.IMPLEMENTATION, implementation)
-    if others.get("output_attentions"):
-        return WEIGHTS
     for name, given in others.items():
-        if given is not None and name not in UNDERSTOOD:
+        if given is not None and name not in UNDERSTOOD and _heeds(original, name):
             return FallbackReason(Fallback.MODEL_ARGUMENT, name)
     if implementation == "sdpa":
         for name, meaning in UNKNOWN_TO_SDPA.items():
@@ -161,6 +166,60 @@ def _obstacle(
     if implementation == "eager" and not _is_softmax(original, sinks is not None):
         return OWN_EAGER
     return None
+
+
+def _wants_weights(module: torch.nn.Module, others: dict[str, Any]) -> bool:
+    """Whether attention weights are asked for: of the call, of the module, or by configuration.
+
+    A model that records them with hooks passes nothing on.
+    """
+    return bool(
+        others.get("output_attentions")
+        or (STACK.frames and STACK.frames[-1].weights)
+        or getattr(getattr(module, "config", None), "output_attentions", False)
+        or _records_weights()
+    )
+
+
+def _records_weights() -> bool:
+    """Whether transformers' recorder is on for attention weights of any kind."""
+    collector: Any = getattr(sys.modules.get(RECORDER), "_active_collector", None)
+    if collector is None:
+        return False
+    asked = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    return asked is not None and any("attentions" in kind for kind in asked)
+
+
+def _heeds(function: Function, name: str) -> bool:
+    """Whether an attention function takes notice of an argument; it may where nobody can tell."""
+    if function not in _heeded:
+        _heeded[function] = _heeded_by(getattr(function, "__code__", None))
+    heeded = _heeded[function]
+    return heeded is None or name in heeded
+
+
+vars(_heeds)["_dynamo_marked_constant"] = True
+_heeded: dict[Function, frozenset[str] | None] = {}
+
+
+def _heeded_by(code: types.CodeType | None) -> frozenset[str] | None:
+    """Parameters, and what code asks its other arguments for; `None` if it passes these on."""
+    if code is None or _passes_on(code):
+        return None
+    return frozenset((*code.co_varnames, *(c for c in code.co_consts if isinstance(c, str))))
+
+
+def _passes_on(code: types.CodeType) -> bool:
+    """Whether code does more with its `**kwargs` than to ask for some of them."""
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    named = code.co_argcount + code.co_kwonlyargcount
+    rest = code.co_varnames[named + bool(code.co_flags & inspect.CO_VARARGS)]
+    for step, after in itertools.pairwise(dis.get_instructions(code)):
+        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if rest in loaded and not (loaded[-1] == rest and after.argval == "get"):
+            return True
+    return False
 
 
 def _is_softmax(function: Function, sinks: bool) -> bool:

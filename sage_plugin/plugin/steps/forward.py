@@ -91,9 +91,15 @@ class ForwardCounter:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._model = None if model is None else weakref.ref(model)
+        self._model: weakref.ref[nn.Module] | None = None
         self.count = 0
         self.listeners: list[Callable[[Forward], None]] = []
+        if model is not None:
+            self.watch(model)
+
+    def watch(self, model: nn.Module) -> None:
+        """Count the forwards of a component from now on."""
+        self._model = weakref.ref(model)
 
     @property
     def model(self) -> nn.Module | None:
