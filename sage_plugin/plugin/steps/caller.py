@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +27,12 @@ _PASSED_OVER = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
 """Folders of code that runs no denoiser of its own: torch, and this package's plug-in."""
-_PLAIN = (torch.Tensor, str, int, float, list, tuple, dict, type(None))
+NEAR = 6
+"""Callers whose variables are looked at: a loop of somebody's own is not far from its model."""
+
+_PLAIN = (
+    torch.Tensor, str, int, float, list, tuple, dict, type(None), type, ModuleType, FunctionType
+)  # fmt: skip
 _SCHEDULER = "scheduler"
 
 
@@ -85,7 +90,7 @@ def loop_around(module: nn.Module) -> DenoisingLoop | None:
 def loop_in_scope(module: nn.Module) -> DenoisingLoop | None:
     """The innermost caller among whose variables are the module and a scheduler, or one with both.
 
-    For loops of somebody's own; it takes longer than `loop_around`.
+    For loops of somebody's own, among the `NEAR` innermost callers.
     """
     for scope in _scopes(sys._getframe(1)):
         loop = _loop_of([scope], scope, module)
@@ -135,10 +140,12 @@ def _schedulers(named: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _scopes(frame: FrameType | None) -> Iterator[dict[str, Any]]:
-    """The variables that callers use, by name, innermost caller first."""
-    while frame is not None:
+    """The variables that the nearest callers use, by name, innermost caller first."""
+    seen = 0
+    while frame is not None and seen < NEAR:
         code = frame.f_code
         if not code.co_filename.startswith(_PASSED_OVER):
+            seen += 1
             own = {} if frame.f_locals is frame.f_globals else frame.f_locals
             used = {
                 name: frame.f_globals[name] for name in code.co_names if name in frame.f_globals
