@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import runpy
@@ -208,6 +209,21 @@ class Gain:
         return F.scaled_dot_product_attention(q, k, v)
 
 
+class Counting:
+    """Writes to its class."""
+
+    count = 0
+
+    def __call__(self, attn, q, k, v):
+        type(self).count += 1
+        self.note()
+        return F.scaled_dot_product_attention(q, k, v)
+
+    @classmethod
+    def note(cls):
+        cls.noted = cls.count
+
+
 class GainModule(Gain, nn.Module):
     def __init__(self):
         super().__init__()
@@ -254,6 +270,19 @@ def test_report_128_the_caller_s_processor_and_the_layer_s_have_one_state(kind):
     assert (mine.gain, mine.note) == (3.0, "kept")
     assert type(mine) is kind
     assert not any("_sage" in name for name in (*vars(mine), *vars(layer)))
+
+
+@pytest.mark.parametrize("bases", [(), (abc.ABC,)])
+def test_report_128_what_a_processor_writes_to_its_class_is_there(bases):
+    kind = type("Kind", (Counting, *bases), {})
+    layer = ToyAttention(kind())
+    sage(layer)
+    for _ in range(2):
+        layer(*qkv())
+    assert (kind.count, kind.noted, Counting.count) == (2, 2, 0)
+    assert isinstance(layer.processor, kind)
+    unpatch(layer)
+    assert type(layer.processor) is kind
 
 
 def test_report_128_a_processor_of_two_models_is_patched_in_one():

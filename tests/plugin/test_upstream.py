@@ -18,7 +18,8 @@ pytest.importorskip("diffusers")
 import diffusers
 from diffusers.models import attention_processor
 
-from sage_plugin.plugin.retarget import DISPATCH, SDPA, patched_class, patched_module_class
+from sage_plugin.plugin.redirect import DISPATCH, SDPA
+from sage_plugin.plugin.retarget import patched_class, patched_module_class
 
 TARGETS = {DISPATCH, SDPA}
 ROOT = Path(diffusers.__file__).parent
