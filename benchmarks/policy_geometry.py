@@ -1,8 +1,8 @@
-"""The form of a searched policy on a full-size model: foreseen and real milliseconds of a step.
+"""The form of a searched policy on a full-size model: predicted and real milliseconds of a step.
 
 The layers of the model that the policy was searched on are spread over those of the full-size one
 by their depth, and each band of denoising steps becomes a policy of its own, since a step is timed
-without a scheduler. Foreseen is the unpatched step less what its attention calls save when they
+without a scheduler. Predicted is the unpatched step less what its attention calls save when they
 are timed alone.
 
     python benchmarks/policy_geometry.py policy.json --output geometry.json [--model cogvideox-2b]
@@ -109,7 +109,7 @@ def calls_alone(event: CallEvent, options: Sequence[Option]) -> dict[str, Callab
 
 
 def measured(args: argparse.Namespace) -> Facts:
-    """Foreseen and real steps of every band."""
+    """Predicted and real steps of every band."""
     step = step_models.build(args.model, torch.device(args.device), tiny=args.tiny)
     events: list[CallEvent] = []
     min_seq = 0 if args.tiny else 1024
@@ -135,14 +135,14 @@ def measured(args: argparse.Namespace) -> Facts:
             {
                 "steps": name,
                 "layers": dict(used),
-                "foreseen_ms": step_ms["unpatched"] - saved,
+                "predicted_ms": step_ms["unpatched"] - saved,
                 "ms": step_ms[name],
             }
         )
     weights = [len(row["steps"].split(",")) / args.steps for row in rows]
     mean = {
         key: sum(w * row[key] for w, row in zip(weights, rows, strict=True))
-        for key in ("foreseen_ms", "ms")
+        for key in ("predicted_ms", "ms")
     }
     return {"call_ms": call_ms, "step_ms": step_ms, "bands": rows, "mean": mean}
 
@@ -190,10 +190,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     nobody = peer_kernels.Found((), {}, ())
     facts = measured(args)
     for row in facts["bands"]:
-        print(f"steps {row['steps']}: foreseen {row['foreseen_ms']:.1f} ms, real {row['ms']:.1f}")
+        print(f"steps {row['steps']}: predicted {row['predicted_ms']:.1f} ms, real {row['ms']:.1f}")
     mean, unpatched = facts["mean"], facts["step_ms"]["unpatched"]
     print(
-        f"mean of {args.steps} steps: foreseen {mean['foreseen_ms']:.1f} ms, real "
+        f"mean of {args.steps} steps: predicted {mean['predicted_ms']:.1f} ms, real "
         f"{mean['ms']:.1f}, unpatched {unpatched:.1f}; {facts['step_ms']}"
     )
     body = identity(args.device, nobody, args.commit)

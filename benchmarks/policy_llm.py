@@ -1,4 +1,4 @@
-"""Policies searched for SmolLM2 beside single kernels: foreseen and real times, logits, perplexity.
+"""Policies searched for SmolLM2 beside single kernels: predicted and real times, and outputs.
 
 The prompt is a batch of long passages of this repository's own pages. One capture of each layer is
 recorded while it is read; a policy is searched for each `--max-error`. Real times are whole
@@ -24,8 +24,6 @@ from gpu_options import gpu_parser, on_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-
-sys.path.append(str(ROOT / "examples" / "cogvideo"))
 
 from step_timing import sharing_copy  # noqa: E402
 
@@ -116,15 +114,15 @@ def rows_of(network: Any, prompt: torch.Tensor, args: argparse.Namespace) -> lis
             row["policy"] = policy.to_json()
         rows.append(row)
         del got
-    foreseen = next((p.prediction for p in policies.values() if p.prediction is not None), None)
+    predicted = next((p.prediction for p in policies.values() if p.prediction is not None), None)
     timed = times(network, prompt, ways, args)
     for row in rows:
         row["ms"] = timed[row["name"]]
-        own = policies[row["name"]].prediction if row["name"] in policies else foreseen
+        own = policies[row["name"]].prediction if row["name"] in policies else predicted
         way = None if own is None else own.of("policy" if row["name"] in policies else row["name"])
         host = None if own is None else own.of("sdpa")
         if way is not None and host is not None:
-            row |= {"foreseen_error": way.error, "foreseen_saved_ms": host.ms - way.ms}
+            row |= {"predicted_error": way.error, "predicted_saved_ms": host.ms - way.ms}
         print(line_of(row, timed["sdpa"]), flush=True)
     return rows
 
@@ -158,8 +156,8 @@ def times(
 def line_of(row: Row, host_ms: float) -> str:
     """A row as text."""
     text = f"{row['name']:14} {row['ms']:8.2f} ms (saved {host_ms - row['ms']:6.2f}"
-    if "foreseen_saved_ms" in row:
-        text += f", foreseen {row['foreseen_saved_ms']:6.2f}, error {row['foreseen_error']:.4f}"
+    if "predicted_saved_ms" in row:
+        text += f", predicted {row['predicted_saved_ms']:6.2f}, error {row['predicted_error']:.4f}"
     text += f")  perplexity {row['perplexity']:.4f}"
     if "rel_l1" in row:
         text += f"  L1 {row['rel_l1']:.5f}  {row['kernel_calls']} of {row['calls']} on a kernel"

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import random_weights
 import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "cogvideo"))
-
-import random_weights
 from random_weights import RandomStep
 
 DTYPE = torch.bfloat16

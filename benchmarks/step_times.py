@@ -13,18 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import peer_kernels
 import step_models
+import step_timing
 import torch
 from accuracy import identity, kernels, write
 from gpu_options import gpu_parser, on_gpu
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "cogvideo"))
-
-import step_timing
 
 Facts = dict[str, Any]
 

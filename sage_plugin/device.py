@@ -12,7 +12,7 @@ import re
 
 import torch
 
-from sage_plugin.errors import DeviceError
+from sage_plugin.errors import DeviceError, UsageError
 from sage_plugin.schema import DeviceFacts, Toolchain
 
 E4M3FN_ARCHS = (
@@ -70,6 +70,32 @@ def facts(device: torch.device | str | int | None = None) -> DeviceFacts:
     if index >= torch.cuda.device_count():
         raise DeviceError(f"GPU {index} does not exist: there are {torch.cuda.device_count()}")
     return _gpu_facts(index)
+
+
+def chosen(name: str | None) -> tuple[torch.device, DeviceFacts]:
+    """Return the device of a name as a user gives it, with its number, and its facts.
+
+    Args:
+        name: `cpu`, `cuda` or `cuda:1`; `None` is a GPU if there is one.
+
+    Raises:
+        UsageError: the name is not one of a device.
+        DeviceError: torch cannot use it here.
+
+    Example:
+        >>> chosen("cpu:0")[0]
+        device(type='cpu')
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name!r}: use cpu, cuda or cuda:1") from None
+    found = facts(device)
+    if device.type == "cpu":  # whatever its number
+        return torch.device("cpu"), found
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.device("cuda", index), found
 
 
 @functools.cache

@@ -185,7 +185,8 @@ def read_bytes(path: Path, limit: int, what: str) -> bytes:
         ConfigError: it cannot be read, is no regular file, or is too large.
     """
     with _reading(path) as stream:
-        content: bytes = stream.read(limit + 1)
+        # The size that is asked for is allocated, so not more of it than the file has.
+        content: bytes = stream.read(min(limit, os.fstat(stream.fileno()).st_size) + 1)
     if len(content) > limit:
         raise ConfigError(f"{path}: larger than {limit} bytes, no {what} is")
     return content

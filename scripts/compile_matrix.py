@@ -4,7 +4,7 @@
 
 No GPU is needed. Each Triton is installed into a folder of its own, which comes before the packages
 of the environment; one process an architecture compiles what the launch code of a call would launch
-there (`tests/kernels/aot_builds.py`). What came out of each launch goes into one JSON file: shared
+there (`scripts/aot_builds.py`). What came out of each launch goes into one JSON file: shared
 memory, registers a thread, bytes of spills, matrix instructions. Ends with 1 if a launch does not
 compile or does not fit into the chip's shared memory.
 """
@@ -150,7 +150,7 @@ def assemblers(env: dict[str, str]) -> dict[str, str]:
 def compiled(wanted: list[dict[str, Any]], env: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Answers of the process that compiles, as they come; its death is an answer too."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.kernels.aot_builds", "-"],
+        [sys.executable, "-m", "scripts.aot_builds", "-"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,

@@ -68,7 +68,7 @@ def row(name: str, make: Callable[[str], Any]) -> str:
     )
 
 
-def compiled(model: Any, eager: torch.Tensor, again: Callable[[], Any]) -> str:  # noqa: ANN401
+def compiled(model: Any, eager: torch.Tensor, again: Callable[[], Any]) -> str:
     """How a patched model compiles, beside how a fresh one does unpatched."""
     torch._dynamo.reset()
     if (error := _failure(model, eager)) is None:
@@ -82,7 +82,7 @@ def compiled(model: Any, eager: torch.Tensor, again: Callable[[], Any]) -> str: 
     return f"BREAKS: {error}"
 
 
-def _failure(model: Any, expected: torch.Tensor | None) -> str | None:  # noqa: ANN401
+def _failure(model: Any, expected: torch.Tensor | None) -> str | None:
     """Why a model does not compile to one graph that gives what eager mode gives."""
     whole = model.module
     whole.compile(fullgraph=True, backend="eager")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_said() -> None:
+    """Warnings that are said once in a process are said in each test."""
+    from sage_plugin.kernels import notice
+
+    notice.forget()
+
+
 @pytest.fixture
 def interpreted() -> None:
     """Run portable kernels in Triton's interpreter, with casts as a GPU does them."""
@@ -33,14 +42,21 @@ def interpreted() -> None:
     correct_casts()
 
 
+@pytest.fixture(scope="session")
+def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Names of folders that do not exist; a folder a test would cost more than most tests."""
+    base = tmp_path_factory.mktemp("nowhere")
+    return (base / str(number) for number in itertools.count())
+
+
 @pytest.fixture
-def unconfigured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def unconfigured(monkeypatch: pytest.MonkeyPatch, nowhere: Iterator[Path]) -> Iterator[None]:
     """Launch configs from the defaults and the shipped files alone, and nothing remembered."""
     from sage_plugin.kernels import launch_config
 
     for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
         monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(next(nowhere)))
     launch_config.forget()
     yield
     launch_config.forget()

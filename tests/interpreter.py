@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.fast_interpreter import make_types_once
+
 TORCH_TYPES = {
     "fp8e4nv": torch.float8_e4m3fn,
     "fp8e4b8": torch.float8_e4m3fnuz,
@@ -60,6 +62,7 @@ def correct_casts() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+    make_types_once(interpreter)
     _patch_once(interpreter)
     _check_overflow_at_once(interpreter)
 

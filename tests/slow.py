@@ -21,9 +21,9 @@ SLOW = (
     "tests/kernels/test_mask_blocks.py",
     "tests/kernels/test_portable.py::test_report_22_every_tail_is_masked",
     "tests/kernels/test_portable.py::test_what_is_not_finite_is_seen",
-    "tests/kernels/test_portable_semantics.py",
     "tests/kernels/test_prepass.py",
     "tests/kernels/test_launch_graph.py",
+    "tests/matrix/",
     "tests/reports/",
     # The compiler of torch, and opcheck: 2 to 8 s a graph.
     "tests/kernels/test_ops.py::test_report_73",

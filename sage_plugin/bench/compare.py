@@ -194,8 +194,7 @@ def _row(
     alone = samples.get(f"{one.label} {ALONE}")
     low = center = high = None
     if base is not None and base is not one:
-        gains = samples[one.label].gain_over(samples[base.label])
-        center, low, high = (1 / (1 - gain) for gain in gains)
+        center, low, high = samples[one.label].speedup_over(samples[base.label])
     found = one.found
     return KernelRow(
         input=case.name,

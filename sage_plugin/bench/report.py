@@ -7,7 +7,7 @@ import io
 import json
 import math
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +111,13 @@ def json_text(tables: Iterable[Table], device: DeviceFacts, toolchain: Toolchain
     return json.dumps(finite(body), indent=1, allow_nan=False) + "\n"
 
 
-def finite(value: Any) -> Any:  # noqa: ANN401
-    """The same with `null` for numbers that JSON does not have."""
+def finite(value: Any, spell: Callable[[float], object] = lambda _: None) -> Any:  # noqa: ANN401
+    """Replace the numbers that JSON does not have by what `spell` makes of them, here `null`."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else spell(value)
     if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
-    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: finite(part, spell) for key, part in value.items()}
+    return [finite(part, spell) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _clocks(state: ClockSnapshot | None) -> dict[str, Any] | None:

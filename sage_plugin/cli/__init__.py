@@ -1,7 +1,7 @@
 """`sage`: the command line. The only importer of typer and rich, and the only place that renders.
 
 One file a command; each parses, calls the library and renders. An error that the library raises on
-purpose becomes one sentence and its exit code here (design: 0 ok, 1 gate, 2 usage, 3 environment,
+purpose becomes one sentence and its exit code here (0 ok, 1 gate, 2 usage, 3 environment,
 4 some keys failed). Commands import what they need when they run, so that `sage --help` is fast.
 """
 

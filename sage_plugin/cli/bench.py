@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin import files
-from sage_plugin.cli.bench_inputs import DEFAULT_FOLDER, BenchInputOptions, suite_of
-from sage_plugin.cli.console import stderr, stdout
+from sage_plugin.cli.console import progress, say, say_left_out, stderr, stdout
+from sage_plugin.cli.options import (
+    DEFAULT_FOLDER,
+    SOME_FAILED,
+    ConfigDir,
+    Device,
+    DrawnInputOptions,
+    Kernels,
+    flattened,
+    named_kernels,
+    one_of,
+)
 from sage_plugin.errors import CaptureError, GateError, UnsupportedInputError, UsageError
-from sage_plugin.schema import KERNEL_ALIASES, KERNELS
 
 if TYPE_CHECKING:
     import torch
@@ -23,26 +32,8 @@ if TYPE_CHECKING:
     from sage_plugin.schema import DeviceFacts
 
 METRICS = ("time", "throughput", "bandwidth", "arithmetic_intensity")
-SOME_FAILED = 4
 
-KERNEL_HELP = (
-    f"Kernel, or kernel:variant; repeatable. One of {', '.join((*KERNELS, *KERNEL_ALIASES))}."
-)
-Folder = Annotated[Path | None, typer.Argument(help="Capture folder (default ./captured_inputs).")]
-Preset = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Preset shape, or all; repeatable.")
-]
-Size = Annotated[int | None, typer.Option("-b", help="Batch of an explicit shape.")]
-HeadsQ = Annotated[int | None, typer.Option("-hq", help="Query heads.")]
-HeadsK = Annotated[int | None, typer.Option("-hk", help="Key heads (default -hq).")]
-SeqQ = Annotated[int | None, typer.Option("-sq", help="Query length.")]
-SeqK = Annotated[int | None, typer.Option("-sk", help="Key length (default -sq).")]
-HeadDim = Annotated[int | None, typer.Option("-d", help="Channels of a head.")]
-DimV = Annotated[int | None, typer.Option("-dv", help="Channels of V; has to be -d.")]
-Dtype = Annotated[str | None, typer.Option(help="fp16, bf16 (default) or fp32; not for captures.")]
-Causal = Annotated[bool, typer.Option("--causal", help="Causal mask, for an explicit shape.")]
-Layout = Annotated[str | None, typer.Option(help="bhsd or bshd, for an explicit shape.")]
-Kernels = Annotated[list[str] | None, typer.Option("--kernel", metavar="NAME", help=KERNEL_HELP)]
+Folder = Annotated[Path | None, typer.Argument(help=f"Captures (default {DEFAULT_FOLDER}).")]
 Metric = Annotated[str, typer.Option(help=f"{', '.join(METRICS)} or all.")]
 CompareTo = Annotated[
     str | None, typer.Option("--compare-to-ref", metavar="NAME", help="Kernel to compare with.")
@@ -60,34 +51,14 @@ Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write JSON there, or to stdout (-).")
 ]
 MaxInputs = Annotated[int | None, typer.Option(min=1, help="Captures to use, spread over layers.")]
-Distribution = Annotated[
-    str | None,
-    typer.Option("--inputs-distribution", help="normal (default), biased, drift or outlier."),
-]
-Mask = Annotated[
-    str | None,
-    typer.Option(help="Of synthetic inputs: none (default), key_bias (padding) or dense (blocks)."),
-]
-Seed = Annotated[int, typer.Option(help="Of synthetic inputs and of the order of timing.")]
 Method = Annotated[str | None, typer.Option(help="events, graph, profiler; wall on a CPU.")]
-ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs to search first.")]
-Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
 Force = Annotated[bool, typer.Option("--force", help="Run on a CPU however long it takes.")]
 
 
+@flattened
 def command(
+    inputs: DrawnInputOptions,
     folder: Folder = None,
-    preset: Preset = None,
-    batch: Size = None,
-    heads_q: HeadsQ = None,
-    heads_k: HeadsK = None,
-    seq_q: SeqQ = None,
-    seq_k: SeqK = None,
-    head_dim: HeadDim = None,
-    dim_v: DimV = None,
-    dtype: Dtype = None,
-    causal: Causal = False,
-    layout: Layout = None,
     kernel: Kernels = None,
     metric: Metric = "all",
     compare_to_ref: CompareTo = None,
@@ -96,32 +67,29 @@ def command(
     csv: Csv = None,
     json: Json = None,
     max_inputs: MaxInputs = None,
-    inputs_distribution: Distribution = None,
-    mask: Mask = None,
-    seed: Seed = 0,
     method: Method = None,
     config_dir: ConfigDir = None,
     device: Device = None,
     force: Force = False,
 ) -> None:
     """Replay captures, or synthetic inputs, through the kernels: time, throughput and error."""
+    from sage_plugin import device as devices
     from sage_plugin.bench.compare import BenchPlan
     from sage_plugin.families import ATTENTION
+    from sage_plugin.measure.timers import check_method
 
     _check_outputs(csv, json)
-    metrics = _metrics(metric)
-    asked = BenchInputOptions(
-        folder, tuple(preset or ()), batch, heads_q, heads_k, seq_q, seq_k, head_dim, dim_v, dtype,
-        causal, layout, max_inputs, inputs_distribution, seed, mask,
-    )  # fmt: skip
-    suite = suite_of(asked)
-    where, facts = device_of(device, method)
+    metrics = METRICS if metric == "all" else (one_of("--metric", metric, (*METRICS, "all")),)
+    suite = _suite(inputs, folder, max_inputs)
+    where, facts = devices.chosen(device)
+    if method is not None:
+        check_method(method, where)
     plan = BenchPlan(
         kernels=named_kernels(kernel or (), facts),
         reference=None if compare_to_ref is None else ATTENTION.parse_kernel(compare_to_ref),
         method=method,
         config_dir=None if config_dir is None else str(config_dir),
-        seed=seed,
+        seed=inputs.seed,
         differences=print_compare_stats,
     )
     if where.type == "cpu" and not force:
@@ -145,39 +113,16 @@ def _check_outputs(csv: str | None, json: str | None) -> None:
             check_writable(Path(name))
 
 
-def _metrics(metric: str) -> tuple[str, ...]:
-    if metric != "all" and metric not in METRICS:
-        raise UsageError(f"--metric {metric!r}: allowed are all, {', '.join(METRICS)}")
-    return METRICS if metric == "all" else (metric,)
+def _suite(inputs: DrawnInputOptions, folder: Path | None, max_inputs: int | None) -> Suite:
+    """What is compared on: drawn inputs if some are spelt out, else captures."""
+    from sage_plugin.bench import suite
 
-
-def device_of(name: str | None, method: str | None = None) -> tuple[torch.device, DeviceFacts]:
-    """The device, checked together with the timing method."""
-    import torch
-
-    from sage_plugin import device as devices
-    from sage_plugin.measure.timers import check_method
-
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        where = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"--device {name!r}: use cuda, cuda:1 or cpu") from error
-    facts = devices.facts(where)
-    if method is not None:
-        check_method(method, where)
-    return where, facts
-
-
-def named_kernels(names: Sequence[str], facts: DeviceFacts) -> tuple[tuple[str, str], ...]:
-    """The named kernels; by default all that the device runs, but the oracle itself."""
-    from sage_plugin.families import ATTENTION
-
-    named = [ATTENTION.parse_kernel(text) for text in names]
-    if any(kernel == "auto" for kernel, _ in named):
-        raise UsageError("--kernel auto: name the kernels to compare, or leave --kernel out")
-    every = [(kernel, "auto") for kernel in ATTENTION.kernels_of(facts) if kernel != "torch"]
-    return tuple(named or every)
+    if folder is None and (drawn := inputs.inputs()):
+        if max_inputs is not None:
+            raise UsageError("--max-inputs goes with a capture folder")
+        return suite.Suite(tuple(drawn))
+    inputs.refuse_with_captures()
+    return suite.captured(folder or DEFAULT_FOLDER, max_inputs)
 
 
 def _refuse_long(suite: Suite, plan: BenchPlan) -> None:
@@ -201,34 +146,29 @@ def _duration(seconds: float) -> str:
 
 def _run(suite: Suite, plan: BenchPlan, where: torch.device) -> tuple[list[Table], list[str]]:
     """All tables, and a sentence for each input that failed."""
-    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-
     from sage_plugin.bench.compare import run_case
 
     tables, missed = [], []
-    columns = (
-        SpinnerColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=stderr, transient=True) as progress:
-        task = progress.add_task("", total=len(suite.cases))
-        for case in suite.cases:
-            progress.update(task, description=case.name)
+    with progress() as report:
+        for number, case in enumerate(suite.cases, start=1):
+            report(f"{case.name} ({number} of {len(suite.cases)})")
             try:
                 tables.append(run_case(case, plan, device=where))
             except (UnsupportedInputError, CaptureError) as error:
                 if len(suite.cases) == 1:
                     raise
                 missed.append(str(error))
-            progress.advance(task)
     if not tables:
         raise UnsupportedInputError(f"no input could be run: {missed[0]}")
     return tables, missed
 
 
 def _show(
-    tables: Sequence[Table], metrics: Sequence[str], left_out: Sequence[str], *, to_stderr: bool
+    tables: Sequence[Table],
+    metrics: Sequence[str],
+    left_out: tuple[str, ...],
+    *,
+    to_stderr: bool,
 ) -> None:
     from sage_plugin.cli.bench_table import render, render_difference, render_summary
 
@@ -240,8 +180,7 @@ def _show(
                 console.print(render_difference(row, row.difference), soft_wrap=False)
     if len(tables) > 1:
         console.print(render_summary(tables), soft_wrap=False)
-    for sentence in left_out:
-        stderr.print(f"left out: {sentence}", style="yellow", markup=False)
+    say_left_out(left_out)
 
 
 def _write(
@@ -267,19 +206,15 @@ def _write(
             files.write_atomically(Path(name), text)
             written.append(name)
     if written:
-        stderr.print(f"Wrote {' and '.join(written)}.", markup=False, highlight=False)
-    stderr.print(_advice(tables, folder), markup=False, highlight=False)
-
-
-def _advice(tables: Sequence[Table], folder: Path | None) -> str:
-    """What to run next."""
-    if tables[0].rows[0].source == "capture":
-        return f"Next: sage tune --from-captures {folder or DEFAULT_FOLDER}"
-    return "Next: sage capture, to compare the kernels on your model's own tensors"
+        say(f"Wrote {' and '.join(written)}.", to_stderr=True)
+    captured = tables[0].rows[0].source == "capture"
+    tune = f"Next: sage tune --from-captures {folder or DEFAULT_FOLDER}"
+    capture = "Next: sage capture, to compare the kernels on your model's own tensors"
+    say(tune if captured else capture, to_stderr=True)
 
 
 def _judge(tables: Sequence[Table]) -> None:
-    """Raise where a kernel failed its gate, or could not run."""
+    """Raise if a kernel failed its gate, or could not run."""
     broken = [
         f"{row.label} on {table.input}: {reason}"
         for table in tables

@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from statistics import geometric_mean
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table as RichTable
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from sage_plugin.bench.difference import OutputDifference, Spread
+from sage_plugin.bench.difference import OutputDifference
 from sage_plugin.bench.rows import EMULATION_NOTE, KernelRow, Table
-from sage_plugin.bench.suite import describe
+from sage_plugin.cli.tables import STAMP_STYLES, Column, digits, fitted, grid
 from sage_plugin.kernels.contract import HOST
-
-METRICS = ("time", "throughput", "bandwidth", "arithmetic_intensity")
-STAMP_STYLES = {"clean": "green", "noisy": "yellow", "throttled": "bold red"}
-
-Column = tuple[str, Callable[[KernelRow], str | Text]]
+from sage_plugin.replay.inputs import describe
 
 
 def render(table: Table, metrics: Sequence[str], *, width: int) -> RenderableType:
-    """One input: a row per kernel, speed on the left and error on the right.
-
-    In a narrow terminal the errors stand below the speeds.
-    """
-    speeds, errors = _speeds(table, metrics), _errors(table)
-    whole = _filled(table, speeds + errors)
-    wide = Console(width=1000)
-    grids: list[RenderableType] = [whole]
-    if wide.measure(whole).maximum > width:
-        grids = [_filled(table, speeds), Text(""), _filled(table, errors)]
-    return Group(_title(table), *grids, *_captions(table))
-
-
-def _filled(table: Table, columns: Sequence[Column]) -> RichTable:
-    grid = _grid()
-    grid.add_column("kernel", no_wrap=True)
-    for name, _ in columns:
-        grid.add_column(name, justify="right", no_wrap=True)
-    for row in table.rows:
-        grid.add_row(_label(row, table), *(cell(row) for _, cell in columns))
-    return grid
-
-
-def _grid() -> RichTable:
-    """The narrowest of Rich's tables that still rules off its head."""
-    return RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    """Render one input: a row per kernel, speed on the left and error on the right, or below."""
+    label: Column[KernelRow] = ("kernel", lambda row: _label(row, table))
+    groups = [_speeds(table, metrics), _errors(table)]
+    return Group(_title(table), *fitted(table.rows, label, groups, width), *_captions(table))
 
 
 def _title(table: Table) -> Text:
@@ -61,8 +33,8 @@ def _title(table: Table) -> Text:
     return title
 
 
-def _speeds(table: Table, metrics: Sequence[str]) -> list[Column]:
-    of: dict[str, list[Column]] = {
+def _speeds(table: Table, metrics: Sequence[str]) -> list[Column[KernelRow]]:
+    of: dict[str, list[Column[KernelRow]]] = {
         "time": [
             ("time ms", lambda r: digits(r.time.median_ms)),
             ("±", _spread_text),
@@ -80,8 +52,8 @@ def _speeds(table: Table, metrics: Sequence[str]) -> list[Column]:
     return columns
 
 
-def _errors(table: Table) -> list[Column]:
-    columns: list[Column] = [
+def _errors(table: Table) -> list[Column[KernelRow]]:
+    columns: list[Column[KernelRow]] = [
         ("rel L1", lambda r: _error(r.errors.rel_l1)),
         ("centred", lambda r: _error(r.errors.centred_rel_l1)),
         ("cosine", lambda r: f"{r.errors.worst_head_cosine:.5f}"),
@@ -119,19 +91,6 @@ def _error(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if value < 10 else f"{value:.1e}"
 
 
-def digits(value: float, count: int = 4) -> str:
-    """A number to some significant digits, at most four of them behind the point.
-
-    Example:
-        >>> digits(8.12345), digits(0.0312, 3), digits(0.00912), digits(0.00071), digits(0.0)
-        ('8.123', '0.0312', '0.0091', '7e-04', '0')
-    """
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    places = count - 1 - math.floor(math.log10(abs(value)))
-    return f"{value:.0e}" if abs(value) < 0.001 else f"{value:.{min(4, max(0, places))}f}"
-
-
 def _captions(table: Table) -> list[Text]:
     first = table.rows[0]
     words = [f"method {first.time.method}, {first.time.n} samples, {first.source}"]
@@ -157,13 +116,11 @@ def _captions(table: Table) -> list[Text]:
 
 
 def render_summary(tables: Sequence[Table]) -> RenderableType:
-    """Over several inputs: how often each kernel passed, its worst error, its mean speed-up."""
-    grid = _grid()
+    """Render over several inputs how often each kernel passed, its worst error, its speed-up."""
     reference = next((row.reference for t in tables for row in t.rows if row.reference), "")
-    names = ["kernel", "inputs", "gate ok", "worst rel L1", "worst cosine"]
-    for name in [*names, f"faster than {reference}"] if reference else names:
-        grid.add_column(name, justify="left" if name == "kernel" else "right", no_wrap=True)
-    rows = [row for table in tables for row in table.rows]
+    faster = [f"faster than {reference}"] if reference else []
+    table = grid("kernel", "inputs", "gate ok", "worst rel L1", "worst cosine", *faster)
+    rows = [row for one in tables for row in one.rows]
     for label in dict.fromkeys(row.label for row in rows):
         own = [row for row in rows if row.label == label]
         cells = [
@@ -173,24 +130,23 @@ def render_summary(tables: Sequence[Table]) -> RenderableType:
             _error(max(row.errors.worst_head_rel_l1 for row in own)),
             f"{min(row.errors.worst_head_cosine for row in own):.5f}",
         ]
-        ratios = [math.log(row.speedup) for row in own if row.speedup is not None]
+        ratios = [row.speedup for row in own if row.speedup is not None]
         if reference:
-            cells.append(f"{math.exp(sum(ratios) / len(ratios)):.2f}x" if ratios else "1")
-        grid.add_row(*cells)
-    return Group(Text(f"All {len(tables)} inputs", style="bold"), grid)
+            cells.append(f"{geometric_mean(ratios):.2f}x" if ratios else "1")
+        table.add_row(*cells)
+    return Group(Text(f"All {len(tables)} inputs", style="bold"), table)
 
 
 def render_difference(row: KernelRow, found: OutputDifference) -> RenderableType:
-    """Plain statistics of one output against the reference."""
-    grid = _grid()
-    for name in ("values", "min", "max", "mean", "std", "NaN/Inf"):
-        grid.add_column(name, justify="left" if name == "values" else "right")
+    """Render plain statistics of one output against the reference."""
+    table = grid("values", "min", "max", "mean", "std", "NaN/Inf")
     for name, spread in (
         (row.reference or "exact", found.reference),
         (row.label, found.test),
         ("absolute error", found.abs_error),
     ):
-        grid.add_row(name, *_spread_cells(spread))
+        values = (spread.min, spread.max, spread.mean, spread.std)
+        table.add_row(name, *(f"{value:.4g}" for value in values), str(spread.bad_values))
     sizes = "x".join(map(str, found.shape))
     lines = (
         f"cosine {found.cosine:.6f}; rows: mean {found.row_cosine_mean:.6f}, "
@@ -200,9 +156,4 @@ def render_difference(row: KernelRow, found: OutputDifference) -> RenderableType
         "",
     )
     title = Text(f"{row.input}: {row.label} against {row.reference or 'exact'}, rows {sizes}")
-    return Group(title, grid, *(Text(line) for line in lines))
-
-
-def _spread_cells(spread: Spread) -> list[str]:
-    values = (spread.min, spread.max, spread.mean, spread.std)
-    return [*(f"{value:.4g}" for value in values), str(spread.bad_values)]
+    return Group(title, table, *(Text(line) for line in lines))

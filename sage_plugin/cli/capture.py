@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.console import stderr, stdout
+from sage_plugin.cli.console import counted, say, stderr
+from sage_plugin.cli.options import DEFAULT_FOLDER
 from sage_plugin.errors import SageError, UsageError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ Size = Annotated[
 def command(
     script: Script = None,
     args: Args = None,
-    out: Out = Path("captured_inputs"),
+    out: Out = DEFAULT_FOLDER,
     max_captures: MaxCaptures = 10,
     layers: Layers = None,
     steps: Steps = None,
@@ -95,7 +96,6 @@ def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> Captur
     import dataclasses
 
     import torch
-    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
     from sage_plugin.capture.recording.recorder import CaptureRecorder
     from sage_plugin.demo import SIZES, load_pipeline
@@ -106,9 +106,8 @@ def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> Captur
     chosen = size or ("large" if gpu else "small")
     total = options.total_steps or SIZES[chosen].default_steps
     recorder = CaptureRecorder(out, dataclasses.replace(options, total_steps=total))
-    columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with _recording(recorder), Progress(*columns, console=stderr, transient=True) as progress:
-        task = progress.add_task(f"denoising steps of the demo ({chosen})", total=total)
+    title = f"denoising steps of the demo ({chosen})"
+    with _recording(recorder), counted(title, total) as advance:
         pipe = load_pipeline(
             device="cuda" if gpu else "cpu", dtype=torch.bfloat16 if gpu else torch.float32
         )
@@ -119,7 +118,7 @@ def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> Captur
             size=chosen,
             num_inference_steps=total,
             generator=torch.Generator().manual_seed(0),
-            callback_on_step_end=lambda *_: progress.advance(task),
+            callback_on_step_end=advance,
         )
     return recorder.summary
 
@@ -156,13 +155,12 @@ def _recording(recorder: CaptureRecorder) -> Iterator[None]:
             summary = recorder.summary
             if summary.files:
                 text = f"interrupted: {summary.files} captures are kept in {summary.folder}"
-                stderr.print(text, markup=False, highlight=False)
+                say(text, to_stderr=True)
             raise
 
 
 def _show_saved(record: CaptureRecord) -> None:
-    text = f"saved {record.file}: {record.layer}, step {record.step}"
-    stderr.print(text, markup=False, highlight=False)
+    say(f"saved {record.file}: {record.layer}, step {record.step}", to_stderr=True)
 
 
 def _report(summary: CaptureSummary, out: Path) -> None:
@@ -178,5 +176,4 @@ def _report(summary: CaptureSummary, out: Path) -> None:
     if summary.partial:
         lines.append(f"{summary.partial} captures hold some heads or batch items of their call")
     lines.append(f"Next: sage tune --from-captures {out}")
-    for line in lines:
-        stdout.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(*lines)

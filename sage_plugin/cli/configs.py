@@ -9,35 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.call_shape import call_shape
-from sage_plugin.cli.console import stdout
+from sage_plugin.cli.console import say, stdout
+from sage_plugin.cli.options import ConfigDir, Device, ShapeOptions, flattened
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.schema import CallKey, CallShape, DeviceFacts, RegistryFile
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-
 PROBLEMS = 2
 
 app = typer.Typer(no_args_is_help=True, help="Tuned launch configs: list, explain, check.")
 
-ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs to ask first.")]
-Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
 All = Annotated[bool, typer.Option("--all", help="Configs of all devices.")]
 Place = Annotated[Path | None, typer.Argument(help="File or folder (default: all in use).")]
 Kernel = Annotated[str, typer.Option(help="Kernel, or kernel:variant.")]
-Batch = Annotated[int, typer.Option("-b", "--batch-size", help="Batch.")]
-HeadsQ = Annotated[int, typer.Option("-hq", "--num-heads", help="Query heads.")]
-HeadsK = Annotated[int | None, typer.Option("-hk", help="Key heads (default: the query's).")]
-SeqQ = Annotated[int, typer.Option("-sq", "--seq-len", help="Query length.")]
-SeqK = Annotated[int | None, typer.Option("-sk", help="Key length (default: the query's).")]
-HeadDim = Annotated[int, typer.Option("-d", "--head-dim", help="Channels of a head.")]
-DimV = Annotated[int | None, typer.Option("-dv", help="Channels of V (default: the query's).")]
-Dtype = Annotated[str, typer.Option(help="bf16, fp16 or fp32.")]
-Causal = Annotated[bool, typer.Option("--causal", "-causal", help="Causal mask.")]
-Layout = Annotated[str, typer.Option(help="bhsd or bshd.")]
-Mask = Annotated[str, typer.Option(help="none, key_bias or dense.")]
 
 
 @app.command("list")
@@ -46,7 +32,7 @@ def list_configs(config_dir: ConfigDir = None, device: Device = None, every: All
     from sage_plugin import device as devices
     from sage_plugin.registry import load
 
-    facts = devices.facts(device)
+    facts = devices.chosen(device)[1]
     shown = 0
     places = load.search_path(facts.slug, config_dir=config_dir)
     for label, path in places:
@@ -56,44 +42,40 @@ def list_configs(config_dir: ConfigDir = None, device: Device = None, every: All
                 shown += 1
     if not shown:
         whose = "any device" if every else f"{facts.name} ({facts.slug})"
-        _say(f"No tuned configs for {whose}; calls use the defaults. Looked in:")
-        for label, path in places:
-            _say(f"  {label}: {path.parents[1] if every else path}")
-    _say("Next: sage tune --from-captures" if not shown else "Next: sage configs check")
+        say(f"No tuned configs for {whose}; calls use the defaults. Looked in:")
+        say(*(f"  {label}: {path.parents[1] if every else path}" for label, path in places))
+    say("Next: sage tune --from-captures" if not shown else "Next: sage configs check")
 
 
 @app.command()
+@flattened
 def explain(
-    seq_q: SeqQ,
-    heads_q: HeadsQ,
-    head_dim: HeadDim,
-    batch: Batch = 1,
-    heads_k: HeadsK = None,
-    seq_k: SeqK = None,
-    dim_v: DimV = None,
-    dtype: Dtype = "bf16",
-    causal: Causal = False,
-    layout: Layout = "bhsd",
-    mask: Mask = "none",
+    shape: ShapeOptions,
     kernel: Kernel = "auto",
     config_dir: ConfigDir = None,
     device: Device = None,
 ) -> None:
     """Say why a call gets its launch config, place by place."""
     from sage_plugin import device as devices
+
+    if not shape.seq_len:
+        raise UsageError("which call? Give its length (--seq-len), heads (-hq) and channels (-d)")
+    _, facts = devices.chosen(device)
+    for call in shape.shapes():
+        _explain_call(call, kernel, facts, config_dir)
+
+
+def _explain_call(
+    shape: CallShape, kernel: str, facts: DeviceFacts, config_dir: Path | None
+) -> None:
     from sage_plugin.families import ATTENTION
 
-    shape = call_shape(
-        batch=batch, heads_q=heads_q, heads_k=heads_k, seq_q=seq_q, seq_k=seq_k,
-        head_dim=head_dim, dv=dim_v, dtype=dtype, causal=causal, layout=layout, mask=mask,
-    )  # fmt: skip
-    facts = devices.facts(device)
     name, variant = ATTENTION.parse_kernel(kernel)
     decision = ATTENTION.decide(shape, facts, kernel=name, variant=variant)
     if decision.reason is not None or decision.variant == "host":
         reason = decision.reason or f"{decision.kernel} is torch's own and has no launch config"
-        _say(f"This call goes to the host's attention: {reason}.")
-        _say("Next: name a kernel (--kernel fav3_sage) to see what it would get")
+        say(f"This call goes to the host's attention: {reason}.")
+        say("Next: name a kernel (--kernel fav3_sage) to see what it would get")
         return
     _explain_key(ATTENTION.call_key(shape, decision), facts, config_dir, shape)
 
@@ -103,16 +85,15 @@ def check(path: Place = None, device: Device = None, config_dir: ConfigDir = Non
     """Check files, policies too; exit 2 with one sentence for each problem."""
     from sage_plugin import device as devices
 
-    facts = devices.facts(device)
+    facts = devices.chosen(device)[1]
     files = list(_files_to_check(path, facts, config_dir))
     found = [sentence for file in files for sentence in _problems_of(file, facts)]
-    for sentence in found:
-        _say(sentence)
     if found:
-        _say(f"{len(found)} problems in {len(files)} files. Next: mend or delete them, tune again")
+        say(*found)
+        say(f"{len(found)} problems in {len(files)} files. Next: mend or delete them, tune again")
         raise typer.Exit(PROBLEMS)
     names = ", ".join(map(str, files)) or "no file is in use"
-    _say(f"Sound: {names}. Next: sage configs list")
+    say(f"Sound: {names}. Next: sage configs list")
 
 
 def _problems_of(file: Path, facts: DeviceFacts) -> list[str]:
@@ -150,31 +131,31 @@ def _files_to_check(
 def _explain_key(
     key: CallKey, facts: DeviceFacts, config_dir: Path | None, shape: CallShape
 ) -> None:
-    from sage_plugin.cli.tune_view import config_text, shape_text
+    from sage_plugin.cli.tune_view import config_text
     from sage_plugin.families import ATTENTION
     from sage_plugin.registry import lookup
+    from sage_plugin.replay.inputs import describe
 
     ATTENTION.forget()
-    _say(f"{key.kernel}:{key.variant} on {facts.name}: {shape_text(shape)}")
+    say(f"{key.kernel}:{key.variant} on {facts.name}: {describe(shape)}")
     sentences = lookup.explain(
         key,
         facts=facts,
         config_dir=config_dir,
         is_legal=lambda config: ATTENTION.illegal_reason(config, key, facts) is None,
     )
-    for sentence in sentences:
-        _say(f"  {sentence}")
+    say(*(f"  {sentence}" for sentence in sentences))
     found = ATTENTION.find_launch(
         key, facts, config_dir=None if config_dir is None else str(config_dir)
     )
-    _say(f"It gets {config_text(found.config)} ({found.source}: {found.detail})")
-    _say(f"  {found.config.text()}")
+    say(f"It gets {config_text(found.config)} ({found.source}: {found.detail})")
+    say(f"  {found.config.text()}")
     reason = ATTENTION.illegal_reason(found.config, key, facts)
-    _say("  legal on this device" if reason is None else f"  illegal on this device: {reason}")
+    say("  legal on this device" if reason is None else f"  illegal on this device: {reason}")
     if found.source in ("exact", "env"):
-        _say("Next: sage bench, to see what it is worth")
+        say("Next: sage bench, to see what it is worth")
     else:
-        _say(f"Next: {_tune_command(key, shape, config_dir)}")
+        say(f"Next: {_tune_command(key, shape, config_dir)}")
 
 
 def _tune_command(key: CallKey, shape: CallShape, config_dir: Path | None) -> str:
@@ -199,32 +180,26 @@ def _show_file(label: str, path: Path) -> None:
     try:
         file = load.read(path)
     except ConfigError as error:
-        _say(f"{label}: {error}")
+        say(f"{label}: {error}")
         return
-    _say(f"{label}: {path}: {file.device.name}, {len(file.entries)} entries")
+    say(f"{label}: {path}: {file.device.name}, {len(file.entries)} entries")
     if file.entries:
         stdout.print(_table(file))
 
 
 def _table(file: RegistryFile) -> Table:
-    from sage_plugin.cli.tune_view import (
-        SHORT_DTYPES,
-        config_lines,
-        gain_text,
-        grid,
-        masks_text,
-        milliseconds,
-    )
+    from sage_plugin.cli.tables import grid
+    from sage_plugin.cli.tune_view import config_lines, gain_text, milliseconds
+    from sage_plugin.replay.inputs import mask_words, short_dtype
 
-    table = grid("call", "config", "time", "gain", "tuned on")
+    table = grid("call", "config", "time", "gain", "tuned on", padding=1)
     for entry in file.entries:
         key, evidence = entry.key, entry.evidence
-        masks = masks_text(causal=key.causal, mask_kind=key.mask_kind)
         seq = f"{key.seq_q}" if key.seq_q == key.seq_k else f"{key.seq_q}:{key.seq_k}"
-        dtype = SHORT_DTYPES.get(key.dtype, key.dtype)
+        dtype = short_dtype(key.dtype)
         table.add_row(
             f"{key.kernel}:{key.variant}\n{key.batch_heads}x{seq}x{key.head_dim}\n"
-            f"{dtype} {key.layout}{masks}",
+            f"{dtype} {key.layout}{mask_words(key)}",
             config_lines(entry.config),
             milliseconds(evidence.time.median_ms),
             "confirmed" if evidence.confirmed else gain_text(entry),
@@ -232,7 +207,3 @@ def _table(file: RegistryFile) -> Table:
             f"triton {evidence.toolchain.triton or '-'}",
         )
     return table
-
-
-def _say(sentence: str) -> None:
-    stdout.print(sentence, markup=False, highlight=False, soft_wrap=True)

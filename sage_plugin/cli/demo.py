@@ -2,218 +2,248 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.call_shape import checked_seed
-from sage_plugin.cli.console import stderr, stdout
-from sage_plugin.cli.policy.prove import checked_policy
-from sage_plugin.errors import UsageError
+from sage_plugin import files
+from sage_plugin.cli import output_folder
+from sage_plugin.cli.clips import ClipOptions, checked_policy
+from sage_plugin.cli.console import counted, progress, say, stderr, stdout
+from sage_plugin.cli.options import Device, flattened
+from sage_plugin.demo.sizes import SIZES
+from sage_plugin.errors import SageError, UsageError
 
 if TYPE_CHECKING:
-    from sage_plugin.bench.rows import Table
-    from sage_plugin.cli.demo_run import Clip, ClipDifference, DemoOptions
-    from sage_plugin.plugin.report import PluginReport
+    import torch
 
-Size = Annotated[
-    str | None, typer.Option(help="small or large (default: large on a GPU, small on a CPU).")
-]
+    from sage_plugin.bench.clips.draw import Drawn, Subject
+    from sage_plugin.bench.clips.run_config import RunConfig
+    from sage_plugin.bench.rows import Table
+    from sage_plugin.schema import DeviceFacts
+
+CAPTURES = 6
+BENCHED = 2
+TUNE_BUDGET_S = 120.0
+MARKER = ".sage-demo"
+"""A file that says that a folder is a demo's own, to be replaced by the next demo."""
+
 Out = Annotated[
     Path, typer.Option("--out", "-o", help="Folder for everything that the demo makes.")
 ]
 Kernel = Annotated[str, typer.Option(help="Kernel of the patched run.")]
-Digit = Annotated[int, typer.Option(min=0, max=9, help="Digit to draw.")]
-Steps = Annotated[int | None, typer.Option(min=2, help="Denoising steps (default 15).")]
-Seed = Annotated[int, typer.Option(help="Of the starting noise.")]
-Device = Annotated[str | None, typer.Option(help="cuda or cpu (default: a GPU if any).")]
-
-Policy = Annotated[
+PolicyOf = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Preset or file of rules in place of the patched kernel."),
+    typer.Option(
+        "--policy", metavar="NAME", help="Preset or file of rules in place of the patched kernel."
+    ),
 ]
 
 
+@flattened
 def command(
-    size: Size = None,
+    clip: ClipOptions,
     out: Out = Path("demo_output"),
     kernel: Kernel = "auto",
-    digit: Digit = 2,
-    steps: Steps = None,
-    seed: Seed = 1,
     device: Device = None,
-    policy: Policy = None,
+    policy: PolicyOf = None,
 ) -> None:
     """Generate a clip, record its attention, tune and measure kernels, and generate it patched."""
-    from sage_plugin.cli import demo_run as run
-
-    ask = _ask(size, out, kernel, digit, steps, seed, device, policy)
-    run.prepare_folder(ask.folder)
-    _say(f"1. Load: a 4.9 M parameter CogVideoX transformer, on {ask.device}, size {ask.size}.")
-    with _bar("load the model", None):
-        pipe = run.load(ask)
-        with ask.patched(pipe):
-            pass  # a policy that names no layer of the model is refused before anything runs
-    with _bar("generate with the host's attention", ask.steps) as advance:
-        host = run.generate(pipe, ask, advance)
-    _say(f"2. Generate: {ask.steps} steps with the host's attention, {_step(host)} a step.")
-    with _bar("record attention inputs", ask.steps) as advance:
-        files = run.record(pipe, ask, advance)
-    _say(f"3. Record: {files} captures of real Q, K and V in {ask.folder / 'captured_inputs'}.")
-    _tune(ask)
-    tables = _measure(ask)
-    with _bar(f"generate on {ask.way}", ask.steps) as advance:
-        patched, report = run.generate_patched(pipe, ask, advance)
-    difference = run.compare(host, patched)
-    run.save(ask, host, patched)
-    _finish(ask, host, patched, report, difference, tables)
-
-
-def _ask(
-    size: str | None,
-    out: Path,
-    kernel: str,
-    digit: int,
-    steps: int | None,
-    seed: int,
-    device: str | None,
-    policy: str | None,
-) -> DemoOptions:
-    """The options checked and completed for the device."""
-    import torch
-
     from sage_plugin import device as devices
-    from sage_plugin.cli.demo_run import DemoOptions
-    from sage_plugin.demo.sizes import SIZES
-    from sage_plugin.kernels.attention import dispatch
+    from sage_plugin.bench.clips.draw import draw_once
+    from sage_plugin.bench.clips.latent_drift import LatentDrift
+    from sage_plugin.bench.clips.run_config import RunConfig
+    from sage_plugin.demo.film import save_comparison
+
+    where, facts = devices.chosen(device)
+    size, kernel = clip.size_on(where), _tunable_kernel(kernel, facts)
+    steps = clip.num_inference_steps or SIZES[size].default_steps
+    rules = None if policy is None else checked_policy(policy)
+    on = kernel if policy is None else f"kernels by the policy {policy}"
+    config = RunConfig("patched", kernel, rules)
+    run = _Demo(out, where, facts, kernel, steps)
+    output_folder.prepare(out, marker=MARKER, command="sage demo")
+    say(f"1. Load: a 4.9 M parameter CogVideoX transformer, on {where.type}, size {size}.")
+    with progress("load the model"):
+        subject = clip.subject(where, steps, None)
+        subject.denoisers([config])  # a policy that names no layer is refused before anything runs
+    drift = LatentDrift()
+    with counted("generate the baseline", steps) as advance:
+        baseline = draw_once(subject, RunConfig("unpatched"), drift, advance)
+    say(f"2. Generate: {steps} steps with the host's attention, {_step(baseline)} each.")
+    say(f"3. Record: {run.record(subject)} captures of real Q, K and V in {run.captures}.")
+    run.tune()
+    tables = run.measure()
+    subject = replace(subject, config_dir=run.configs)
+    with counted(f"generate on {on}", steps) as advance:
+        patched = draw_once(subject, config, drift, advance)
+    if not patched.report.kernel_calls():
+        raise SageError(
+            f"none of the {patched.report.total_calls()} attention calls of the patched run ran on "
+            f"a kernel: {patched.report.text()}"
+        )
+    save_comparison({"unpatched": baseline.frames, "patched": patched.frames}, run.film)
+    run.finish(config, on, baseline, patched, tables)
+
+
+def _tunable_kernel(kernel: str, facts: DeviceFacts) -> str:
+    """The kernel that is tuned, by name.
+
+    Raises:
+        UsageError: it has nothing to tune, or its variant does not run here.
+    """
+    from sage_plugin.families import ATTENTION
+    from sage_plugin.kernels.attention.dispatch import environment_choice
     from sage_plugin.tune.configs.plan import refuse_gpu_variant
 
-    checked_seed(seed)
-    if policy is not None:
-        checked_policy(policy)
-    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if chosen not in ("cuda", "cpu"):
-        raise UsageError(f"--device {device!r}: allowed are cuda and cpu")
-    facts = devices.facts(chosen)
-    name = size or ("small" if chosen == "cpu" else "large")
-    if name not in SIZES:
-        raise UsageError(f"--size {size!r}: allowed are {', '.join(SIZES)}")
-    resolved, variant = dispatch.parse_kernel(kernel)
-    if resolved == "auto":
-        resolved = dispatch.automatic_kernel(facts)
-    if resolved in ("torch", "sdpa"):
+    name, variant = ATTENTION.parse_kernel(kernel)
+    if name == "auto":
+        name = ATTENTION.automatic_kernel(facts)
+    if name in ("torch", "sdpa"):
         raise UsageError(
             f"--kernel {kernel!r} has nothing to tune; choose fav2, sage, fav3_sage or fav3_fp8"
         )
-    asked = dispatch.environment_choice()[1] if variant == "auto" else variant
-    refuse_gpu_variant(resolved, asked, facts)
-    text = resolved if variant == "auto" else f"{resolved}:{variant}"
-    return DemoOptions(
-        out, name, text, digit, steps or SIZES[name].default_steps, seed, chosen, policy
-    )
+    refuse_gpu_variant(name, environment_choice()[1] if variant == "auto" else variant, facts)
+    return name if variant == "auto" else f"{name}:{variant}"
 
 
-def _tune(ask: DemoOptions) -> None:
-    from sage_plugin.cli import demo_run as run
-    from sage_plugin.cli.tune_view import ProgressView, outcome_table
+@dataclass(frozen=True, slots=True)
+class _Demo:
+    """A run of the demo: what its steps share."""
 
-    with ProgressView(stderr) as view:
-        report = run.tune(ask, view)
-    _say(f"4. Tune: {ask.kernel} searched on the captures under its accuracy gate.")
-    stdout.print(outcome_table(report.outcomes))
-    _say(f"   Winners: {report.plan.registry_path}, every trial: {report.plan.run_folder}.")
+    folder: Path
+    device: torch.device
+    facts: DeviceFacts
+    kernel: str
+    steps: int
 
+    @property
+    def captures(self) -> Path:
+        return self.folder / "captured_inputs"
 
-def _measure(ask: DemoOptions) -> list[Table]:
-    from sage_plugin.cli import demo_run as run
-    from sage_plugin.cli.bench_table import render
+    @property
+    def configs(self) -> Path:
+        return self.folder / "configs"
 
-    with _bar("measure all kernels", run.BENCHED) as advance:
-        tables = run.measure(ask, advance)
-    _say("5. Measure: every kernel on captured inputs, time beside error.")
-    for table in tables:
-        stdout.print(render(table, ("time", "throughput"), width=stdout.width))
-    _say(f"   Tables: {ask.folder / 'bench.csv'}.")
-    return tables
+    @property
+    def film(self) -> Path:
+        return self.folder / "side_by_side.gif"
 
+    def record(self, subject: Subject) -> int:
+        """Record attention inputs while the baseline is drawn; the number of captures."""
+        from sage_plugin.capture.recording.recorder import record
 
-def _speed(ask: DemoOptions, host: Clip, patched: Clip, tables: list[Table]) -> str:
-    """What the patched run gained in time, for one attention call and for a whole step."""
-    if ask.device == "cpu":
-        return "On a CPU kernels are emulated: not a speed."
-    if ask.policy is not None:
-        return (
-            f"A step takes {_ms(patched.mean_step_ms)} instead of {_ms(host.mean_step_ms)} in the "
-            "mean of the run."
+        with (
+            counted("record attention inputs", self.steps) as advance,
+            record(
+                subject.pipe, self.captures, max_captures=CAPTURES, total_steps=self.steps
+            ) as recorder,
+        ):
+            subject.draw(advance)
+        return recorder.summary.files
+
+    def tune(self) -> None:
+        """Tune the kernel on the captures; the winners go to `configs` in the run's folder."""
+        from sage_plugin.cli.tune_view import ProgressView, outcome_table
+        from sage_plugin.tune.configs.child_runner import ChildRunner
+        from sage_plugin.tune.configs.inputs import from_captures
+        from sage_plugin.tune.configs.plan import TuningRequest, build
+        from sage_plugin.tune.configs.search import SearchLimits
+        from sage_plugin.tune.configs.session import tune
+        from sage_plugin.tune.run import run_folder
+
+        request = TuningRequest(
+            inputs=from_captures(self.captures),
+            kernels=(self.kernel,),
+            device=str(self.device),
+            config_dir=self.configs,
+            runs_dir=self.folder / "tuning_runs",
+            limits=SearchLimits(budget_s=TUNE_BUDGET_S),
         )
-    step = f"A step takes {_step(patched)} instead of {_step(host)}."
-    times = {row.kernel: row.time.median_ms for row in tables[0].rows}
-    ours, theirs = times.get(ask.kernel.split(":")[0]), times.get("sdpa")
-    if ours is None or theirs is None:
-        return step
-    call = f"An attention call takes {ours:.3g} ms instead of {theirs:.3g} ms. {step}"
-    if ours < theirs and patched.median_step_ms >= host.median_step_ms:
-        call += " A step of so small a model is bound by launches from the host."
-    return call
+        plan = build(request)
+        runner = ChildRunner(timeout_s=request.timeout_s, log=plan.run_folder / run_folder.LOG)
+        with ProgressView(stderr) as view:
+            report = tune(plan, runner, view, argv=("sage", "demo"))
+        say(f"4. Tune: {self.kernel} searched on the captures under its accuracy gate.")
+        stdout.print(outcome_table(report.outcomes))
+        say(f"   Winners: {plan.registry_path}, every trial: {plan.run_folder}.")
+
+    def measure(self) -> list[Table]:
+        """Measure all kernels on some of the captures, beside the host's attention."""
+        from sage_plugin import device as devices
+        from sage_plugin.bench.compare import BenchPlan, run_case
+        from sage_plugin.bench.report import csv_text, json_text
+        from sage_plugin.bench.suite import captured
+        from sage_plugin.cli.bench_table import render
+        from sage_plugin.cli.options import named_kernels
+
+        kernels = named_kernels((), self.facts)
+        plan = BenchPlan(kernels, ("fav2", "auto"), config_dir=str(self.configs))
+        tables = []
+        with counted("measure all kernels", BENCHED) as advance:
+            for case in captured(self.captures, BENCHED).cases:
+                tables.append(run_case(case, plan, device=self.device))
+                advance()
+        for name, text in (("bench.csv", csv_text), ("bench.json", json_text)):
+            content = text(tables, self.facts, devices.toolchain())
+            files.write_atomically(self.folder / name, content)
+        say("5. Measure: every kernel on captured inputs, time beside error.")
+        for table in tables:
+            stdout.print(render(table, ("time", "throughput"), width=stdout.width))
+        say(f"   Tables: {self.folder / 'bench.csv'}.")
+        return tables
+
+    def finish(
+        self, config: RunConfig, on: str, baseline: Drawn, patched: Drawn, tables: list[Table]
+    ) -> None:
+        """Write the closing sentences, on the terminal and in the folder."""
+        import numpy as np
+
+        from sage_plugin.demo.quality import quality
+
+        report, found = patched.report, quality(patched.frames, baseline.frames)
+        sentences = [
+            f"6. Generate again: {report.kernel_calls()} of {report.total_calls()} attention calls "
+            f"ran on {on} with the config of step 4.",
+            self._speed(config, baseline, patched, tables),
+            f"The clips differ by {found.mean_psnr_db:.1f} dB PSNR ({found.min_psnr_db:.1f} dB in "
+            f"the worst frame), {np.abs(patched.frames - baseline.frames).max():.3f} of 1 at most.",
+        ]
+        say(*sentences, report.text())
+        summary = "\n".join([*sentences, "", report.text(), ""])
+        files.write_atomically(self.folder / "summary.txt", summary)
+        few = " --max-inputs 1" if self.device.type == "cpu" else ""
+        say(
+            f"Look at {self.film}: the unpatched clip, the patched one, and their difference.",
+            f"Next: sage bench {self.captures} --compare-to-ref fav2{few}",
+        )
+
+    def _speed(
+        self, config: RunConfig, baseline: Drawn, patched: Drawn, tables: list[Table]
+    ) -> str:
+        """What the patched run gained in time, for one attention call and for a whole step."""
+        if self.device.type == "cpu":
+            return "On a CPU kernels are emulated: not a speed."
+        if config.policy is not None:  # whose steps differ, so that a median would hide some
+            ours, theirs = (_ms(fmean(one.steps_ms)) for one in (patched, baseline))
+            return f"A step takes {ours} instead of {theirs} in the mean of the run."
+        step = f"A step takes {_step(patched)} instead of {_step(baseline)}."
+        times = {row.kernel: row.time.median_ms for row in tables[0].rows}
+        kernel_ms, host_ms = times.get(self.kernel.split(":")[0]), times.get("sdpa")
+        if kernel_ms is None or host_ms is None:
+            return step
+        call = f"An attention call takes {kernel_ms:.3g} ms instead of {host_ms:.3g} ms. {step}"
+        if kernel_ms < host_ms and median(patched.steps_ms) >= median(baseline.steps_ms):
+            call += " A step of so small a model is bound by launches from the host."
+        return call
 
 
-def _finish(
-    ask: DemoOptions,
-    host: Clip,
-    patched: Clip,
-    report: PluginReport,
-    difference: ClipDifference,
-    tables: list[Table],
-) -> None:
-    """The closing sentences, on the terminal and in the folder."""
-    shown = report.text()
-    sentences = [
-        f"6. Generate again: {report.kernel_calls()} of {report.total_calls()} attention calls "
-        f"ran on {ask.way} with the config of step 4.",
-        _speed(ask, host, patched, tables),
-        f"The clips differ by {difference.psnr_db:.1f} dB PSNR "
-        f"({difference.worst_frame_psnr_db:.1f} dB in the worst frame), "
-        f"{difference.max_abs:.3f} of 1 at most.",
-    ]
-    for sentence in sentences:
-        _say(sentence)
-    stdout.print(shown, markup=False)
-    summary = "\n".join([*sentences, "", shown, ""])
-    (ask.folder / "summary.txt").write_text(summary, encoding="utf-8")
-    _say(f"Look at {ask.folder / 'side_by_side.gif'}: host, patched, and their difference.")
-    few = " --max-inputs 1" if ask.device == "cpu" else ""
-    _say(f"Next: sage bench {ask.folder / 'captured_inputs'} --compare-to-ref fav2{few}")
-
-
-def _step(clip: Clip) -> str:
-    return _ms(clip.median_step_ms)
+def _step(clip: Drawn) -> str:
+    return _ms(median(clip.steps_ms)) if clip.steps_ms else "-"
 
 
 def _ms(time_ms: float) -> str:
     return f"{time_ms:.0f} ms" if time_ms >= 10 else f"{time_ms:.2f} ms"
-
-
-def _say(sentence: str) -> None:
-    stdout.print(sentence, markup=False)
-
-
-@contextlib.contextmanager
-def _bar(title: str, total: int | None) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; yields what advances it by one."""
-    from rich.progress import (
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
-    if total is not None:
-        columns.insert(1, MofNCompleteColumn())
-    with Progress(*columns, console=stderr, transient=True) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)

@@ -6,11 +6,10 @@ import dataclasses
 import importlib.metadata
 import platform
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from sage_plugin.cli.console import stdout
+from sage_plugin.cli.console import say, stdout
+from sage_plugin.cli.options import Device, ShapeOptions
 from sage_plugin.errors import ConfigError
 from sage_plugin.schema import KERNELS, DeviceFacts
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sage_plugin.kernels.attention.support_row import Support
-
-Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "safetensors")
 HEAD_DIMS = (64, 128)
@@ -31,7 +28,7 @@ def command(device: Device = None) -> None:
     """Print what is here and what each kernel can do with it; paste it into a report of a fault."""
     from sage_plugin import device as devices
 
-    facts = devices.facts(device)
+    _, facts = devices.chosen(device)
     for title, lines in (
         ("Device", _device(facts)),
         ("Versions", _versions()),
@@ -39,10 +36,8 @@ def command(device: Device = None) -> None:
         ("Configs", _configs(facts)),
         ("auto", _auto(facts)),
     ):
-        _say(title)
-        for line in lines:
-            _say(f"  {line}")
-    _say("Kernels")
+        say(title, *(f"  {line}" for line in lines))
+    say("Kernels")
     stdout.print(_kernels(facts))
 
 
@@ -96,28 +91,24 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
 
 
 def _auto(facts: DeviceFacts) -> Iterator[str]:
-    from sage_plugin.cli.call_shape import call_shape
     from sage_plugin.kernels import support
     from sage_plugin.kernels.attention import dispatch
 
     for dim in HEAD_DIMS:
-        large = call_shape(
-            batch=1, heads_q=HEADS, heads_k=None, seq_q=2**16, seq_k=None, head_dim=dim, dv=None,
-            dtype="bf16", causal=False, layout="bhsd", mask="none",
-        )  # fmt: skip
+        (large,) = ShapeOptions(seq_len=[f"{2**16}"], num_heads=HEADS, head_dim=dim).shapes()
         decision = dispatch.decide(large, facts)
-        told = f"{dim} channels: {decision.label}"
-        told += "" if decision.reason is None else f", since {decision.reason}"
+        line = f"{dim} channels: {decision.label}"
+        line += "" if decision.reason is None else f", since {decision.reason}"
         small = dataclasses.replace(large, seq_q=1, seq_k=1)
         if dispatch.decide(small, facts).reason == dispatch.TOO_SMALL:
             fewest = support.fewest_operations(facts.arch, dim)
             causal = support.fewest_tokens(facts.arch, causal=True)
             tokens = round((fewest / (4 * HEADS * dim)) ** 0.5, -2)
-            told += (
+            line += (
                 f"; calls under {fewest:.2g} operations, {tokens:.0f} tokens of {HEADS} heads, and "
                 f"causal ones under {causal} tokens are the host's"
             )
-        yield told
+        yield line
 
 
 def _kernels(facts: DeviceFacts) -> Table:
@@ -136,7 +127,3 @@ def _kernels(facts: DeviceFacts) -> Table:
 def _tile(found: Support) -> str:
     launch = found.launch
     return "" if launch is None else f"{launch.block_m}x{launch.block_n}, {launch.num_warps} warps"
-
-
-def _say(text: str) -> None:
-    stdout.print(text, markup=False)

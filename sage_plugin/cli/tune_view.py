@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -19,7 +18,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from sage_plugin.cli.call_shape import DTYPES
+from sage_plugin.cli import tables
+from sage_plugin.replay.inputs import describe
 from sage_plugin.schema import CallShape, LaunchConfig, RegistryEntry, Trial
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from sage_plugin.tune.run.study import Study
 
 EMULATION_NOTE = "emulation: not a speed"
-SHORT_DTYPES = {name: short for short, name in DTYPES.items()}
 VERDICT_STYLES = {"tuned": "green", "confirmed": "cyan", "failed": "bold red"}
 
 
@@ -65,7 +64,7 @@ class ProgressView:
         """A new line, that starts where an earlier run stopped."""
         self._best, self._failed = float("inf"), 0
         state = f"{done} from an earlier run" if done else ""
-        name = f"{study.key.kernel} {shape_text(study.timed.shape)}"
+        name = f"{study.key.kernel} {describe(study.timed.shape)}"
         self._task = self._progress.add_task(name, total=total, completed=done, state=state)
 
     def trial_finished(self, study: Study, trial: Trial) -> None:
@@ -92,10 +91,10 @@ class ProgressView:
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
     """One row per study: what the default takes, what the winner takes, and what became of it."""
-    table = grid("call", "default", "best", "gain", "config", "valid", "result")
+    table = tables.grid("call", "default", "best", "gain", "config", "valid", "result", padding=1)
     for outcome in outcomes:
         study, entry = outcome.study, outcome.entry
-        call = f"{study.kernel}\n{shape_lines(study.timed.shape)}"
+        call = f"{study.kernel}\n{_lines(study.timed.shape)}"
         valid = f"{outcome.trials.get('ok', 0)} of {sum(outcome.trials.values())}"
         result = Text(outcome.verdict, style=VERDICT_STYLES.get(outcome.verdict, ""))
         result.append(f"\n{outcome.written.partition(':')[0]}", style="not bold default")
@@ -119,7 +118,7 @@ def outcome_notes(outcomes: Sequence[Outcome]) -> list[str]:
     """Sentences below the table."""
     notes = []
     for outcome in outcomes:
-        where = f"{outcome.study.kernel} {shape_text(outcome.study.timed.shape)}"
+        where = f"{outcome.study.kernel} {describe(outcome.study.timed.shape)}"
         notes += [f"{where}: {note}" for note in outcome.notes]
         if outcome.written.startswith("kept") and not outcome.written.endswith("already there"):
             notes.append(f"{where}: {outcome.written}")
@@ -134,11 +133,11 @@ def outcome_notes(outcomes: Sequence[Outcome]) -> list[str]:
 
 def plan_table(plan: TuningPlan) -> Table:
     """What `--dry-run` shows: one row per study."""
-    table = grid("call", "inputs", "calls", "configs", "default")
+    table = tables.grid("call", "inputs", "calls", "configs", "default", padding=1)
     for study, calls in zip(plan.studies, plan.calls, strict=True):
         kind = "synthetic" if study.synthetic else "captured"
         table.add_row(
-            f"{study.kernel}\n{shape_lines(study.timed.shape)}",
+            f"{study.kernel}\n{_lines(study.timed.shape)}",
             f"{len(study.sources)} {kind}",
             str(calls) if calls else "-",
             str(len(study.space)),
@@ -147,26 +146,9 @@ def plan_table(plan: TuningPlan) -> Table:
     return table
 
 
-def shape_text(shape: CallShape) -> str:
-    """A call's shape on one line: batch x heads x length x channels, then the rest."""
-    return shape_lines(shape).replace("\n", " ")
-
-
-def shape_lines(shape: CallShape) -> str:
+def _lines(shape: CallShape) -> str:
     """A call's shape on two lines, for narrow columns."""
-    heads = str(shape.heads_q)
-    heads += "" if shape.heads_k == shape.heads_q else f":{shape.heads_k}"
-    seq = str(shape.seq_q) + ("" if shape.seq_k == shape.seq_q else f":{shape.seq_k}")
-    dtype = SHORT_DTYPES.get(shape.dtype, shape.dtype)
-    return (
-        f"{shape.batch}x{heads}x{seq}x{shape.head_dim}\n"
-        f"{dtype} {shape.layout}{masks_text(causal=shape.causal, mask_kind=shape.mask_kind)}"
-    )
-
-
-def masks_text(*, causal: bool, mask_kind: str) -> str:
-    """What follows a call's layout: ` causal` and its mask kind, where it has them."""
-    return (" causal" if causal else "") + ("" if mask_kind == "none" else f" {mask_kind}")
+    return describe(shape).replace(" ", "\n", 1)
 
 
 def config_text(config: LaunchConfig) -> str:
@@ -198,12 +180,3 @@ def gain_text(entry: RegistryEntry) -> str:
 def milliseconds(value: float) -> str:
     """A time with three significant digits."""
     return f"{value:.3g} ms" if value < 100 else f"{value:.0f} ms"
-
-
-def grid(*columns: str) -> Table:
-    """An empty table; text columns to the left, numbers to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in columns:
-        left = name in ("call", "config", "result", "tuned on")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    return table

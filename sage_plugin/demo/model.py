@@ -150,7 +150,7 @@ def load_model(
     except FileNotFoundError as error:
         raise DemoError(
             f"the demo model's weights {path} are missing; reinstall sage-plugin, "
-            "or train them with examples/cogvideo/train_demo.py"
+            "or train them with scripts/train_demo.py of the repository"
         ) from error
     except (safetensors.SafetensorError, RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,26 +28,25 @@ class Quality(JsonRecord):
     @property
     def mean_psnr_db(self) -> float:
         """Mean over the frames."""
-        return sum(self.psnr_db) / len(self.psnr_db)
+        return fmean(self.psnr_db)
 
     @property
     def min_psnr_db(self) -> float:
         """Of the worst frame."""
         return min(self.psnr_db)
 
-    @property
-    def mean_ssim(self) -> float:
-        """Mean over the frames."""
-        return sum(self.ssim) / len(self.ssim)
-
-    @property
-    def min_ssim(self) -> float:
-        """Of the worst frame."""
-        return min(self.ssim)
+    def summary(self) -> dict[str, float]:
+        """Return mean and worst frame of both."""
+        return {
+            "mean_psnr_db": self.mean_psnr_db,
+            "min_psnr_db": self.min_psnr_db,
+            "mean_ssim": fmean(self.ssim),
+            "min_ssim": min(self.ssim),
+        }
 
 
 def quality(frames: np.ndarray[Any, Any], reference: np.ndarray[Any, Any]) -> Quality:
-    """Compare two clips.
+    """Compare two clips frame by frame.
 
     Args:
         frames: (F, H, W, C) in [0, 1].

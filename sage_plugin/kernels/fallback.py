@@ -39,6 +39,19 @@ class Fallback(Enum):
     POLICY = "the policy's rule {} leaves it to the host"
     POLICY_WITHOUT_RULE = "no rule of the policy takes it"
     POLICY_WITHOUT_STEPS = "the policy goes by the number of steps, which no scheduler has set"
+    STEP_WITHOUT_SCHEDULER = (
+        "the policy goes by denoising steps, and no scheduler that counts those of this call is "
+        "known"
+    )
+    STEP_MET_MIDWAY = (
+        "the policy goes by denoising steps, and the scheduler was met in the middle of a run"
+    )
+    STEP_STANDS_STILL = (
+        "the policy goes by denoising steps, and the scheduler does not step with the model"
+    )
+    STEP_OUTSIDE_RUN = (
+        "the policy goes by denoising steps, and the scheduler is before or past those of a run"
+    )
 
     # what the device or its software cannot do
     DEVICE = "no kernel runs on device type {}"

@@ -10,12 +10,16 @@ from typing import Any, NamedTuple, TypeVar
 from sage_plugin import files, settings
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.contract import ResolvedConfig
+from sage_plugin.kernels.notice import warn_once
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, RegistryEntry
 
 logger = logging.getLogger(__name__)
 
 NO_SPEEDS = ("emulation",)
 """Variants whose times say nothing of a kernel."""
+UNTUNED = "untuned call signatures"
+TUNE_ALL = "sage tune --from-captures"
+"""The command that tunes every call of a recorded model."""
 MEMO_LIMIT = 65_536
 """Keys remembered before the memo starts anew: language models see a new length a token."""
 
@@ -55,7 +59,7 @@ class Memo(dict[tuple[object, ...], Answer]):
 _memos: list[Memo[Any]] = []
 _lock = threading.Lock()
 _memo: Memo[ResolvedConfig] = Memo()
-_warned: set[tuple[object, ...]] = set()
+_missed: set[tuple[object, ...]] = set()
 
 
 def find(
@@ -64,7 +68,8 @@ def find(
     """Return the launch config of a call: environment, registry, or architecture default.
 
     The result, a miss too, is memoised by key, device, folder and environment; no file is read
-    after the first look. A miss on a GPU is warned about once with the command that would fill it.
+    after the first look. The first miss of a process on a GPU is warned about, with the one command
+    that fills all of them; each has a line among the log's details.
 
     Raises:
         ConfigError: `SAGE_PLUGIN_LAUNCH` is not a JSON object of launch config fields.
@@ -85,7 +90,7 @@ def forget() -> None:
     with _lock:
         for memo in _memos:
             memo.clear()
-        _warned.clear()
+        _missed.clear()
     lookup.clear()
 
 
@@ -105,7 +110,7 @@ def _look_up(
         )
     else:
         base = ResolvedConfig(rules.default(key, facts), "default", f"default of {facts.arch}")
-        _warn_miss(key, facts, rules)
+        _note_miss(key, facts, rules)
     override = settings.current().launch
     if override is None:
         return base
@@ -139,18 +144,24 @@ def _overridden(config: LaunchConfig, text: str) -> LaunchConfig:
         raise ConfigError(f"SAGE_PLUGIN_LAUNCH: {error}") from None
 
 
-def _warn_miss(key: CallKey, facts: DeviceFacts, rules: LaunchRules) -> None:
-    """Warn once for each discrete key; on a CPU, where speed is nobody's aim, stay silent."""
+def _note_miss(key: CallKey, facts: DeviceFacts, rules: LaunchRules) -> None:
+    """Say once that calls run untuned, and log each; silent on a CPU, where speed is no aim."""
     if facts.kind == "cpu":
         return
     at = (key.discrete(), facts.slug)
     with _lock:
-        if at in _warned:
+        if at in _missed:
             return
-        _warned.add(at)
-    logger.warning(
+        _missed.add(at)
+    logger.info(
         "no tuned config for %s:%s (head dim %d, Sq %d, Sk %d, %s) on %s: using the default; "
         "`%s` fills it",
         key.kernel, key.variant, key.head_dim, key.seq_q, key.seq_k, key.dtype, facts.name,
         rules.tune_command(key),
+    )  # fmt: skip
+    warn_once(
+        logger, UNTUNED,
+        "no tuned config for some calls on %s, the first of them of %s:%s with head dim %d: using "
+        "defaults; record the model with `sage capture`, and `%s` fills all (said once)",
+        facts.name, key.kernel, key.variant, key.head_dim, TUNE_ALL,
     )  # fmt: skip

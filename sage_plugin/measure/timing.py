@@ -6,6 +6,7 @@ clocks falls on all alike and `ms[i]` of two functions form a pair.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +82,16 @@ class Samples:
                 "times of two methods are never compared; measure both in one call"
             )
         return gain_interval(base.ms, self.ms)
+
+    def speedup_over(self, base: Samples) -> tuple[float, float, float]:
+        """Return the time of `base` over this one's, with its interval; infinite for no time.
+
+        Raises:
+            ValueError: as `gain_over`.
+        """
+        rests = (1 - gain for gain in self.gain_over(base))
+        center, low, high = (1 / rest if rest > 0 else math.inf for rest in rests)
+        return center, low, high
 
 
 def measure(

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from fnmatch import fnmatchcase
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from sage_plugin import settings
 from sage_plugin.errors import PatchError
 from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
+from sage_plugin.plugin.counts import ComponentCounts, LayerCounts
 from sage_plugin.plugin.hosts import diffusers, transformers
 from sage_plugin.plugin.hosts.diffusers import attention_modules
 
@@ -68,9 +69,10 @@ class Component:
         for hook in self._hooks:
             hook.remove()
         self._module = weakref.ref(module)
+        self.state.forwards.watch(module)
         self._hooks = [
-            module.register_forward_pre_hook(Watch(self)),
-            module.register_forward_hook(FirstForward(self)),
+            module.register_forward_pre_hook(Watch(self), with_kwargs=True),
+            module.register_forward_hook(ForwardEnd(self), always_call=True),
         ]
 
     def apply(self, options: PatchOptions) -> None:
@@ -118,7 +120,6 @@ class Component:
     def check(self) -> None:
         """Patch again where processors were replaced since; runs before each eager forward."""
         self.state.disabled = settings.current().disabled
-        self.state.forwards += 1
         if not self._replaced():
             return
         with lock:
@@ -135,6 +136,41 @@ class Component:
             "patching: %d are patched again, %d cannot be and run the host's attention (said once)",
             self.state.component, len(replaced), replaced[0].name, len(replaced) - failed, failed,
         )  # fmt: skip
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count an eager forward, and find the denoising step that it belongs to."""
+        model = self.module
+        if model is None:
+            return
+        forward = self.state.forwards.begin(model, args, kwargs)
+        if self.state.tracker is not None:
+            self.state.tracker.enter(forward)
+
+    def end(self) -> None:
+        """Take note that an eager forward ended."""
+        if self.state.tracker is not None:
+            self.state.tracker.leave()
+
+    def counts(self) -> ComponentCounts:
+        """What its layers did since the last `patch`."""
+        tracker = self.state.tracker
+        return ComponentCounts(
+            self.state.forwards.count,
+            0 if tracker is None else tracker.passed,
+            {path: layer.counts for path, layer in self.layers.items()},
+        )
+
+    def count_anew(self) -> None:
+        """Begin new counts; the former ones stay with whoever has them."""
+        self.count_on(ComponentCounts(0, 0, {path: LayerCounts() for path in self.layers}))
+
+    def count_on(self, counts: ComponentCounts) -> None:
+        """Go on from counts that another `patch` had set aside."""
+        self.state.forwards.count = counts.forwards
+        if self.state.tracker is not None:
+            self.state.tracker.passed = counts.steps
+        for path, layer in self.layers.items():
+            layer.counts = counts.layers.get(path, layer.counts)
 
     def lost(self) -> tuple[str, ...]:
         """Names of the layers that were patched and are not now, or that the module has no more."""
@@ -238,41 +274,46 @@ class Watch:
     def __init__(self, component: Component | None = None) -> None:
         self.component = component
 
-    def __call__(self, module: nn.Module, args: object) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the patch; in a graph, where processors cannot change, do nothing."""
         if torch.compiler.is_compiling() or self.component is None:
             return
         self.component.check()
+        self.component.begin(args, kwargs)
 
     def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
         """A copy of a patched module is not patched."""
         return Watch, ()
 
 
-class FirstForward:
+class ForwardEnd:
     """Forward hook of a patched module: after the first eager forward it says what ran where."""
 
     def __init__(self, component: Component | None = None) -> None:
         self.component = component
+        self._said = False
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        """Log one line, once a patch."""
+        """End the forward; log one line, once a patch. After an exception there is no output."""
         if torch.compiler.is_compiling() or self.component is None:
             return
-        component, self.component = self.component, None
+        self.component.end()
+        if self._said or output is None:
+            return
+        self._said = True
         calls: Counter[str] = Counter()
-        for layer in component.layers.values():
-            calls += layer.calls
-            calls["host"] += sum(layer.fallbacks.values())
+        for layer in self.component.layers.values():
+            calls += layer.counts.calls
+            calls["the model's own attention"] += layer.counts.fallbacks.total()
         told = ", ".join(f"{count} on {label}" for label, count in calls.items() if count)
         logger.info(
             "%s: attention calls of the first forward: %s",
-            component.state.component, told or "none",
+            self.component.state.component, told or "none",
         )  # fmt: skip
 
-    def __reduce__(self) -> tuple[type[FirstForward], tuple[()]]:
+    def __reduce__(self) -> tuple[type[ForwardEnd], tuple[()]]:
         """A copy of a patched module is not patched."""
-        return FirstForward, ()
+        return ForwardEnd, ()
 
 
 def component_of(module: nn.Module) -> Component | None:

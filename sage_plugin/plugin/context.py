@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
@@ -20,8 +19,10 @@ from torch import nn
 
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.policy.rules import Policy
-from sage_plugin.plugin.policy.step_counter import StepClock
+from sage_plugin.plugin.steps.forward import ForwardCounter
+from sage_plugin.plugin.steps.tracker import StepTracker
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.component import Component
@@ -102,8 +103,8 @@ class PatchState:
         disabled: `SAGE_PLUGIN_DISABLE` was set when it was last read.
         warned: reasons and notices that were logged since the last `patch`.
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
-        forwards: eager forwards of the component since it was patched first.
-        clock: tells the denoising step, where a policy has bands of them.
+        forwards: counts the eager forwards of the component since the last `patch`.
+        tracker: tells the denoising step, where a policy goes by steps.
         owner: the component itself, which can be found so from a layer.
     """
 
@@ -113,8 +114,8 @@ class PatchState:
     disabled: bool = False
     warned: set[FallbackReason | str] = field(default_factory=set)
     unbuilt: dict[tuple[object, ...], FallbackReason] = field(default_factory=dict)
-    forwards: int = 0
-    clock: StepClock | None = None
+    forwards: ForwardCounter = field(default_factory=ForwardCounter)
+    tracker: StepTracker | None = None
     owner: Component | None = None
 
 
@@ -132,14 +133,8 @@ class LayerContext:
         processor: our twin of it, with one `__dict__` for both; our class of such a module; `None`
             where it cannot be patched.
         attends_itself: whether the module has no processor.
-        calls: eager calls by `kernel:variant`.
-        fallbacks: eager calls that went to the host's attention, by reason.
-        config_sources: eager calls by where their launch config came from.
-        saved_ms: what its calls saved over the host's attention, by the times of their configs.
-        timed_calls: how many calls that is the sum of.
+        counts: what it did since the last `patch`.
         broken: why `check_finite` took its kernel away, or `None`.
-        rules: calls by the number of the policy's rule that decided them, from 1.
-        rule_steps: the denoising steps of those calls, by rule.
         handle: names the layer in a graph, which reads it when it runs; layers share a graph so.
     """
 
@@ -149,14 +144,8 @@ class LayerContext:
     original: object
     processor: object = None
     attends_itself: bool = False
-    calls: Counter[str] = field(default_factory=Counter)
-    fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
-    config_sources: Counter[str] = field(default_factory=Counter)
-    saved_ms: float = 0.0
-    timed_calls: int = 0
+    counts: LayerCounts = field(default_factory=LayerCounts)
     broken: FallbackReason | None = None
-    rules: Counter[int] = field(default_factory=Counter)
-    rule_steps: dict[int, set[int]] = field(default_factory=dict)
     handle: torch.Tensor = field(init=False)
 
     def __post_init__(self, module: nn.Module) -> None:

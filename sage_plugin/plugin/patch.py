@@ -24,8 +24,9 @@ from sage_plugin.plugin.hosts.diffusers import choose
 from sage_plugin.plugin.owners import is_patched, part_of, parts_of
 from sage_plugin.plugin.policy.rules import Policy
 from sage_plugin.plugin.policy.rules import chosen as chosen_policy
-from sage_plugin.plugin.policy.step_counter import StepClock, counts_steps
 from sage_plugin.plugin.report import PluginReport, joined, report_of
+from sage_plugin.plugin.steps.caller import schedulers_of
+from sage_plugin.plugin.steps.tracker import StepTracker
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class PatchHandle:
         self.listeners: list[Listener] = []
         self._parts: list[Component] = []
         self._past: list[PluginReport] = []
-        self._clock: StepClock | None = None
+        self._tracker: StepTracker | None = None
 
     @property
     def components(self) -> dict[str, nn.Module]:
@@ -103,17 +104,35 @@ class PatchHandle:
                 part.release()
                 self._parts.remove(part)
         if not self._parts:
-            self._keep_time(None)
+            self._track(None)
 
-    def _keep_time(self, clock: StepClock | None) -> None:
-        """Let a clock tell all parts the step, in place of the one before."""
-        if self._clock is not None:
-            self._clock.stop()
-        self._clock = clock
-        if clock is not None:
-            clock.now()  # the one before may have watched the same scheduler
+    def _track(self, tracker: StepTracker | None) -> None:
+        """Let a tracker tell all parts the step, in place of the one before."""
+        if self._tracker is not None:
+            self._tracker.stop()
+        self._tracker = tracker
         for part in self._parts:
-            part.state.clock = clock
+            part.state.tracker = tracker
+
+
+class InnerHandle(PatchHandle):
+    """The handle of `patched` inside of another patch: it keeps what happened in its block.
+
+    Args:
+        outer: the handle of the patch that has its settings again afterwards.
+    """
+
+    def __init__(self, outer: PatchHandle) -> None:
+        super().__init__()
+        self.listeners, self._parts, self._outer = outer.listeners, outer._parts, outer
+
+    def unpatch(self) -> None:
+        """Put everything back; again does nothing."""
+        self._outer.unpatch()
+
+    def _close(self) -> None:
+        """Keep the report, and let go of the patch."""
+        self._past, self._parts = [self.report()], []
 
 
 def patch(
@@ -178,7 +197,7 @@ def patch(
         kernel, variant, config_dir, include, exclude, min_seq, on_unsupported, check_finite, policy
     )
     chosen = choose(obj, components)
-    clock = _clock_for(obj, options.policy)
+    tracker = _tracker_for(obj, options.policy)
     if options.policy is not None:
         routed.ready()
     with lock:
@@ -195,10 +214,12 @@ def patch(
             handle._release([part for part in handle._parts if part not in known])
             for part, former in known.items():
                 part.apply(former)
-            if clock is not None:
-                clock.stop()
+            if tracker is not None:
+                tracker.stop()
             raise
-    handle._keep_time(clock)
+        for part in known:
+            part.count_anew()
+        handle._track(tracker)
     logger.info("patched %r with kernel %r", handle, options.kernel)
     return handle
 
@@ -288,20 +309,29 @@ def patched(
     if components is not None and not isinstance(components, str):
         components = tuple(components)
     chosen = choose(obj, components)
-    before = {name: part.state.options for name, m in chosen.items() if (part := part_of(m))}
+    before = {
+        name: (part.state.options, part.counts())
+        for name, m in chosen.items()
+        if (part := part_of(m))
+    }
     handle = patch(
         obj, kernel=kernel, variant=variant, config_dir=config_dir, components=components,
         include=include, exclude=exclude, min_seq=min_seq, on_unsupported=on_unsupported,
         check_finite=check_finite, policy=policy,
     )  # fmt: skip
+    inner = InnerHandle(handle) if before else None
     try:
-        yield handle
+        yield inner or handle
     finally:
+        if inner is not None:
+            inner._close()
         for name, module in chosen.items():
             part = part_of(module)
             if part is not None and name in before:
-                part.apply(before[name])
-                part.handle._keep_time(_clock_for(obj, before[name].policy))
+                options, counts = before[name]
+                part.apply(options)
+                part.handle._track(_tracker_for(obj, options.policy))
+                part.count_on(counts)
             elif part is not None:
                 part.handle._release([part])
 
@@ -361,7 +391,7 @@ def checked_options(
     )
 
 
-def _clock_for(obj: object, policy: Policy | None) -> StepClock | None:
+def _tracker_for(obj: object, policy: Policy | None) -> StepTracker | None:
     """What tells the denoising steps that a policy goes by.
 
     Raises:
@@ -369,12 +399,12 @@ def _clock_for(obj: object, policy: Policy | None) -> StepClock | None:
     """
     if policy is None or not policy.needs_steps:
         return None
-    if not counts_steps(obj):
+    if not schedulers_of(obj):
         raise ConfigError(
             f"the policy has bands of denoising steps, and {type(obj).__name__} has no scheduler "
             "that tells them; patch the pipeline instead of its model"
         )
-    return StepClock(obj)
+    return StepTracker(obj)
 
 
 def _check_policy_of(parts: list[Component], policy: Policy | None) -> None:

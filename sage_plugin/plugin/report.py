@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sage_plugin.errors import PatchError
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.plugin import report_text
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.context import LayerContext
 from sage_plugin.plugin.owners import parts_of
@@ -23,9 +23,9 @@ class LayerReport:
     Attributes:
         layer: module path with the component in front.
         calls: calls by `kernel:variant`, as chosen.
-        fallbacks: calls that went to the host's attention instead, by reason.
+        fallbacks: calls that stayed with the model's own attention, by reason.
         config_sources: calls by where their launch config came from.
-        saved_ms: milliseconds saved over the host's attention, by the times that the configs were
+        saved_ms: milliseconds saved over the baseline, by the times that the configs were
             tuned with; 0 where none were.
         timed_calls: how many of the calls that is the sum of.
         rules: calls by the number of the policy's rule that decided them, from 1.
@@ -46,61 +46,49 @@ class LayerReport:
         return sum(self.calls.values()) + sum(self.fallbacks.values())
 
     def kernel_calls(self) -> int:
-        """Calls that ran on a kernel, not on the host's attention."""
+        """Calls that ran on a kernel, not on the model's own attention."""
         return sum(n for label, n in self.calls.items() if label not in HOST_KERNELS)
 
 
 @dataclass(frozen=True, slots=True)
 class PluginReport:
-    """Counts of all layers of a patch.
+    """Counts of all layers since the last `patch`.
 
     Attributes:
         rows: one report a layer, in the model's order.
         skipped: attention layers that are not patched, and why.
         lost: patched layers whose processor or module was replaced since.
         idle_rules: rules of the policy that no call has met, as text.
+        forwards: eager forwards of the patched models.
+        steps: denoising steps that a policy has seen; 0 where nobody counted them.
     """
 
     rows: tuple[LayerReport, ...]
     skipped: dict[str, str]
     lost: tuple[str, ...]
     idle_rules: tuple[str, ...] = ()
+    forwards: int = 0
+    steps: int = 0
 
     def total_calls(self) -> int:
         """All calls of all layers."""
         return sum(row.total_calls() for row in self.rows)
 
     def kernel_calls(self) -> int:
-        """Calls that ran on a kernel, not on the host's attention."""
+        """Calls that ran on a kernel, not on the model's own attention."""
         return sum(row.kernel_calls() for row in self.rows)
 
     def saved_ms(self) -> float:
-        """Milliseconds saved over the host's attention in the calls whose configs were timed."""
+        """Milliseconds saved over the baseline in the calls whose configs were timed."""
         return sum(row.saved_ms for row in self.rows)
 
-    def text(self) -> str:
-        """A plain table."""
-        width = max([len("layer"), *(len(row.layer) for row in self.rows)])
-        lines = [f"{'layer':<{width}}  calls  on a kernel  how"]
-        lines += [
-            f"{row.layer:<{width}}  {row.total_calls():>5}  {row.kernel_calls():>11}  {_how(row)}"
-            for row in self.rows
-        ]
-        lines.append(
-            f"{self.kernel_calls()} of {self.total_calls()} calls ran on a kernel "
-            "(calls inside compiled graphs are not counted)"
-        )
-        if timed := sum(row.timed_calls for row in self.rows):
-            lines.append(
-                f"about {self.saved_ms():.1f} ms saved over the host's attention in {timed} of "
-                "them, by the times that their configs were tuned with"
-            )
-        lines += [f"not patched: {name} ({why})" for name, why in self.skipped.items()]
-        lines += [
-            f"patch lost: {name} (its processor or module was replaced)" for name in self.lost
-        ]
-        lines += [f"never met: {rule}" for rule in self.idle_rules]
-        return "\n".join(lines)
+    def text(self, *, every_layer: bool = False) -> str:
+        """The report for a terminal of 80 columns, equal layers together.
+
+        Args:
+            every_layer: give each layer lines of its own.
+        """
+        return report_text.render(self, every_layer=every_layer)
 
 
 def report(obj: object) -> PluginReport:
@@ -128,15 +116,16 @@ def report(obj: object) -> PluginReport:
 
 def row_of(layer: LayerContext) -> LayerReport:
     """What one layer did."""
+    counts = layer.counts
     return LayerReport(
         layer.name,
-        dict(layer.calls),
-        dict(layer.fallbacks),
-        dict(layer.config_sources),
-        layer.saved_ms,
-        layer.timed_calls,
-        dict(layer.rules),
-        {rule: tuple(sorted(steps)) for rule, steps in layer.rule_steps.items()},
+        dict(counts.calls),
+        dict(counts.fallbacks),
+        dict(counts.config_sources),
+        counts.saved_ms,
+        counts.timed_calls,
+        dict(counts.rules),
+        {rule: tuple(sorted(steps)) for rule, steps in counts.rule_steps.items()},
     )
 
 
@@ -148,10 +137,14 @@ def report_of(parts: Iterable[Component]) -> PluginReport:
             tuple(row_of(layer) for layer in part.layers.values()),
             part.left_out(),
             part.lost(),
+            forwards=part.state.forwards.count,
         )
         for part in parts
     )
-    return dataclasses.replace(whole, idle_rules=tuple(_idle_rules(parts)))
+    trackers = {t for part in parts if (t := part.state.tracker) is not None}
+    return dataclasses.replace(
+        whole, idle_rules=tuple(_idle_rules(parts)), steps=sum(t.passed for t in trackers)
+    )
 
 
 def _idle_rules(parts: list[Component]) -> Iterator[str]:
@@ -163,7 +156,7 @@ def _idle_rules(parts: list[Component]) -> Iterator[str]:
             for part in parts
             if part.state.options.policy is policy
             for layer in part.layers.values()
-            for number in layer.rules
+            for number in layer.counts.rules
         }
         for number, rule in enumerate(policy.rules, start=1):
             if number not in met:
@@ -177,39 +170,12 @@ def joined(reports: Iterable[PluginReport]) -> PluginReport:
     skipped: dict[str, str] = {}
     lost: list[str] = []
     idle: list[str] = []
+    forwards = steps = 0
     for one in reports:
         rows += one.rows
         skipped |= one.skipped
         lost += one.lost
         idle += one.idle_rules
-    return PluginReport(tuple(rows), skipped, tuple(lost), tuple(idle))
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """Sorted steps as text.
-
-    Example:
-        >>> _ranges([0, 1, 2, 5, 7, 8])
-        '0-2, 5, 7-8'
-    """
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][-1] + 1:
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _how(row: LayerReport) -> str:
-    ran = Counter(row.calls)
-    parts = [f"{label} x{n}" for label, n in ran.items()]
-    if row.config_sources:
-        parts.append("config " + ", ".join(f"{s} x{n}" for s, n in row.config_sources.items()))
-    for number, count in sorted(row.rules.items()):
-        steps = _ranges(row.rule_steps.get(number, ()))
-        parts.append(f"rule {number} x{count}" + (f" at steps {steps}" if steps else ""))
-    if row.timed_calls:
-        parts.append(f"saved {row.saved_ms:.1f} ms")
-    parts += [f"host x{n}: {reason}" for reason, n in row.fallbacks.items()]
-    return "; ".join(parts) or "-"
+        forwards += one.forwards
+        steps = max(steps, one.steps)
+    return PluginReport(tuple(rows), skipped, tuple(lost), tuple(idle), forwards, steps)

@@ -10,6 +10,7 @@ from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin.context import LayerContext
 from sage_plugin.plugin.policy.rules import HOST, Policy, Rule
+from sage_plugin.plugin.steps.tracker import Step
 
 NO_RULE = FallbackReason(Fallback.POLICY_WITHOUT_RULE)
 NO_TOTAL = FallbackReason(Fallback.POLICY_WITHOUT_STEPS)
@@ -44,20 +45,23 @@ def choice_of(layer: LayerContext, call: AttentionCall) -> Choice:
 
 
 def _by_policy(layer: LayerContext, policy: Policy, call: AttentionCall) -> Choice:
-    clock = layer.state.clock
-    step, total = (None, None) if clock is None else clock.now()
+    tracker, module = layer.state.tracker, layer.state.forwards.model
+    place = None if tracker is None or module is None else tracker.now(module, layer)
+    step = place if isinstance(place, Step) else None
+    index = None if step is None else step.index
     seq = 2 if call.layout == "bhsd" else 1
     lengths = (call.q.shape[seq], call.k.shape[seq]) if call.q.dim() == 4 else (0, 0)
     for number, rule in enumerate(policy.rules, start=1):
         if not (rule.names(layer.name) and rule.fits(*lengths)):
             continue
         if rule.steps:
-            if step is None or (total is None and rule.band.needs_total):
-                return Choice(HOST, "auto", {}, step=step, reason=NO_TOTAL)
-            if not rule.band.contains(step, total):
+            if step is None or (step.total is None and rule.band.needs_total):
+                reason = FallbackReason(place) if isinstance(place, Fallback) else NO_TOTAL
+                return Choice(HOST, "auto", {}, step=index, reason=reason)
+            if not rule.band.contains(step.index, step.total):
                 continue
-        return _of_rule(number, rule, step)
-    return Choice(HOST, "auto", {}, step=step, reason=NO_RULE)
+        return _of_rule(number, rule, index)
+    return Choice(HOST, "auto", {}, step=index, reason=NO_RULE)
 
 
 def _of_rule(number: int, rule: Rule, step: int | None) -> Choice:

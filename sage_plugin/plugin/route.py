@@ -29,6 +29,7 @@ from sage_plugin.kernels.attention.validate import FLOATS
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.notice import warn_once
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.plugin.hosts import parallel
 from sage_plugin.plugin.request import Choice, choice_of
@@ -147,7 +148,7 @@ def attend(
         return host()
     if decision.kernel == "sdpa":
         if eager:
-            layer.calls[decision.label] += 1
+            layer.counts.calls[decision.label] += 1
         return host()
     call, kind = call._replace(attn_mask=mask), call.q.device.type
     if torch.is_autocast_enabled(kind):
@@ -209,13 +210,13 @@ def _is_sound(
     """
     if torch.isfinite(result).all():
         return True
-    place = f"{layer.name}, forward {layer.state.forwards}, kernel {decision.label!r}"
+    place = f"{layer.name}, forward {layer.state.forwards.count}, kernel {decision.label!r}"
     mask = call.attn_mask
     if all(torch.isfinite(x).all() for x in (call.q, call.k, call.v)) and (
         mask is None or not mask.isnan().any()
     ):
         layer.broken = NOT_FINITE
-        layer.fallbacks[NOT_FINITE] += 1
+        layer.counts.fallbacks[NOT_FINITE] += 1
         layer.state.warned.add(NOT_FINITE)
         logger.warning(
             "%s: finite inputs gave an output with NaN or infinity; the host's attention takes "
@@ -323,13 +324,13 @@ def _run_resolved(
         output = result[0] if isinstance(result, tuple) else result
         if not _is_sound(layer, call, executor.decision, output):
             return None
-    layer.calls[executor.decision.label] += 1
+    layer.counts.calls[executor.decision.label] += 1
     found = executor.found
     if executor.key is not None:
-        layer.config_sources[BY_POLICY if found is None else found.source] += 1
+        layer.counts.config_sources[BY_POLICY if found is None else found.source] += 1
     if found is not None and found.saved_ms is not None:
-        layer.saved_ms += found.saved_ms
-        layer.timed_calls += 1
+        layer.counts.saved_ms += found.saved_ms
+        layer.counts.timed_calls += 1
     return result
 
 
@@ -402,25 +403,27 @@ def _tell(frame: Frame, layer: LayerContext, call: AttentionCall, decision: Deci
 def _note_rule(layer: LayerContext, choice: Choice) -> None:
     """Count the rule of the policy that chose, and the step."""
     if choice.rule:
-        layer.rules[choice.rule] += 1
+        layer.counts.rules[choice.rule] += 1
         if choice.step is not None:
-            layer.rule_steps.setdefault(choice.rule, set()).add(choice.step)
+            layer.counts.rule_steps.setdefault(choice.rule, set()).add(choice.step)
 
 
 def _give_way(layer: LayerContext, reason: FallbackReason) -> None:
-    """Count a call that goes to the host's attention in eager mode, and say why once.
+    """Count a call that stays with the model's own attention in eager mode, and say why once.
+
+    One line a reason in each process, and one a layer among the log's details.
 
     Raises:
         UnsupportedInputError: strict mode, and nobody asked for it.
     """
     eager = not torch.compiler.is_compiling()
+    first = layer.counts.fallbacks[reason] == 0
     if eager:
-        layer.fallbacks[reason] += 1
+        layer.counts.fallbacks[reason] += 1
     # An export that is not strict runs this as it is, and keeps what it takes here for good.
     told = eager or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling())
-    if told and reason not in layer.state.warned and not reason.cause.by_policy:
-        layer.state.warned.add(reason)
-        logger.warning("%s (said once)", _complaint(layer, reason))
+    if told and first and not reason.cause.by_policy:
+        warn_once(logger, reason, "%s (said once)", _complaint(layer, reason))
     if layer.state.options.strict and not reason.cause.asked_for:
         raise UnsupportedInputError(_complaint(layer, reason))
 
@@ -428,4 +431,4 @@ def _give_way(layer: LayerContext, reason: FallbackReason) -> None:
 def _complaint(layer: LayerContext, reason: FallbackReason) -> str:
     options = layer.state.options
     kernel = options.kernel if options.policy is None else "of the policy"
-    return f"{layer.name}: kernel {kernel!r} gives way to the host's attention: {reason}"
+    return f"{layer.name}: kernel {kernel!r} falls back to the model's own attention: {reason}"

@@ -10,7 +10,7 @@ from sage_plugin.accuracy.reference import reference, visible_mean
 from sage_plugin.kernels.contract import AttentionParams
 from tests.kernels.calls import Shape, draw
 from tests.kernels.problems import MASKS, mask_of
-from tests.kernels.written_out import seen_by, written_out
+from tests.matrix.definition import defined, seen_by
 
 SHAPE = Shape(2, 4, 2, 12, 20, 8)
 ROWS = torch.tensor([0, 4, 11])
@@ -68,7 +68,7 @@ def test_a_reference_follows_all_parts_of_its_call_and_is_kept_for_each(monkeypa
     ]
     for options in variants:
         found = reference(q, k, v, causal=True, scale=0.3, rows=ROWS, **options)
-        expected, _ = written_out(q, k, v, AttentionParams(0.3, True, "bhsd", **options))
+        expected, _ = defined(q, k, v, AttentionParams(0.3, True, "bhsd", **options))
         assert torch.allclose(found.out.double(), expected[:, :, ROWS], atol=1e-5)
         again = {name: x.clone() if name in ("mask", "sinks") else x for name, x in options.items()}
         assert reference(q, k, v, causal=True, scale=0.3, rows=ROWS, **again) is found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sage_plugin.capture.store.manifest import CallCounts
 from sage_plugin.capture.store.writer import CaptureWriter
 from sage_plugin.measure.inputs import self_attention, synthetic
+from sage_plugin.replay.inputs import ReplayInputs, describe
 from sage_plugin.schema import SCHEMA_VERSION, CallShape, CaptureRecord
 
 SHAPE = self_attention(1, 2, 48, 32)
@@ -77,3 +79,8 @@ def write(
         writer.save(tensors, record_of(shape, heads=heads, batches=batches, step=step))
     writer.close(CallCounts())
     return folder
+
+
+def drawn(shape: CallShape, **options: Any) -> ReplayInputs:
+    """Inputs to be drawn, named by their shape."""
+    return ReplayInputs(shape, describe(shape), **options)

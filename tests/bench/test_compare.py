@@ -10,7 +10,7 @@ import torch
 from sage_plugin.bench import candidate, compare
 from sage_plugin.bench.compare import BenchPlan, run_case
 from sage_plugin.bench.cost import flops
-from sage_plugin.bench.suite import captured, explicit
+from sage_plugin.bench.suite import captured
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import AttentionParams
@@ -18,7 +18,7 @@ from sage_plugin.measure.inputs import self_attention
 from sage_plugin.measure.timing import Samples
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import LaunchConfig
-from tests.bench.folders import write
+from tests.bench.folders import drawn, write
 
 CPU = torch.device("cpu")
 SHAPE = self_attention(1, 2, 96, 32)
@@ -26,7 +26,7 @@ EVERY = tuple((kernel, "auto") for kernel in ("sdpa", "fav2", "sage", "fav3_sage
 
 
 def case_of(shape=SHAPE):
-    return explicit(shape, distribution="biased", seed=0).cases[0]
+    return drawn(shape, distribution="biased")
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def test_layers_are_spread_by_depth_and_bands_become_policies(geometry: ModuleTy
     assert first.rules[1].launch == {"hadamard": 64}
 
 
-def test_a_step_is_foreseen_from_the_calls_alone(
+def test_a_step_is_predicted_from_the_calls_alone(
     geometry: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = tmp_path / "policy.json"
@@ -57,7 +57,7 @@ def test_a_step_is_foreseen_from_the_calls_alone(
         saved = sum(
             n * (found["call_ms"]["sdpa"] - found["call_ms"][k]) for k, n in row["layers"].items()
         )
-        assert row["foreseen_ms"] == pytest.approx(found["step_ms"]["unpatched"] - saved)
+        assert row["predicted_ms"] == pytest.approx(found["step_ms"]["unpatched"] - saved)
         assert row["ms"] == found["step_ms"][row["steps"]]
     mean = sum(row["ms"] for row in found["bands"]) / len(found["bands"])
     assert found["mean"]["ms"] == pytest.approx(mean)
@@ -85,9 +85,9 @@ def test_policies_that_were_proved_fit_the_embedded_model(name: str) -> None:
         assert len(handle.layers) == 4
         assert len(handle.report().idle_rules) == len(policy.rules)  # none was met yet
     assert policy.prediction is not None
-    foreseen = {way.way: way for way in policy.prediction.ways}
+    predicted = {run.name: run for run in policy.prediction.runs}
     for row in proof["rows"]:
-        assert row["foreseen_ms"] == foreseen[row["name"]].ms
-    saved = foreseen["sdpa"].ms - foreseen["policy"].ms
+        assert row["predicted_ms"] == predicted[row["name"]].ms
+    saved = predicted["sdpa"].ms - predicted["policy"].ms
     assert sum(rule.saved_ms or 0.0 for rule in policy.rules) == pytest.approx(saved, abs=0.01)
-    assert proof["above_line_db"] > 0
+    assert proof["gain_over_front_db"] > 0

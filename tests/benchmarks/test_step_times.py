@@ -99,3 +99,35 @@ def test_an_unknown_model_is_refused(step_times: ModuleType, capsys) -> None:
     with pytest.raises(SystemExit):
         step_times.parsed(["--output", "x.json", "--models", "wan-14b", "--tiny"])
     assert "'wan-14b' is no model; choose from cogvideox-2b" in capsys.readouterr().err
+
+
+def test_the_full_size_is_that_of_cogvideox(step_models: ModuleType) -> None:
+    from diffusers import CogVideoXTransformer3DModel
+
+    weights, sizes = step_models.random_weights, {}
+    for name, config in weights.VARIANTS.items():
+        with torch.device("meta"):
+            model = CogVideoXTransformer3DModel(**config)
+        sizes[name] = sum(parameter.numel() for parameter in model.parameters())
+        frames = (config["sample_frames"] - 1) // 4 + 1
+        assert config["max_text_seq_length"] + frames * 30 * 45 == 17_776
+    assert sizes["2b"] == pytest.approx(1.7e9, rel=0.03)
+    assert sizes["5b"] == pytest.approx(5.6e9, rel=0.03)
+
+
+def test_a_sharing_copy_is_patched_alone(step_times: ModuleType, step_models: ModuleType) -> None:
+    import sage_plugin
+
+    step = step_models.random_weights.build(
+        "2b", torch.device("cpu"), torch.float32, tiny=True, seed=0
+    )
+    twin = step_times.step_timing.sharing_copy(step.model)
+    pairs = zip(step.model.parameters(), twin.parameters(), strict=True)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+    with torch.no_grad():
+        before = step.model(**step.arguments)[0]
+        with sage_plugin.patched(twin, kernel="sage", min_seq=0):
+            ours = twin(**step.arguments)[0]
+            assert torch.equal(step.model(**step.arguments)[0], before)
+    assert not torch.equal(ours, before)
+    assert torch.isfinite(ours).all()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from sage_plugin.capture.recording.forwards import ForwardWatch
 from sage_plugin.capture.recording.intake import GRAPH_CAPTURE, Intake
 from sage_plugin.capture.recording.options import CaptureOptions
 from sage_plugin.capture.store.reader import open_captures
+from sage_plugin.plugin.steps.forward import Forward, Timestep
 from tests.capture.toys import event
 
 pytestmark = [
@@ -34,7 +34,7 @@ def test_a_call_that_the_model_overwrites_at_once(intake, tmp_path, dtype):
     packed = torch.randn(2, 300, 3, 4, 64, device="cuda").to(dtype)
     q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
     expected = [t[:, [0, 2]].float().cpu() for t in (q, k, v)]
-    assert intake.take(ForwardWatch(nn.Linear(1, 1)), event(q, k, v, layer=LAYER))
+    assert intake.take(Forward(nn.Linear(1, 1), 0, Timestep(None)), event(q, k, v, layer=LAYER))
     packed.view(torch.uint8).zero_()
     intake.close({})
     captures = open_captures(tmp_path / "captures")
@@ -46,7 +46,7 @@ def test_a_call_that_the_model_overwrites_at_once(intake, tmp_path, dtype):
 
 def test_calls_inside_a_graph_capture_are_skipped_with_one_warning(intake, caplog):
     """G3: a synchronising copy would break the graph."""
-    watch, q = ForwardWatch(nn.Linear(1, 1)), torch.randn(1, 4, 64, 64, device="cuda")
+    watch, q = Forward(nn.Linear(1, 1), 0, Timestep(None)), torch.randn(1, 4, 64, 64, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with caplog.at_level(logging.WARNING), torch.cuda.graph(graph):
         taken = [intake.take(watch, event(q, layer=LAYER)) for _ in range(2)]

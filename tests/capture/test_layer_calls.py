@@ -7,8 +7,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from sage_plugin.capture.recording.denoising import DenoisingSteps
 from sage_plugin.capture.recording.recorder import record
+from sage_plugin.capture.recording.run_steps import RunSteps
 from sage_plugin.capture.recording.tally import MAX_SHAPES, Tally
 from sage_plugin.capture.store.manifest import CallCounts, LayerCalls
 from sage_plugin.capture.store.reader import open_captures
@@ -164,7 +164,7 @@ def test_shapes_beyond_those_told_apart_are_in_no_cell():
     for seq in range(1, MAX_SHAPES + 3):
         tally.add_shape(shape(seq_q=seq))
         tally.add_cell("a", shape(seq_q=seq), None)
-    counts = tally.counts({}, DenoisingSteps(), complete=True)
+    counts = tally.counts({}, RunSteps(), complete=True)
     assert len(counts.layer_calls) == len(counts.shapes) == MAX_SHAPES
     assert all(counts.shapes[row.shape].shape.seq_q <= MAX_SHAPES for row in counts.layer_calls)
     assert {row.calls for row in counts.layer_calls} == {(1,)}

@@ -19,6 +19,7 @@ from sage_plugin.capture.store.manifest import COUNTS, MANIFEST, read_counts
 from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.errors import CaptureError, OutputError, PatchError, UsageError
 from sage_plugin.plugin.patch import handle_of
+from sage_plugin.plugin.steps.forward import Forward, Timestep
 from tests.capture.toys import LAYERS, Pipeline, denoise, event, processors, video_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,12 +166,14 @@ def test_ten_thousand_large_calls_stay_within_the_budget(folder):
     recorder = CaptureRecorder(folder, CaptureOptions(max_captures=5, max_bytes=5 * 40_000))
     recorder._intake.add_layers([f"transformer.blocks.{i}.attn1" for i in range(10)])
     recorder._intake.open()
-    watch = intake.ForwardWatch(video_model())
+    model = video_model()
     too_large, large = torch.randn(2, 16, 100, 64), torch.randn(1, 12, 40, 16)
     for number in range(10_000):
-        watch.step, layer = divmod(number, 10)
+        step, layer = divmod(number, 10)
+        forward = Forward(model, step, Timestep(None))
         tensor = too_large if number % 2 else large
-        recorder._intake.take(watch, event(tensor, layer=f"transformer.blocks.{layer}.attn1"))
+        name = f"transformer.blocks.{layer}.attn1"
+        recorder._intake.take(forward, event(tensor, layer=name))
     recorder._intake.close({"transformer": 1000})
     captures = open_captures(folder)
     assert len(captures.records) == 5

@@ -1,4 +1,4 @@
-"""`sage bench` end to end on tiny inputs: tables, files, exit codes (H2, H3)."""
+"""`sage bench` end to end on tiny inputs: tables, files, exit codes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import io
 import json
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from sage_plugin.bench import candidate, compare
-from sage_plugin.cli import app, console
+from sage_plugin.cli import console
 from sage_plugin.kernels.attention.dispatch import kernels_of
 from sage_plugin.measure.timing import TimingLimits
 from sage_plugin.schema import KERNELS
 from tests.bench.folders import SHAPE, write
+from tests.cli.program import error_of, sage
 
 TINY = ["-b", "1", "-hq", "2", "-sq", "48", "-d", "32", "--device", "cpu"]
 QUICK = TimingLimits(warmup=0, warmup_s=0.0, min_samples=2, max_samples=2, budget_s=1.0)
@@ -29,18 +28,7 @@ def _quick(monkeypatch):
 
 
 def bench(*args):
-    """Run `sage bench`; what is no error of ours comes through as it was raised."""
-    result = CliRunner().invoke(app, ["bench", *map(str, args)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def error_of(result):
-    """The one sentence on stderr."""
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    return lines[0].removeprefix("error: ")
+    return sage("bench", *args)
 
 
 def rows_of(text):
@@ -59,7 +47,7 @@ def test_a_capture_folder_is_the_default_input(tmp_path, monkeypatch):
     assert "Next: sage tune --from-captures captured_inputs" in result.stderr
 
 
-def test_h2_csv_on_stdout_is_nothing_but_csv():
+def test_csv_on_stdout_is_nothing_but_csv():
     result = bench(*TINY, "--csv", "-", "--print-compare-stats")
     lines = rows_of(result.stdout)
     assert result.exit_code == 0
@@ -210,85 +198,6 @@ def test_one_damaged_capture_of_two_is_exit_4(tmp_path):
     assert result.exit_code == 4
     assert "checksum" in result.stderr
     assert "000000" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("args", "sentence"),
-    [
-        (["nowhere"], "nowhere does not exist"),
-        ([*TINY, "--kernel", "sagge"], "kernel 'sagge' is not known"),
-        ([*TINY, "--kernel", "sage:cuda"], "variant 'cuda'"),
-        ([*TINY, "--kernel", "auto"], "--kernel auto"),
-        ([*TINY, "--compare-to-ref", "fa4"], "kernel 'fa4' is not known"),
-        ([*TINY, "-dv", "16"], "-dv 16 differs from -d 32"),
-        ([*TINY, "-hk", "3"], "-hq 2 is not a multiple of -hk 3"),
-        ([*TINY, "--dtype", "int4"], "--dtype 'int4'"),
-        ([*TINY, "--layout", "sbhd"], "--layout 'sbhd'"),
-        ([*TINY, "--metric", "speed"], "--metric 'speed'"),
-        ([*TINY, "--method", "events"], "timing method 'events' on cpu"),
-        ([*TINY, "--inputs-distribution", "zeros"], "--inputs-distribution 'zeros'"),
-        ([*TINY, "--preset", "wan-720p"], "give one of"),
-        ([*TINY, "--device", "tpu"], "--device 'tpu'"),
-        ([*TINY, "--csv", "-", "--json", "-"], "both want stdout"),
-        (["-b", "1", "-sq", "8"], "an explicit shape needs -hq, -d too"),
-        (["--preset", "wan"], "preset 'wan': allowed are all"),
-        (["--preset", "wan-720p", "--causal"], "--causal and --layout go with"),
-        (["folder", "--dtype", "fp16"], "--dtype does not change captures"),
-        (["--inputs-distribution", "drift"], "--inputs-distribution does not change captures"),
-        ([*TINY, "--max-inputs", "2"], "--max-inputs goes with a capture folder"),
-        ([*TINY, "--mask", "diagonal"], "--mask 'diagonal'"),
-        (["--preset", "wan-480p", "--mask", "diagonal"], "--mask 'diagonal'"),
-        (["folder", "--mask", "dense"], "--mask does not change captures"),
-        ([*TINY, "--seed", "9" * 26], "--seed 99999999999999999999999999: must be from 0"),
-        (["-b", "1", "-hq", "2", "-d", "32", "-sq", "9" * 400], "-sq 99999999999999999999...9999"),
-        ([*TINY, "-sk", str(2**31)], "-sk 2147483648: must be at most 2147483647"),
-    ],
-)
-def test_h3_wrong_input_is_exit_2_with_one_sentence(args, sentence):
-    failed = bench(*args)
-    assert failed.exit_code == 2
-    assert sentence in error_of(failed)
-
-
-def test_h3_wrong_options_are_exit_2():
-    assert bench("--no-such-option").exit_code == 2
-    assert bench("-b", "two").exit_code == 2
-    assert bench("--max-inputs", "0").exit_code == 2
-    assert bench("--help").exit_code == 0
-
-
-def test_empty_and_foreign_folders_are_exit_2(tmp_path):
-    assert bench(tmp_path).exit_code == 2
-    (tmp_path / "notes.txt").write_text("x")
-    failed = bench(tmp_path)
-    assert failed.exit_code == 2
-    assert "notes.txt" in error_of(failed)
-
-
-def test_unwritable_output_is_exit_3_before_anything_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "run_case", None)
-    for path in (tmp_path / "no" / "x.csv", tmp_path):
-        failed = bench(*TINY, "--csv", path)
-        assert failed.exit_code == 3
-        assert str(path) in error_of(failed)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
-def test_no_gpu_is_exit_3():
-    failed = bench(*TINY[:-1], "cuda")
-    assert failed.exit_code == 3
-    assert "no GPU" in error_of(failed)
-
-
-def test_long_cpu_runs_are_refused_with_a_prediction(tmp_path):
-    out = tmp_path / "out.csv"
-    failed = bench("--preset", "all", "--device", "cpu", "--csv", out)
-    assert failed.exit_code == 2
-    assert "on a CPU" in error_of(failed)
-    assert "hours" in error_of(failed) or "days" in error_of(failed)
-    assert "--force" in error_of(failed)
-    assert not out.exists()
 
 
 def test_force_runs_what_would_be_refused(monkeypatch):

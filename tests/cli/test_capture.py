@@ -184,41 +184,6 @@ def test_a_capture_folder_is_replaced_only_on_demand(out, script):
     assert len(open_captures(out).records) == 2
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "text"),
-    [
-        (["--size", "huge"], 2, "small, large"),
-        (["--max-captures", 0], 2, "at least 1"),
-        (["--max-bytes", "lots"], 2, "4GiB"),
-        (["--max-bytes", "1KB"], 2, "expected at least"),
-        (["--steps", "x"], 2, "0,5,10-14"),
-        (["--heads", "-3"], 2, "heads"),
-        (["--batch", "a"], 2, "batch"),
-        (["--layers", ","], 2, "glob"),
-        (["--num-steps", 0], 2, "at least 1"),
-        (["missing.py"], 2, "does not exist"),
-        (["."], 2, "is a folder"),
-        (["--size", "small", "theirs.py"], 2, "demo pipeline"),
-        (["-o", "theirs.py"], 3, "is a file"),
-        (["-o", "theirs.py/below"], 3, "cannot be written"),
-        (["-o", "foreign"], 2, "photo.jpg"),
-        (["--no-such-option"], 2, ""),
-    ],
-)
-def test_mistakes_answer_with_one_sentence_and_touch_nothing(
-    out, script, demo_pipe, tmp_path, args, code, text
-):
-    script()
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "photo.jpg").write_text("")
-    answer = Answer(*args)
-    assert answer.code == code
-    assert text in answer.error
-    assert answer.stdout == ""
-    assert {p.name for p in tmp_path.iterdir()} == {"theirs.py", "foreign"}
-    assert {p.name for p in (tmp_path / "foreign").iterdir()} == {"photo.jpg"}
-
-
 def test_ctrl_c_keeps_the_captures(out, script):
     with pytest.raises(KeyboardInterrupt):
         capture.command(script=script(end="raise KeyboardInterrupt"), args=["1"])

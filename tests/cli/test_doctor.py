@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
 from sage_plugin import device
-from sage_plugin.cli import app
 from sage_plugin.cli.console import stdout
 from sage_plugin.registry import load
-from tests.kernels.aot_builds import facts_of
+from tests.cli.program import sage
+from tests.script import loaded
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH", "DISABLE"):
-        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+def _wide(monkeypatch):
     monkeypatch.setattr(stdout, "width", 160)
     monkeypatch.setattr(load, "shipped_dir", lambda: None)
     monkeypatch.setattr(device, "triton_version", lambda: "3.6.0")
@@ -25,8 +21,8 @@ def _alone(monkeypatch, tmp_path):
 def told(monkeypatch, arch):
     """What the doctor says of an architecture: its lines, and the row of each kernel."""
     if arch:
-        monkeypatch.setattr(device, "facts", lambda _=None: facts_of(arch))
-    done = CliRunner().invoke(app, ["doctor"])
+        monkeypatch.setattr(device, "facts", lambda _=None: loaded("aot_builds").facts_of(arch))
+    done = sage("doctor")
     assert done.exit_code == 0, done.output
     lines = [line.strip() for line in done.output.splitlines()]
     cells = [[c.strip() for c in line.strip("│").split("│")] for line in lines if "│" in line]
@@ -60,7 +56,6 @@ def test_what_cannot_run_says_why(monkeypatch, arch, kernel, words):
 
 
 def test_a_cpu_emulates_and_auto_is_the_host(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     lines, rows = told(monkeypatch, None)
     assert {row[0] for name, row in rows.items() if name.startswith("fav")} == {"emulation"}
     assert "64 channels: sdpa:host, since on a CPU the host's attention is the fastest" in lines

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import sage_plugin
 from sage_plugin import device
-from sage_plugin.cli import app
 from sage_plugin.cli import tune as tune_command
 from sage_plugin.errors import UsageError
 from sage_plugin.kernels.attention import dispatch
@@ -24,25 +22,13 @@ from sage_plugin.registry import load
 from sage_plugin.tune.configs import child_runner
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
+from tests.cli import program
 from tests.tune import captures
 from tests.tune.captures import DENSE, GROUPED, MASKED, SELF, WIDE
 from tests.tune.scripted import ScriptedRunner
 
 SLUG = device.facts("cpu").slug
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
-        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.chdir(tmp_path)
-    dispatch.forget()
-    yield
-    dispatch.forget()
 
 
 @pytest.fixture
@@ -63,7 +49,7 @@ def script(monkeypatch):
 
 
 def sage(*words: object):
-    return CliRunner().invoke(app, ["tune", *map(str, words)])
+    return program.sage("tune", *words)
 
 
 def test_the_whole_way_from_captures_to_the_next_call(folder, tmp_path):
@@ -98,7 +84,7 @@ def test_without_a_folder_the_users_own_is_written(folder, script, tmp_path):
     assert (tmp_path / "user" / "sage_plugin" / SLUG / "attention.json").exists()
 
 
-def test_H2_progress_is_on_stderr_and_data_on_stdout(folder, script):
+def test_progress_is_on_stderr_and_data_on_stdout(folder, script):
     script(ScriptedRunner())
     result = sage("--from-captures", folder)
     assert "3/3" in result.stderr
@@ -163,9 +149,6 @@ def test_presets(script):
     assert result.exit_code == 0
     assert "2x30x17776x64" in result.stdout
     assert sage("--preset", "cogvideox-2b", "--preset", "wan-480p", "--dry-run").exit_code == 0
-    unknown = sage("--preset", "cogvideox-99b")
-    assert unknown.exit_code == 2
-    assert "cogvideox-2b" in unknown.stderr
 
 
 def test_a_dry_run_writes_nothing(folder):
@@ -221,55 +204,7 @@ def test_cpu_0_is_a_cpu():
     assert result.exit_code == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "nothing to tune on"),
-        (["somewhere"], "say --from-captures somewhere"),
-        (["--from-captures", "absent"], "absent does not exist"),
-        (["--from-captures", "--seq-len", "64"], "from the captures"),
-        (["--from-captures", "--preset", "all"], "from the captures"),
-        (["--preset", "all", "--seq-len", "64"], "leave the sizes out"),
-        (["--seq-len", "many"], "whole numbers"),
-        (["--seq-len", "0"], "whole numbers"),
-        (["--seq-len", "64", "-hq", "3", "-hk", "2"], "not a multiple"),
-        (["--seq-len", "64", "-d", "0"], "at least 1"),
-        (["--seq-len", "64", "--layout", "sbhd"], "--layout"),
-        (["--seq-len", "64", "--dtype", "fp7"], "--dtype"),
-        (["--seq-len", "64", "--inputs-distribution", "cauchy"], "use one of"),
-        (["--seq-len", "64", "--kernel", "flash9"], "flash9"),
-        (["--seq-len", "64", "--kernel", "torch"], "no launch config"),
-        (["--seq-len", "64", "--budget", "soon"], "--budget"),
-        (["--seq-len", "64", "--budget", "0"], "--budget"),
-        (["--seq-len", "64", "--max-trials", "0"], "--max-trials"),
-        (["--seq-len", "64", "--min-gain", "2"], "--min-gain"),
-        (["--seq-len", "64", "--space", "absent.json"], "absent.json"),
-        (["--seq-len", "64", "--run-name", "../up"], "--run-name"),
-        (["--seq-len", "64", "--device", "abacus"], "abacus"),
-        (["--seq-len", "64", "--kernel", "sage:portable"], "'portable' of kernel 'sage' needs a"),
-        (["--seq-len", "64", "--mask", "diagonal"], "--mask 'diagonal'"),
-        (["--from-captures", "--mask", "dense"], "from the captures"),
-        (["--preset", "wan-480p", "--mask", "diagonal"], "--mask 'diagonal'"),
-        (["--seq-len", "64", "--seed", "9" * 26], "--seed 99999999999999999999999999: must be"),
-        (["--seq-len", "64", "--seed", "-1"], "--seed -1: must be"),
-        (["--from-captures", "--seed", "9" * 26], "--seed"),
-        (["--seq-len", "9" * 400], "(400 digits): must be at most 2147483647"),
-        (["--seq-len", "9" * 5000], "(5000 digits): must be at most"),
-        (["--seq-len", "²"], "whole numbers"),
-        (["--seq-len", "64", "-sk", "9" * 400], "-sk 99999999999999999999...9999 (400 digits)"),
-        (["--seq-len", "64", "-hq", "9" * 400], "at most 2147483647"),
-        (["--seq-len", "64", "-b", "9" * 400], "at most 2147483647"),
-        (["--seq-len", "64", "--budget", "9" * 400], "--budget"),
-        (["--seq-len", "64", "--timeout", "1e300"], "--timeout"),
-    ],
-)
-def test_exit_2_for_what_was_asked_wrongly(words, says):
-    result = sage(*words)
-    assert result.exit_code == 2
-    assert says in " ".join(result.stderr.split())
-
-
-def test_H4_captures_that_cannot_be_tuned_are_named(tmp_path):
+def test_captures_that_cannot_be_tuned_are_named(tmp_path):
     captures.write(tmp_path / "wide", [(WIDE, (0,))])
     result = sage("--from-captures", "wide")
     assert result.exit_code == 2
@@ -315,10 +250,6 @@ def test_exit_3_where_the_output_cannot_be_written(folder, script):
     assert result.exit_code == 3
     assert "cannot be written" in result.stderr
     assert runner.screened == []
-
-
-def test_exit_3_without_the_device(folder):
-    assert sage("--from-captures", "--device", "cuda").exit_code == 3
 
 
 def test_exit_130_after_ctrl_c_with_the_command_that_goes_on(folder, script, monkeypatch):

@@ -60,18 +60,3 @@ def generate() -> ModuleType:
 @pytest.fixture
 def compare() -> ModuleType:
     return importlib.import_module("compare")
-
-
-@pytest.fixture
-def load() -> ModuleType:
-    return importlib.import_module("clip_model")
-
-
-@pytest.fixture
-def timing() -> ModuleType:
-    return importlib.import_module("step_timing")
-
-
-@pytest.fixture
-def weights() -> ModuleType:
-    return importlib.import_module("random_weights")

@@ -11,11 +11,9 @@ import torch
 import sage_plugin
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.call import shape_of
-from sage_plugin.kernels.attention.mask import normalized
-from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
-from tests.gpu.variants import PAIRS, config_of, each, relative, skip_what_is_left
+from tests.gpu.variants import PAIRS, each, skip_what_is_left
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,23 +23,6 @@ pytestmark = [
 QUANTIZED = [(kernel, variant) for kernel, variant in PAIRS if kernel != "fav2"]
 KERNELS = ("fav2", "sage", "fav3_sage", "fav3_fp8")
 BATCH, HEADS_Q, HEADS_K, SEQ_Q, SEQ_K = 2, 4, 2, 300, 421
-PARTS = {
-    "padding": {"mask": "padding"},
-    "bias": {"mask": "bias"},
-    "causal and bias": {"mask": "bias", "causal": True},
-    "bias of heads": {"mask": "bias of heads"},
-    "dense": {"mask": "dense"},
-    "dense bias": {"mask": "dense bias"},
-    "dead rows": {"mask": "dead rows"},
-    "causal and padding": {"mask": "padding", "causal": True},
-    "window": {"window": (100, 30)},
-    "causal window": {"window": (90, -1), "causal": True},
-    "cap": {"softcap": 5.0, "causal": True},
-    "sinks": {"sinks": True},
-    "all of it": {
-        "mask": "dense bias", "sinks": True, "causal": True, "window": (200, -1), "softcap": 8.0
-    },
-}  # fmt: skip
 
 
 def inputs(dim, dtype=torch.bfloat16, seed=0, batch=BATCH):
@@ -73,128 +54,11 @@ def mask_of(kind, dtype=torch.bfloat16):
     return bias.masked_fill(~keep, -math.inf).to(dtype)
 
 
-def call_of(parts):
-    """Keyword arguments of `attention`, and of the oracle."""
-    mask = mask_of(parts["mask"]) if "mask" in parts else None
-    sinks = torch.linspace(-2.0, 3.0, HEADS_Q, device="cuda") if "sinks" in parts else None
-    extras = {name: parts[name] for name in ("window", "softcap") if name in parts}
-    extras["sinks"] = sinks
-    causal = parts.get("causal", False)
-    four = None
-    if mask is not None:
-        four = normalized(mask, batch=BATCH, heads_q=HEADS_Q, seq_q=SEQ_Q, seq_k=SEQ_K)
-    exact = {"is_causal": causal, "mask": four, **extras}
-    return {"attn_mask": mask, "is_causal": causal, **extras}, exact
-
-
-def is_special(parts):
-    """Whether a call has what the portable variants alone take."""
-    return bool({"window", "softcap", "sinks"} & {*parts}) or parts.get("mask") == "bias of heads"
-
-
-def kind_of(parts):
-    """The kind of the mask of a call."""
-    if "mask" not in parts:
-        return "none"
-    return "key_bias" if mask_of(parts["mask"]).shape[2] == 1 else "dense"
-
-
-def skip_special(kernel, variant, parts, dim):
-    special, kind = is_special(parts), kind_of(parts)
-    skip_what_is_left(kernel, variant, dim, special=special, mask_kind=kind)
-
-
-@each()
-@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-@pytest.mark.parametrize("dim", [40, 64, 128])
-def test_every_part_of_a_call_matches_the_emulation(kernel, variant, parts, dim):
-    skip_special(kernel, variant, parts, dim)
-    q, k, v = inputs(dim)
-    call, exactly = call_of(parts)
-    options = {"kernel": kernel, "return_lse": True, "out_dtype": torch.float32, **call}
-    options["launch"] = config_of(
-        kernel, variant, q, k, v, causal=call["is_causal"], mask=call["attn_mask"]
-    )
-    out, lse = sage_plugin.attention(q, k, v, variant=variant, **options)
-    twin, twin_lse = sage_plugin.attention(q, k, v, variant="emulation", **options)
-    exact, exact_lse = oracle(q, k, v, **exactly)
-    assert torch.isfinite(out).all()
-    assert relative(out, exact) <= 1.2 * relative(twin, exact) + 2e-4
-    dead = torch.isinf(exact_lse)
-    assert torch.equal(torch.isinf(lse), dead)
-    assert (out[dead] == 0).all()
-    limit = 1.5 * (twin_lse - exact_lse)[~dead].abs().max().item() + 2e-3
-    assert (lse - exact_lse)[~dead].abs().max().item() <= limit
-
-
-@each(QUANTIZED)
-@pytest.mark.parametrize(
-    "fields", [{"hadamard": 64}, {"hadamard": 32, "q_granule": 64}, {"smooth_k": False}], ids=str
-)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_every_quantization_option_matches_the_emulation(kernel, variant, fields, dim):
-    skip_what_is_left(kernel, variant, dim)
-    q, k, v = inputs(dim)
-    k[..., :2] *= 20
-    config = config_of(kernel, variant, q, k, v, **fields)
-    options = {"kernel": kernel, "out_dtype": torch.float32, "launch": config}
-    out = sage_plugin.attention(q, k, v, variant=variant, **options)
-    twin = sage_plugin.attention(q, k, v, variant="emulation", **options)
-    exact, _ = oracle(q, k, v)
-    assert relative(out, exact) <= 1.2 * relative(twin, exact) + 2e-4
-    # The Hopper variant walks the blocks from the other end, so that its weights round otherwise.
-    share = 1.0 if variant == "hopper" else 0.5
-    assert relative(out, twin) < share * relative(twin, exact) + 2e-4
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_report_28_packed_sequences_are_calls_of_their_own(kernel, dim):
-    ends_q, ends_k = [0, 5, 133, 134, 134, 700], [0, 9, 300, 301, 340, 1000]
-    cu_q, cu_k = (torch.tensor(e, dtype=torch.int32, device="cuda") for e in (ends_q, ends_k))
-    q, k, v = (
-        torch.randn(s, h, dim, device="cuda", dtype=torch.bfloat16)
-        for s, h in ((700, 4), (1000, 2), (1000, 2))
-    )
-    options = {"kernel": kernel, "is_causal": True, "return_lse": True}
-    out, lse = sage_plugin.attention_varlen(q, k, v, cu_q, cu_k, 566, 660, **options)
-    assert lse.shape == (4, 700)
-    for i in range(5):
-        rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
-        if rows.start < rows.stop:
-            alone, alone_lse = sage_plugin.attention(
-                q[None, rows], k[None, keys], v[None, keys], layout="bshd",
-                launch=_config_of_packed(kernel, q, k), variant="portable", **options,
-            )  # fmt: skip
-            assert relative(out[rows], alone[0]) < 2e-3
-            assert torch.allclose(lse[:, rows], alone_lse[0], atol=2e-3)
-
-
 def _config_of_packed(kernel, q, k):
     shape = shape_of(q[None], k[None], k[None], causal=True, scale=0.1, layout="bshd")
     facts = dispatch.facts_of("cuda", 0)
     key = dispatch.call_key(shape, Decision(kernel, "portable"))
     return dispatch.find_launch(key, facts).config
-
-
-@each()
-@pytest.mark.parametrize("which", [1, 2], ids=["k", "v"])
-@pytest.mark.parametrize("parts", ["padding", "bias", "dense", "causal and padding", "window"])
-def test_nan_shows_in_the_rows_that_see_it_and_in_no_other(kernel, variant, which, parts):
-    skip_special(kernel, variant, PARTS[parts], 64)
-    tensors = list(inputs(64))
-    call, exactly = call_of(PARTS[parts])
-    tensors[which][1, :, 310, 3] = math.nan
-    out = sage_plugin.attention(
-        *tensors, kernel=kernel, variant=variant, out_dtype=torch.float32, **call
-    )
-    tensors[which] = tensors[which].nan_to_num(0.0)
-    probe = torch.zeros_like(tensors[2], dtype=torch.float32)
-    probe[1, :, 310] = 1.0
-    sees = oracle(tensors[0], tensors[1], probe, **exactly)[0].sum(-1) > 0
-    assert torch.equal(out.isnan().any(-1), sees)
-    clean, _ = oracle(*tensors, **exactly)
-    assert relative(out[~sees], clean[~sees]) < 0.1
 
 
 @each(QUANTIZED)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import strategies as st
 
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams
+from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams, Packed
 from tests.kernels.calls import Shape, launch
 
 MASKS = ("none", "bool", "float", "key_bool", "key_float", "head_bool", "dead_rows")
@@ -70,3 +72,9 @@ def run(kernel, q, k, v, problem, *, out_dtype=torch.float32, **fields):
         built = implementation(kernel, "emulation")
     operands = built.prepare(q, k, v, problem=problem, launch=launch(**fields))
     return built.launch(operands, out_dtype=out_dtype, return_lse=True)
+
+
+def packed_of(ends_q, ends_k):
+    longest = [max(b - a for a, b in itertools.pairwise(e)) for e in (ends_q, ends_k)]
+    tensors = [torch.tensor(e, dtype=torch.int32) for e in (ends_q, ends_k)]
+    return Packed(*tensors, *longest)

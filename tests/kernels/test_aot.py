@@ -63,10 +63,17 @@ OTHERS = {
 }
 
 
+sweep = pytest.mark.sweep
+ALL = PRODUCTS | OTHERS
+# One kernel of each architecture in every run, each kernel three times; a sweep has the rest.
+SAMPLE = {arch: [*ALL[arch]][at % len(ALL[arch])] for at, arch in enumerate(ALL)}
+DIMS = (64, 128)
+
+
 def compiled(*calls: dict[str, object]) -> list[dict[str, object]]:
     """What came out of each launch of some calls; a compiler that fails is this test's failure."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.aot_builds", json.dumps(calls)],
+        [sys.executable, "-m", "scripts.aot_builds", json.dumps(calls)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -89,21 +96,36 @@ def of(kernel: str, arch: str, dim: int, **more: object) -> dict[str, object]:
     return {"kernel": kernel, "arch": arch, "dim": dim, "attention_only": True, **more}
 
 
-@pytest.mark.parametrize("arch", PRODUCTS)
-def test_the_defaults_compile_fit_and_use_the_matrix_units(arch):
-    resources = arch == "sm_90"
-    calls = [
-        of(kernel, arch, dim, with_resources=resources)
-        for kernel in PRODUCTS[arch]
-        for dim in (64, 128)
-    ]
+def check_products(calls):
+    """Each launch has the matrix instructions of its kernel, and on sm_90 few spills."""
+    calls = [*calls]
     made = compiled(*calls)
     assert len(made) == len(calls)
     for one in made:
-        assert one["products"] == PRODUCTS[arch][one["call"]["kernel"]], one
-        if resources:
+        arch, kernel = one["call"]["arch"], one["call"]["kernel"]
+        assert one["products"] == ALL[arch][kernel], one
+        if "registers" in one:
             assert one["spill_bytes"] <= SPILL_LIMIT_BYTES, one
             assert one["registers"] <= (one["config"]["maxnreg"] or 255), one
+
+
+def test_a_default_of_every_architecture_compiles_fits_and_uses_the_matrix_units():
+    """AMD's FP8 type is its own on gfx942 (report 111); fp32 precision names differ on it too."""
+    assert {*SAMPLE.values()} == {*EVERY}
+    check_products(
+        of(kernel, arch, DIMS[at % 2], with_resources=arch == "sm_90")
+        for at, (arch, kernel) in enumerate(SAMPLE.items())
+    )
+
+
+@sweep
+@pytest.mark.parametrize("arch", ALL)
+def test_all_defaults_compile_fit_and_use_the_matrix_units(arch):
+    check_products(
+        of(kernel, arch, dim, with_resources=arch == "sm_90")
+        for kernel in ALL[arch]
+        for dim in (DIMS if arch in PRODUCTS else (64,))
+    )
 
 
 def test_report_118_the_bound_is_below_what_deeper_pipelines_need():
@@ -115,7 +137,7 @@ def test_report_118_the_bound_is_below_what_deeper_pipelines_need():
     assert four["bound_bytes"] == 3 * two["bound_bytes"]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=sweep), "sm_90"])
 def test_the_quantizers_compile_without_spills(arch):
     kernel = "sage" if arch == "sm_80" else "fav3_sage"
     call = of(kernel, arch, 128, attention_only=False, with_resources=True)
@@ -126,7 +148,7 @@ def test_the_quantizers_compile_without_spills(arch):
         assert one["products"] == []
 
 
-@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_89", pytest.param("sm_90", marks=sweep)])
 def test_no_fp8_number_is_read_from_the_stack_pointer(arch):
     """Two ways to write the quantisers that ptxas builds wrong, without a word."""
     calls = [
@@ -146,43 +168,55 @@ FORMS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("kernel", "arch", "dim"),
-    [("fav2", "sm_80", 128), ("fav3_sage", "sm_90", 64), ("sage", "gfx942", 128)],
-)
-def test_every_kind_of_mask_compiles_fits_and_spills_little(kernel, arch, dim):
-    calls = [of(kernel, arch, dim, with_resources=True, **form) for form in FORMS]
-    made = compiled(*calls)
-    assert [one["call"] for one in made] == [
-        {"kernel": kernel, "arch": arch, "dim": dim, **form} for form in FORMS
-    ]
-    kinds = (PRODUCTS | OTHERS)[arch][kernel]
-    for one in made:
-        assert one["products"] == kinds, one
+MASKED = (("fav2", "sm_80", 128), ("fav3_sage", "sm_90", 64), ("sage", "gfx942", 128))
+
+
+def check_masked(calls):
+    """Each form has its kernel's products, and spills little."""
+    for one in compiled(*calls):
+        assert one["products"] == ALL[one["call"]["arch"]][one["call"]["kernel"]], one
         if not one["call"].get("form"):
             adds = one["call"]["mask"] == "dense"  # a third loop, with addresses of its own
             assert one["spill_bytes"] <= SPILL_LIMIT_BYTES * (2 if adds else 1), one
 
 
-def test_report_109_rdna_multiplies_on_its_matrix_units_and_spills_nothing():
-    made = compiled(
-        *(of(k, "gfx1201", 128, with_resources=True) for k in OTHERS["gfx1201"]),
-        *(of(k, "gfx1100", 64, with_resources=True) for k in OTHERS["gfx1100"]),
+def test_each_kind_of_mask_compiles_fits_and_spills_little():
+    check_masked(
+        of(*MASKED[at % len(MASKED)], with_resources=True, **form) for at, form in enumerate(FORMS)
     )
-    for one in made:
+
+
+@sweep
+@pytest.mark.parametrize("built", MASKED, ids=str)
+def test_every_kind_of_mask_compiles_fits_and_spills_little(built):
+    check_masked(of(*built, with_resources=True, **form) for form in FORMS)
+
+
+def check_rdna(calls):
+    """The matrix units of RDNA, and no spills."""
+    for one in compiled(*calls):
         assert one["products"] == OTHERS[one["call"]["arch"]][one["call"]["kernel"]], one
         assert one["spill_bytes"] == 0, one
 
 
-@pytest.mark.parametrize("arch", OTHERS)
-def test_the_defaults_compile_for_every_other_architecture(arch):
-    """AMD's FP8 type is its own on gfx942 (report 111); fp32 precision names differ on it too."""
-    made = compiled(*(of(kernel, arch, 64) for kernel in OTHERS[arch]))
-    found = {one["call"]["kernel"]: one["products"] for one in made}
-    assert found == OTHERS[arch]
+def test_report_109_rdna_multiplies_on_its_matrix_units_and_spills_nothing():
+    check_rdna(
+        of(*call, with_resources=True)
+        for call in (("fav3_sage", "gfx1201", 128), ("sage", "gfx1100", 64))
+    )
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@sweep
+def test_report_109_every_kernel_of_rdna_does_so():
+    dims = {"gfx1201": 128, "gfx1100": 64}
+    check_rdna(
+        of(kernel, arch, dim, with_resources=True)
+        for arch, dim in dims.items()
+        for kernel in OTHERS[arch]
+    )
+
+
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90", marks=sweep)])
 def test_every_form_of_a_call_compiles(arch):
     widest = "sage" if arch == "sm_80" else "fav3_sage"
     made = compiled(
@@ -201,7 +235,11 @@ def test_every_form_of_a_call_compiles(arch):
 
 
 def test_fp32_inputs_are_multiplied_without_tf32():
-    for one in compiled(
-        of("fav2", "sm_90", 64, dtype="float32"), of("fav2", "sm_80", 64, dtype="float32")
-    ):
-        assert one["products"] == [], one
+    [one] = compiled(of("fav2", "sm_80", 64, dtype="float32"))
+    assert one["products"] == [], one
+
+
+@sweep
+def test_fp32_inputs_are_multiplied_without_tf32_on_hopper_too():
+    [one] = compiled(of("fav2", "sm_90", 64, dtype="float32"))
+    assert one["products"] == [], one

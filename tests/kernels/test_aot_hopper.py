@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ from tests.kernels.calls import FP8_WEIGHTS, HOPPER
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
 
-from tests.kernels.test_aot import WARPGROUP, compiled, of  # noqa: E402
+from tests.kernels.test_aot import WARPGROUP, compiled, of, sweep  # noqa: E402
 
 SMEM_OF_A_PROGRAM = 232_448
 SMALL_PARTS_BYTES = 2048
@@ -34,12 +35,8 @@ FORMS = {
     "terms": {"mask": "key_bias"},
 }
 CASES = [(form, dim, kernel) for form in FORMS for dim in (64, 128) for kernel in HOPPER]
-# One kernel of each form and head dim in every run; the others are the matrix.
-FEW = [
-    (form, dim, HOPPER[(at + dim // 64) % len(HOPPER)])
-    for at, form in enumerate(FORMS)
-    for dim in (64, 128)
-]
+# Each form, kernel and head dim in every run; a sweep has the rest.
+FEW = [(form, dim, kernel) for form, dim, kernel in zip(FORMS, (64, 128, 128), HOPPER, strict=True)]
 
 
 def built(*cases, **fields):
@@ -89,76 +86,98 @@ def check(case, made):
         assert loop["special"] == exact + 2, made
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_a_default_builds_fits_and_spills_nothing_in_its_main_loop(dim):
-    cases = [case for case in FEW if case[1] == dim]
-    assert [form for form, *_ in cases] == [*FORMS]
-    assert {kernel for *_, kernel in cases} == set(HOPPER)
-    for case, made in built(*cases):
+def test_a_default_builds_fits_and_spills_nothing_in_its_main_loop():
+    for case, made in built(*FEW):
         check(case, made)
 
 
+@sweep
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_other_defaults_do_so_too(dim):
     for case, made in built(*(case for case in CASES if case[1] == dim and case not in FEW)):
         check(case, made)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"block_m": 128, "num_warps": 8},
-        {"exp_linear": 0},
-        {"exp_linear": 6},
-        {"pv_flush": 0},
-        {"pv_flush": 1},
-        {"block_n": 64, "num_stages": 4, "exp_linear": 4},
-        {"smooth_k": False},
-        {"persistent": False},
-    ],
-    ids=str,
+FIELDS = (
+    {"block_m": 128, "num_warps": 8},
+    {"exp_linear": 0},
+    {"exp_linear": 6},
+    {"pv_flush": 0},
+    {"pv_flush": 1},
+    {"block_n": 64, "num_stages": 4, "exp_linear": 4},
+    {"smooth_k": False},
+    {"persistent": False},
 )
-@pytest.mark.parametrize("kernel", FP8_WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fields"),
+    [
+        pytest.param(kernel, fields, id=f"{kernel}-{fields}", marks=[] if at in (4, 11) else sweep)
+        for at, (fields, kernel) in enumerate(itertools.product(FIELDS, FP8_WEIGHTS))
+    ],
+)
 def test_every_field_of_a_config_builds(kernel, fields):
     [(case, made)] = built(("plain", 128, kernel), launch=fields)
     assert {name: made["config"][name] for name in fields} == fields
     check(case, made)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_a_block_that_overlaps_the_next_builds(overlap, dim):
+def check_overlap(dim, kernels, overlap):
     fields = {"overlap": overlap, "block_n": 128 if dim == 64 else 64}
-    for case, made in built(*(("plain", dim, kernel) for kernel in HOPPER), launch=fields):
+    for case, made in built(*(("plain", dim, kernel) for kernel in kernels), launch=fields):
         assert {name: made["config"][name] for name in fields} == fields
         check(case, made)
 
 
+def test_a_block_that_overlaps_the_next_builds():
+    check_overlap(128, HOPPER[:1], True)
+
+
+@sweep
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_programs_that_share_their_last_tiles_build(dim):
+def test_every_block_that_may_overlap_the_next_builds(overlap, dim):
+    check_overlap(dim, HOPPER, overlap)
+
+
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=sweep), 128])
+@pytest.mark.parametrize(
+    "kernel", [HOPPER[-1], *(pytest.param(kernel, marks=sweep) for kernel in HOPPER[:-1])]
+)
+def test_programs_that_share_their_last_tiles_build(kernel, dim):
     """2,048 keys are enough for shares; the launch that joins them is the call's last."""
-    for kernel in HOPPER:
-        call = of(kernel, "sm_90", dim, variant="hopper", with_resources=True, with_loops=True)
-        *_, made, merge = compiled(call | {"seq": 2048, "attention_only": False})
-        check(("plain", dim, kernel), made)
-        assert merge["name"] == "combine_kernel"
-        assert merge["spill_bytes"] == 0, merge
+    call = of(kernel, "sm_90", dim, variant="hopper", with_resources=True, with_loops=True)
+    *_, made, merge = compiled(call | {"seq": 2048, "attention_only": False})
+    check(("plain", dim, kernel), made)
+    assert merge["name"] == "combine_kernel"
+    assert merge["spill_bytes"] == 0, merge
 
 
+SHAPES = (
+    {"dim": 40, "dtype": "float16"},
+    {"dim": 80, "causal": True, "return_lse": True, "mask": "padding"},
+    {"dim": 96, "dtype": "float32"},
+    {"dim": 128, "mask": "padding", "return_lse": True},
+    {"dim": 33},
+)
+
+
+def check_forms(*calls):
+    for one in compiled(*(of(kernel, "sm_90", **form, variant="hopper") for kernel, form in calls)):
+        assert one["name"] == "hopper_attention_kernel"
+        assert one["products"] == WARPGROUP[one["call"]["kernel"]], one
+        assert one["smem_bytes"] <= one["bound_bytes"] + SMALL_PARTS_BYTES, one
+
+
+def test_a_form_of_a_call_of_each_kernel_builds():
+    check_forms(*zip(HOPPER, SHAPES, strict=False))
+
+
+@sweep
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_every_form_of_a_call_builds(kernel):
-    forms = (
-        {"dim": 40, "dtype": "float16"},
-        {"dim": 80, "causal": True, "return_lse": True, "mask": "padding"},
-        {"dim": 96, "dtype": "float32"},
-        {"dim": 128, "mask": "padding", "return_lse": True},
-        {"dim": 33},
-    )
-    calls = [of(kernel, "sm_90", **form, variant="hopper") for form in forms]
-    for one in compiled(*calls):
-        assert one["name"] == "hopper_attention_kernel"
-        assert one["products"] == WARPGROUP[kernel], one
-        assert one["smem_bytes"] <= one["bound_bytes"] + SMALL_PARTS_BYTES, one
+    check_forms(*((kernel, form) for form in SHAPES))
 
 
 def test_the_spills_of_a_loop_and_its_comparisons_are_told_apart():

@@ -15,7 +15,7 @@ from sage_plugin.kernels.attention.backends.sdpa import HostKernel, host_attenti
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.contract import AttentionParams, bhsd
 from tests.kernels.calls import Shape, draw
-from tests.kernels.written_out import written_out
+from tests.matrix.definition import defined
 
 
 def masked(q, k, v, keep, scale=None):
@@ -120,7 +120,7 @@ def test_fp64_stays_fp64_under_a_softcap_and_sinks():
     problem = AttentionParams(0.25, True, "bhsd", softcap=2.0, sinks=torch.ones(2))
     out = host_attention(q, k, v, is_causal=True, scale=0.25, softcap=2.0, sinks=torch.ones(2))
     assert out.dtype == torch.float64
-    assert torch.allclose(out, written_out(q, k, v, problem)[0], rtol=1e-12, atol=1e-13)
+    assert torch.allclose(out, defined(q, k, v, problem)[0], rtol=1e-12, atol=1e-13)
 
 
 def test_dropout_beside_a_softcap_or_sinks_is_refused():
@@ -137,7 +137,7 @@ def test_report_35_masks_broadcast_as_in_sdpa(layout, shape, softcap):
     q, k, v = draw(Shape(2, 4, 2, 40, 70, 16))
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.3
     problem = AttentionParams(0.25, True, "bhsd", mask.expand(2, 4, 40, 70), (50, -1), softcap)
-    expected, _ = written_out(q, k, v, problem)
+    expected, _ = defined(q, k, v, problem)
     given = [x if layout == "bhsd" else x.transpose(1, 2) for x in (q, k, v)]
     out = host_attention(
         *given, mask, is_causal=True, layout=layout, window=(50, -1), softcap=softcap
@@ -155,7 +155,7 @@ def test_float_masks_of_any_dtype(dtype, mask_dtype):
     bias[..., 5, :] = torch.finfo(mask_dtype).min
     bias = bias.to(mask_dtype)
     out = host_attention(q, k, v, bias)
-    expected, _ = written_out(q, k, v, AttentionParams(0.25, False, "bhsd", bias))
+    expected, _ = defined(q, k, v, AttentionParams(0.25, False, "bhsd", bias))
     assert out.dtype == dtype
     assert torch.isfinite(out).all()
     assert (out[:, :, 4] == 0).all()

@@ -38,8 +38,13 @@ def _alone(monkeypatch, tmp_path):
 
 @pytest.fixture
 def warnings(caplog):
-    caplog.set_level(logging.WARNING, "sage_plugin")
-    return lambda: [record.getMessage() for record in caplog.records]
+    """Messages of a level so far."""
+    caplog.set_level(logging.INFO, "sage_plugin")
+
+    def messages(level="WARNING"):
+        return [r.getMessage() for r in caplog.records if r.levelname == level]
+
+    return messages
 
 
 # -- defaults and candidates ------------------------------------------------------------------
@@ -107,6 +112,8 @@ def test_a_miss_of_a_hopper_variant_names_it(warnings):
     of = key(variant="hopper")
     assert launch_space.find_launch(of, FACTS).config == launch_space.default_launch(of, FACTS)
     (text,) = warnings()
+    assert "the first of them of fav3_sage:hopper" in text
+    (text,) = warnings("INFO")
     assert "no tuned config for fav3_sage:hopper" in text
     assert "`sage tune --kernel fav3_sage:hopper " in text
 
@@ -177,25 +184,27 @@ def test_the_tune_command_of_a_miss_tunes_that_very_key(of, monkeypatch, tmp_pat
     assert [study.key for study in plans[0].studies] == [of]
 
 
-def test_a_miss_on_a_gpu_is_warned_about_once(warnings):
+def test_report_406_misses_on_gpus_are_one_warning_a_process_and_a_detail_each(warnings):
     found = launch_space.find_launch(KEY, FACTS)
     assert found.source == "default"
     assert found.detail == "default of sm_90"
     assert found.config == launch_space.default_launch(KEY, FACTS)
     (text,) = warnings()
     assert "fav3_sage:portable" in text
-    assert f"`{launch_space.tune_command(KEY)}`" in text
+    assert "`sage tune --from-captures` fills all" in text
     assert FACTS.name in text
+    (text,) = warnings("INFO")
+    assert f"`{launch_space.tune_command(KEY)}`" in text
     launch_space.find_launch(KEY, FACTS)
     launch_space.find_launch(key(seq_q=2048), FACTS)
     launch_space.find_launch(key(batch_heads=99), FACTS)
-    assert len(warnings()) == 1
+    assert (len(warnings()), len(warnings("INFO"))) == (1, 1)
     launch_space.find_launch(key(causal=True), FACTS)
     launch_space.find_launch(KEY, facts("sm_89"))
-    assert len(warnings()) == 3
+    assert (len(warnings()), len(warnings("INFO"))) == (1, 3)
     launch_config.forget()
     launch_space.find_launch(KEY, FACTS)
-    assert len(warnings()) == 4
+    assert (len(warnings()), len(warnings("INFO"))) == (1, 4)
 
 
 def test_a_cpu_misses_in_silence(warnings):

@@ -20,8 +20,8 @@ from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.primitives import key_bit
 from tests.kernels.calls import EMULATED, QUANTIZED, Shape, draw, launch, relative_l1
-from tests.kernels.written_out import seen_by
-from tests.kernels.written_out import written_out as naive
+from tests.matrix.definition import defined as naive
+from tests.matrix.definition import seen_by
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

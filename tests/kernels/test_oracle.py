@@ -12,7 +12,7 @@ from sage_plugin.kernels.attention.oracle import OracleKernel, oracle
 from sage_plugin.kernels.contract import AttentionParams, bhsd
 from tests.kernels.calls import Shape, draw
 from tests.kernels.problems import mask_of
-from tests.kernels.written_out import written_out
+from tests.matrix.definition import defined
 
 
 def by_hand(q, k, v, *, causal, scale):
@@ -84,7 +84,7 @@ def test_masks_windows_caps_and_sinks_follow_the_rows_asked_for(monkeypatch):
         "is_causal": True, "scale": 0.3, "mask": problem.mask, "window": (9, -1), "softcap": 3.0,
         "sinks": torch.ones(4), "dtype": torch.float64,
     }  # fmt: skip
-    expected, expected_lse = written_out(q, k, v, problem)
+    expected, expected_lse = defined(q, k, v, problem)
     rows = torch.tensor([49, 3, 20, 21])
     for limit in (1 << 26, 90):
         monkeypatch.setattr(home, "CHUNK_ELEMENTS", limit)
@@ -109,7 +109,7 @@ def test_the_kernel_passes_on_everything_that_a_problem_has(layout):
     kernel = OracleKernel()
     operands = kernel.prepare(q, k, v, problem=problem, launch=None)
     out, lse = kernel.launch(operands, return_lse=True)
-    expected, expected_lse = written_out(*(bhsd(x, layout) for x in (q, k, v)), problem)
+    expected, expected_lse = defined(*(bhsd(x, layout) for x in (q, k, v)), problem)
     assert out.shape == q.shape
     assert torch.allclose(bhsd(out, layout).double(), expected, atol=1e-5)
     assert torch.allclose(lse.double(), expected_lse, atol=1e-5)

@@ -9,9 +9,8 @@ import torch
 
 from sage_plugin.kernels.contract import AttentionParams
 from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, relative_l1
-from tests.kernels.problems import mask_of, run
-from tests.kernels.test_twins import packed_of
-from tests.kernels.written_out import seen_by, written_out
+from tests.kernels.problems import mask_of, packed_of, run
+from tests.matrix.definition import defined, seen_by
 
 EXACT = ("torch", *EMULATED)
 SHAPE = Shape(2, 4, 2, 40, 70, 64)
@@ -41,7 +40,7 @@ def seen_at(problem, key):
 def test_rows_that_see_the_key_are_nan_and_others_right(kernel, name, which, value):
     problem = PROBLEMS[name]
     q, k, v = draw(SHAPE)
-    clean, clean_lse = written_out(q, k, v, problem)
+    clean, clean_lse = defined(q, k, v, problem)
     (k if which == "k" else v)[:, :, BAD, 5] = value
     out, lse = run(kernel, q, k, v, problem)
     sees = seen_at(problem, BAD)
@@ -145,7 +144,7 @@ def test_report_46_49_extreme_but_finite_inputs_under_a_mask(kernel, value, whic
         0.125 if value < 1 or which == 2 else 1e-6, True, "bhsd", mask_of("bool", SHAPE)
     )
     out, lse = run(kernel, *tensors, problem, smooth_k=smooth, smooth_v=smooth)
-    expected, expected_lse = written_out(*tensors, problem)
+    expected, expected_lse = defined(*tensors, problem)
     assert torch.isfinite(out).all()
     size = expected.abs().mean() + 1e-6
     # K is drawn with a bias, which costs an unsmoothed K some digits; fav2 rounds P to bf16.

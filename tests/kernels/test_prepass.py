@@ -11,8 +11,8 @@ import torch
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams
 from tests.kernels.calls import QUANTIZED, Shape, draw, launch
+from tests.kernels.problems import packed_of
 from tests.kernels.test_portable import nan_scratch  # noqa: F401
-from tests.kernels.test_twins import packed_of
 
 plan = pytest.importorskip("sage_plugin.kernels.quantize.schedule")
 portable = pytest.importorskip("sage_plugin.kernels.quantize.triton.launch")

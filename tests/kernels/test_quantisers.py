@@ -19,7 +19,7 @@ from sage_plugin.kernels.quantize.hadamard import hadamard_matrix, rotated
 from sage_plugin.kernels.quantize.recipe import LOG2E, Recipe
 from tests.kernels.calls import Shape, draw, relative_l1
 from tests.kernels.problems import run
-from tests.kernels.written_out import written_out
+from tests.matrix.definition import defined
 
 INT8 = Recipe(qk="int8", pv="fp8")
 FP8 = Recipe(qk="fp8", pv="fp8")
@@ -171,7 +171,7 @@ def test_report_64_rotation_halves_the_error_of_outlying_channels(kernel):
     k[..., [5, 41]] *= 40.0
     q[..., [5, 41]] *= 0.05  # so that softmax does not see these two channels alone
     problem = AttentionParams(0.125, False, "bhsd")
-    expected, expected_lse = written_out(q, k, v, problem)
+    expected, expected_lse = defined(q, k, v, problem)
     rough, rough_lse = run(kernel, q, k, v, problem)
     turned, turned_lse = run(kernel, q, k, v, problem, hadamard=64)
     error = (turned_lse - expected_lse).abs().mean()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ import torch._dynamo.testing
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention.api import attention
 from sage_plugin.kernels.attention.varlen import attention_varlen
-from tests.kernels.calls import EMULATED, LIMITS, launch, relative_l1
-from tests.kernels.written_out import naive
+from tests.kernels.calls import EMULATED, launch, relative_l1
+from tests.matrix.definition import definition
 
 EVERY = (*EMULATED, "torch", "sdpa", "auto")
 EXACT = ("torch", "sdpa", "auto")
@@ -64,61 +62,6 @@ def one_by_one(given, call):
 
 
 @pytest.mark.parametrize("kernel", EVERY)
-@pytest.mark.parametrize(("lengths", "keys"), [(LENGTHS, LENGTHS), (LENGTHS, KEYS)], ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_report_28_packed_sequences_equal_calls_of_their_own(kernel, lengths, keys, causal):
-    given = draw(lengths, keys)
-    config = launch() if kernel in EMULATED else None
-    options = {"is_causal": causal, "kernel": kernel, "launch": config, "return_lse": True}
-    out, lse = attention_varlen(*given, **options)
-    own, own_lse = one_by_one(given, lambda *x: attention(*x, **options))
-    torch.testing.assert_close(out, own, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse, own_lse, rtol=1e-5, atol=1e-5)
-    exact, exact_lse = one_by_one(given, lambda *x: naive(*x, causal=causal))
-    assert relative_l1(out, exact) < 2 * LIMITS.get(kernel, 1e-6)
-    assert torch.equal(lse.isfinite(), exact_lse.isfinite())
-    assert lse.shape == (4, sum(lengths))
-    assert lse.dtype == torch.float32
-    assert lse.is_contiguous()
-    assert torch.equal(attention_varlen(*given, **{**options, "return_lse": False}), out)
-
-
-@pytest.mark.parametrize("kernel", EVERY)
-def test_the_options_hold_in_each_sequence(kernel):
-    given = draw(LENGTHS, KEYS)
-    options = {"window": (9, 4), "softcap": 6.0, "sinks": torch.randn(4), "scale": 0.2}
-    out, lse = attention_varlen(*given, kernel=kernel, return_lse=True, **options)
-    exact, exact_lse = one_by_one(given, lambda *x: naive(*x, **options))
-    assert relative_l1(out, exact) < 3 * LIMITS.get(kernel, 1e-6)
-    assert (lse - exact_lse).abs().max() < (0.3 if kernel in EMULATED else 1e-4)
-    for name, other in (("window", None), ("softcap", 0.0), ("sinks", None), ("scale", None)):
-        changed = attention_varlen(*given, kernel=kernel, **{**options, name: other})
-        assert relative_l1(changed, out) > 0.02, name
-
-
-@pytest.mark.parametrize("kernel", EVERY)
-def test_empty_sequences_and_rows_without_keys(kernel):
-    given = draw((0, 7, 0, 9, 4), (3, 8, 0, 0, 4))
-    out, lse = attention_varlen(*given, kernel=kernel, return_lse=True)
-    assert (out[7:16] == 0).all()
-    assert (lse[:, 7:16] == -math.inf).all()
-    q, k, v = given[:3]
-    for rows, keys in ((slice(0, 7), slice(3, 11)), (slice(16, 20), slice(11, 15))):
-        own = (x[None, s].transpose(1, 2) for x, s in ((q, rows), (k, keys), (v, keys)))
-        assert relative_l1(out[rows], naive(*own)[0][0].transpose(0, 1)) < 0.1
-
-
-@pytest.mark.parametrize("kernel", EVERY)
-def test_rows_past_the_last_sequence_disturb_nothing(kernel):
-    q, k, v, ends_q, ends_k, *longest = draw()
-    plain = attention_varlen(q, k, v, ends_q, ends_k, *longest, kernel=kernel)
-    more = [torch.cat([x, torch.full_like(x[:9], math.nan)]) for x in (q, k, v)]
-    out = attention_varlen(*more, ends_q, ends_k, *longest, kernel=kernel)
-    assert out.shape == more[0].shape
-    assert torch.equal(out[: len(q)], plain)
-
-
-@pytest.mark.parametrize("kernel", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_dtypes_and_out_dtype(kernel, dtype):
     given = draw(dtype=dtype)
@@ -148,7 +91,9 @@ def test_report_95_a_gradient_flows_through_the_host_or_is_refused_by_name():
     ours = [x.grad.clone() for x in leaves]
     for x in leaves:
         x.grad = None
-    one_by_one((*leaves, *rest), lambda *x: naive(*x, causal=True))[0].square().sum().backward()
+    one_by_one((*leaves, *rest), lambda *x: definition(*x, is_causal=True))[
+        0
+    ].square().sum().backward()
     for mine, x in zip(ours, leaves, strict=True):
         torch.testing.assert_close(mine, x.grad, rtol=1e-4, atol=1e-4)
     with pytest.raises(UnsupportedInputError, match=r"return_lse.*gradient"):
@@ -204,7 +149,7 @@ def test_what_no_kernel_takes_is_named_or_runs_on_the_host():
     with pytest.raises(UnsupportedInputError, match="head dim 264 is over 256"):
         attention_varlen(q, k, v, *rest, kernel="sage")
     out = attention_varlen(q, k, v[..., :8], *rest)
-    exact, _ = one_by_one((q, k, v[..., :8], *rest), naive)
+    exact, _ = one_by_one((q, k, v[..., :8], *rest), definition)
     assert relative_l1(out, exact) < 1e-5
     nothing = (q[:0], k, v, ends((0, 0)), rest[1], 0, 9)
     assert attention_varlen(*nothing).shape == (0, 4, 264)
@@ -219,7 +164,7 @@ def test_a_launch_config_is_checked_and_used():
     smooth, rough = (
         attention_varlen(*given, kernel="sage", launch=launch(smooth_k=x)) for x in (True, False)
     )
-    exact, _ = one_by_one(given, naive)
+    exact, _ = one_by_one(given, definition)
     assert relative_l1(smooth, exact) < relative_l1(rough, exact)
 
 

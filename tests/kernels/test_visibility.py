@@ -17,7 +17,7 @@ from sage_plugin.kernels.attention.visibility import (
 )
 from sage_plugin.kernels.contract import AttentionParams
 from tests.kernels.problems import problems
-from tests.kernels.written_out import seen_by, visible
+from tests.matrix.definition import in_reach, seen_by
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -53,7 +53,7 @@ def test_positions_of_a_block_of_keys(made):
         rows, 5, 16, seq_q=shape.seq_q, seq_k=shape.seq_k, left=problem.left, right=problem.right
     )
     padded = torch.zeros(shape.seq_q, max(21, shape.seq_k), dtype=torch.bool)
-    padded[:, : shape.seq_k] = visible(shape.seq_q, shape.seq_k, problem)
+    padded[:, : shape.seq_k] = in_reach(shape.seq_q, shape.seq_k, problem.causal, problem.window)
     expected = ~padded[rows, 5:21]
     assert not expected.any() if found is None else found.equal(expected)
 

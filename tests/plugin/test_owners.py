@@ -95,7 +95,7 @@ def test_report_131_a_model_that_leaves_its_wrapper_takes_the_patch_along():
     assert patch(merged, kernel="sage", min_seq=0) is handle
     assert list(handle.layers) == [f"model.model.layers.{i}.self_attn" for i in (0, 1)]
     assert torch.equal(model.run(), ours)
-    assert report(merged).kernel_calls() == 4
+    assert report(merged).kernel_calls() == 2, "since the second patch"
     del handle
     unpatch(merged)
     assert torch.equal(model.run(), exact)

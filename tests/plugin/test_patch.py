@@ -125,7 +125,7 @@ def test_report_101_patching_twice_is_patching_once():
     assert patch(model.module, kernel="sage", min_seq=0) is handle
     assert all(a is b for a, b in zip(processors(model.module), ours, strict=True))
     assert torch.equal(model.run(), once)
-    assert handle.report().total_calls() == 2 * CALLS["cogx"]
+    assert handle.report().total_calls() == CALLS["cogx"]  # counted anew
     assert len(model.module._forward_pre_hooks) == 1
     unpatch(model.module)
     unpatch(model.module)
@@ -150,7 +150,7 @@ def test_patched_gives_an_earlier_patch_its_settings_back():
     handle = patch(model.module, kernel="sage", min_seq=0, exclude="*attn2")
     sage = model.run()
     with patched(model.module, kernel="sdpa") as inner:
-        assert inner is handle
+        assert inner.layers == handle.layers
         host = model.run()
         assert len(handle.layers) == 4
     assert len(handle.layers) == 2

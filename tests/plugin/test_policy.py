@@ -116,6 +116,13 @@ def test_presets_are_sound_and_leave_cross_attention_and_short_calls(name):
         ({"schema_version": 1, "rules": [{"kernel": "sage", "attention": "x"}]}, "attention is"),
         ({"schema_version": 1, "rules": [{"kernel": "sage", "min_seq": -1}]}, "min_seq is -1"),
         ({"schema_version": 1, "rules": [{"kernel": "sage", "launch": {"a": 1}}]}, "no field 'a'"),
+        ({"schema_version": 1, "rules": [{"kernel": "sage", "launch": {"num_warps": "8"}}]},
+         "rule 1: launch: .*num_warps: got '8'"),
+        ({"schema_version": 1, "rules": [{"kernel": "sage", "layers": ["[" * 301]}]},
+         "rule 1: layers has .* longer than 300 characters"),
+        ({"schema_version": 1,
+          "rules": [{"kernel": "sage", "layers": [f"{n}"]} for n in range(1001)]},
+         "more than 1000 rules"),
         ({"schema_version": 1, "rules": [{"kernel": "auto", "launch": {"smooth_v": True}}]},
          "belongs to a kernel by name"),
         ({"schema_version": 1, "rules": [{"kernel": "sage"}, {"kernel": "auto"}]},
@@ -134,6 +141,8 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path, data, words):
 def test_a_file_that_is_none_or_too_large_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="neither a file nor one of fast, balanced, safe"):
         policy.chosen(tmp_path / "gone.json")
+    with pytest.raises(ConfigError, match="neither a file nor one of fast, balanced, safe"):
+        policy.chosen("x" * 300)
     monkeypatch.setattr(policy, "MAX_FILE_BYTES", 10)
     with pytest.raises(ConfigError, match="larger than 10 bytes"):
         policy.chosen(write(tmp_path / "large.json", PRESETS and rules(Rule("sage")).text()))
@@ -191,7 +200,7 @@ def test_report_62_bands_of_steps_change_the_kernel(forwards):
             assert fallbacks == {BY_FIRST_RULE: 2 * f}
     row = next(row for row in handle.report().rows if row.layer.endswith("attn1"))
     assert row.rule_steps == {1: (0, 1), 2: (4,), 3: (2, 3)}
-    assert f"rule 3 x{2 * f} at steps 2-3" in handle.report().text()
+    assert f"rule 3 x{4 * f} at steps 2-3" in " ".join(handle.report().text().split())
     assert type(pipe.scheduler) is DDIMScheduler
 
 
@@ -203,7 +212,7 @@ def test_two_transformers_share_the_steps():
     assert steps == {"transformer": {1: (1,)}, "transformer_2": {1: (2, 3)}}
 
 
-def test_layers_kinds_lengths_and_fields_choose_and_the_first_rule_wins():
+def test_report_50_layers_kinds_lengths_and_fields_choose_and_the_first_rule_wins():
     pipe = Loop()
     made = rules(
         Rule("sdpa", layers=("blocks.0.*",)),

@@ -1,10 +1,11 @@
-"""The step of a pipeline, as its scheduler tells: guidance, two transformers, exchange, copies."""
+"""The denoising step of a model: which scheduler counts, for whom, and when it cannot be known."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import pickle
+import threading
 
 import pytest
 import torch
@@ -13,76 +14,358 @@ pytest.importorskip("diffusers")
 
 import diffusers
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from torch import nn
 
-from sage_plugin.plugin.policy.step_counter import StepClock, counts_steps
+from sage_plugin.kernels.fallback import Fallback
+from sage_plugin.plugin.steps.caller import schedulers_of
+from sage_plugin.plugin.steps.forward import ForwardCounter
+from sage_plugin.plugin.steps.scheduler import counts_steps
+from sage_plugin.plugin.steps.tracker import MOST_CALLS_OF_A_STEP, Step, StepTracker
 
 SCHEDULERS = (
     "DDIMScheduler", "CogVideoXDDIMScheduler", "EulerDiscreteScheduler",
     "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler",
-    "LCMScheduler", "PNDMScheduler",
+    "LCMScheduler", "PNDMScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler", "DDPMScheduler",
 )  # fmt: skip
+ZERO = torch.zeros(1, 4, 2, 2)
 
 
-class Pipeline:
-    """A loop of denoising steps: what each forward sees of the clock."""
+class Denoiser(nn.Module):
+    """Asks a tracker for the step, as patched layers do."""
 
-    def __init__(self, scheduler, forwards=1):
-        self.scheduler, self.forwards = scheduler, forwards
+    tracker: StepTracker
+    eager = True
 
-    def __call__(self, clock, steps):
+    def __init__(self):
+        super().__init__()
+        self.counter = ForwardCounter(self)
+
+    def forward(self, timestep):
+        if not self.eager:
+            return self.tracker.now(self, self)
+        self.tracker.enter(self.counter.begin(self, (), {"timestep": timestep}))
+        try:
+            return self.tracker.now(self)
+        finally:
+            self.tracker.leave()
+
+
+class Sampler:
+    """A loop of denoising steps: where each forward stands.
+
+    Args:
+        forwards: how many a step has.
+    """
+
+    def __init__(self, unet, scheduler, forwards=1):
+        self.unet, self.scheduler, self.forwards = unet, scheduler, forwards
+
+    def __call__(self, steps, *, stop=None, advance=True, **part):
+        return self.loop(self.timesteps(steps, **part), stop, advance)
+
+    def timesteps(self, steps, strength=1.0, end=None):
+        """Those of a run of a part of the steps: from `strength` on, up to `end`."""
         self.scheduler.set_timesteps(steps)
-        latents, seen = torch.zeros(1, 4, 2, 2), []
-        for t in self.scheduler.timesteps:
-            seen += [clock.now() for _ in range(self.forwards)]
-            noise = torch.zeros_like(latents)
-            latents = self.scheduler.step(noise, t, latents, return_dict=False)[0]
+        begin = (steps - int(steps * strength)) * self.scheduler.order
+        if begin and hasattr(self.scheduler, "set_begin_index"):
+            self.scheduler.set_begin_index(begin)
+        return self.scheduler.timesteps[begin:end]
+
+    def loop(self, timesteps, stop, advance):
+        latents, seen = ZERO, []
+        scale = getattr(self.scheduler, "scale_model_input", lambda x, _: x)
+        for t in timesteps[:stop]:
+            time = t.expand(2)
+            scaled = scale(latents, t)
+            seen += [self.unet(time) for _ in range(self.forwards)]
+            if advance:
+                noise = torch.zeros_like(scaled)
+                latents = self.scheduler.step(noise, t, latents, return_dict=False)[0]
         return seen
+
+
+class Announcing(Sampler):
+    """Says how many steps its loop has, as newer pipelines do."""
+
+    def __call__(self, steps, *, stop=None, advance=True, **part):
+        timesteps = self.timesteps(steps, **part)
+        self._num_timesteps = len(timesteps)
+        return self.loop(timesteps, stop, advance)
+
+
+def sampler(name="DDIMScheduler", kind=Sampler, **options):
+    """A sampler whose steps are tracked, and its tracker."""
+    made = kind(Denoiser(), getattr(diffusers, name)(), **options)
+    made.unet.tracker = StepTracker(made)
+    return made, made.unet.tracker
+
+
+def places(seen):
+    """Step and total of each forward, or why they are not known."""
+    return [(x.index, x.total) if isinstance(x, Step) else x for x in seen]
+
+
+def whole(total, forwards=1):
+    return [(step, total) for step in range(total) for _ in range(forwards)]
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("forwards", [1, 2])
-def test_every_forward_of_a_step_has_its_number_in_every_run(name, forwards):
-    pipeline = Pipeline(getattr(diffusers, name)(), forwards)
-    clock = StepClock(pipeline)
+@pytest.mark.parametrize("eager", [True, False])
+def test_every_forward_of_a_step_has_its_number_in_every_run(name, forwards, eager):
+    made, tracker = sampler(name, forwards=forwards)
+    made.unet.eager = eager
+    runs, passed = set(), 0
     for steps in (6, 4):
-        seen = pipeline(clock, steps)
-        total = len(pipeline.scheduler.timesteps)
+        seen = made(steps)
+        total = len(made.scheduler.timesteps)
         assert total >= steps
-        assert seen == [(step, total) for step in range(total) for _ in range(forwards)]
+        assert places(seen) == whole(total, forwards)
+        passed += total
+        runs |= {step.run for step in seen}
+    assert len(runs) == 2
+    assert tracker.passed == passed
+
+
+@pytest.mark.parametrize("name", [n for n in SCHEDULERS if n != "PNDMScheduler"])
+@pytest.mark.parametrize("kind", [Sampler, Announcing])
+def test_report_404_a_part_of_the_steps_is_counted_against_the_steps_that_are_run(name, kind):
+    made, _ = sampler(name, kind)
+    for strength, steps in ((0.5, 5), (0.2, 2), (1.0, 10)):
+        seen = made(10, strength=strength)
+        assert len(seen) >= steps
+        assert places(seen) == whole(len(seen))
+
+
+@pytest.mark.parametrize("name", ["DDIMScheduler", "EulerDiscreteScheduler"])
+def test_report_404_denoising_end_is_counted_against_the_steps_that_are_run(name):
+    made, _ = sampler(name, Announcing)
+    assert places(made(10, end=7)) == whole(7)
+    silent = Sampler(made.unet, made.scheduler)
+    assert places(silent(10, end=7)) == whole(10)[:7]  # the scheduler alone knows no end
+    silent._num_timesteps = 3  # left there by an earlier run of another method
+    assert places(silent(6)) == whole(6)
+
+
+def test_report_401_whoever_runs_the_model_tells_the_step():
+    made, tracker = sampler("FlowMatchEulerDiscreteScheduler")
+    made(3)
+    copied = copy.copy(made)
+    copied.scheduler = copy.deepcopy(made.scheduler)
+    assert places(copied(4)) == whole(4)
+    fresh = Sampler(made.unet, DDIMScheduler())
+    assert places(fresh(5)) == whole(5)
+    assert places(made(3, stop=2)) == whole(3)[:2]  # ends in the middle
+    assert places(fresh(5)) == whole(5)
+    assert places(copied(4)) == whole(4)
+    later = Sampler(made.unet, made.scheduler)
+    del made, copied
+    assert places(later(6)) == whole(6)
+    tracker.stop()
+    assert type(fresh.scheduler) is DDIMScheduler
+    assert type(later.scheduler) is FlowMatchEulerDiscreteScheduler
+
+
+def test_report_401_a_copy_whose_scheduler_keeps_no_account_is_known_from_its_first_step():
+    made, _ = sampler()
+    for strength in (1.0, 0.5):
+        copied = Announcing(made.unet, copy.deepcopy(made.scheduler))
+        assert places(copied(4, strength=strength)) == whole(int(4 * strength))
+    midway = Sampler(made.unet, DDIMScheduler())
+    midway.scheduler.set_timesteps(4)
+    assert places(midway.loop(midway.scheduler.timesteps[1:], None, True)) == (
+        [Fallback.STEP_MET_MIDWAY] * 3
+    )
+    assert places(midway(4)) == whole(4)
+    in_a_graph = Sampler(made.unet, DDIMScheduler())
+    made.unet.eager = False
+    assert places(in_a_graph(3)) == [Fallback.STEP_MET_MIDWAY] * 3
+    assert places(in_a_graph(3)) == whole(3)
+
+
+def test_report_402_two_threads_with_their_own_pipelines_have_their_own_steps():
+    made, tracker = sampler("FlowMatchEulerDiscreteScheduler")
+    others = [Sampler(made.unet, FlowMatchEulerDiscreteScheduler()) for _ in range(3)]
+    barrier, seen = threading.Barrier(len(others)), {}
+
+    def run(number):
+        barrier.wait()
+        seen[number] = [places(others[number](5 + number)) for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(others))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {n: [whole(5 + n)] * 3 for n in range(len(others))}
+    assert tracker.passed >= 5 + 6 + 7
+
+
+def test_report_403_a_prior_has_the_steps_of_its_own_scheduler():
+    prior, decoder = Denoiser(), Denoiser()
+    inner = Sampler(prior, DDIMScheduler()), Sampler(decoder, DDIMScheduler())
+
+    class Combined:
+        def __init__(self):
+            self.prior_prior, self.decoder = prior, decoder
+            self.prior_scheduler, self.scheduler = inner[0].scheduler, inner[1].scheduler
+
+        def __call__(self):
+            return inner[0](3), inner[1](5)
+
+        def by_itself(self):
+            """Both run at once."""
+            self.prior_scheduler.set_timesteps(3)
+            self.scheduler.set_timesteps(6)
+            self.scheduler.step(ZERO, self.scheduler.timesteps[0], ZERO)
+            return prior(self.prior_scheduler.timesteps[0]), decoder(self.scheduler.timesteps[1])
+
+    combined = Combined()
+    prior.tracker = decoder.tracker = StepTracker(combined)
+    assert [places(seen) for seen in combined()] == [whole(3), whole(5)]
+    assert places(combined.by_itself()) == [(0, 3), (1, 6)]
+
+
+def test_a_block_of_a_pipeline_gets_it_as_an_argument():
+    """As the blocks of modular pipelines do."""
+
+    class Block:
+        def __call__(self, components, steps):
+            return components.loop(components.timesteps(steps), None, True)
+
+    class Bare:
+        """Runs a model that belongs to its argument."""
+
+        def __call__(self, components, timesteps):
+            seen = []
+            for t in timesteps:
+                seen.append(components.unet(t))
+                components.scheduler.step(ZERO, t, ZERO)
+            return seen
+
+    made, _ = sampler()
+    assert places(Block()(made, 4)) == whole(4)
+    other = Sampler(made.unet, FlowMatchEulerDiscreteScheduler())
+    assert places(Bare()(other, other.timesteps(3))) == whole(3)
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "module"])
+def test_a_wrapped_model_is_found_in_the_pipeline(wrapper):
+    made, _ = sampler()
+    around = nn.Module()
+    around.add_module(wrapper, made.unet)
+    around.forward = lambda time: made.unet(time)
+    unet = made.unet
+    other = Sampler(around, FlowMatchEulerDiscreteScheduler())
+    assert places(other(3)) == whole(3)
+    assert unet.tracker.passed == 3
+
+
+def test_of_two_schedulers_the_one_that_began_last_counts():
+    made, _ = sampler()
+    made.inverse_scheduler = diffusers.DDIMInverseScheduler()
+    assert places(made(4)) == whole(4)
+    scheduler, made.scheduler = made.scheduler, made.inverse_scheduler
+    made.forward_scheduler = scheduler
+    assert places(made(5)) == whole(5)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_report_405_a_scheduler_that_does_not_step_tells_nothing(eager):
+    made, _ = sampler(forwards=2)
+    made.unet.eager = eager
+    seen = made(20, advance=False)
+    known = 2 if eager else MOST_CALLS_OF_A_STEP
+    assert places(seen)[:known] == [(0, 20)] * known
+    assert set(places(seen)[known:]) == {Fallback.STEP_STANDS_STILL}
+    assert places(made(3)) == whole(3, 2)
+
+
+def test_report_405_before_and_past_a_run_nothing_is_known():
+    made, _ = sampler()
+
+    class Reader(Sampler):
+        def loop(self, timesteps, stop, advance):
+            return [self.unet(timesteps[0])]
+
+    reader = Reader(made.unet, made.scheduler)
+    assert places(reader.loop(torch.tensor([900.0]), 1, True)) == [Fallback.STEP_OUTSIDE_RUN]
+    made(3)
+    assert places(reader.loop(torch.tensor([900.0]), 1, True)) == [Fallback.STEP_OUTSIDE_RUN]
+
+
+def test_report_405_a_model_that_nobody_with_a_scheduler_runs():
+    """A loop of somebody's own: in the pipeline's run by thread and timestep, or unknown."""
+    made, _ = sampler("FlowMatchEulerDiscreteScheduler")
+    unet, scheduler = made.unet, made.scheduler
+    known, strange = [], []
+    scheduler.set_timesteps(4)
+    for t in scheduler.timesteps:
+        known.append(unet(t / 1000))
+        strange.append(unet(torch.tensor(77.0)))
+        scheduler.step(ZERO, t, ZERO)
+    assert places(known) == whole(4)
+    assert places(strange) == [Fallback.STEP_WITHOUT_SCHEDULER] * 4
+    scheduler.set_timesteps(4)
+    elsewhere = []
+    thread = threading.Thread(target=lambda: elsewhere.append(unet(scheduler.timesteps[0])))
+    thread.start()
+    thread.join()
+    assert elsewhere == [Fallback.STEP_WITHOUT_SCHEDULER]
+    del made
+    assert unet(scheduler.timesteps[0]) is Fallback.STEP_WITHOUT_SCHEDULER
+
+
+def test_a_forward_that_fails_leaves_no_step_behind():
+    made, tracker = sampler()
+    assert tracker.now(made.unet) is Fallback.STEP_OUTSIDE_RUN
+    tracker.leave()
+    assert tracker.now(made.unet) is Fallback.STEP_OUTSIDE_RUN
 
 
 def test_the_scheduler_stays_what_it_is():
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     before = inspect.signature(scheduler.step)
-    pipeline = Pipeline(scheduler)
-    clock = StepClock(pipeline)
+    pipeline = Sampler(Denoiser(), scheduler)
+    tracker, other = StepTracker(pipeline), StepTracker(pipeline)
     assert isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
     assert type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
     assert inspect.signature(scheduler.step) == before
     assert scheduler.config.shift == 3.0
-    assert DDIMScheduler in [type(s) for s in scheduler.compatibles] or scheduler.compatibles
-    clock.stop()
+    tracker.stop()
+    assert type(scheduler) is not FlowMatchEulerDiscreteScheduler  # the other one counts
+    other.stop()
+    other.stop()
     assert type(scheduler) is FlowMatchEulerDiscreteScheduler
     assert not any("sage" in key for key in vars(scheduler))
-    clock.stop()
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda s: pickle.loads(pickle.dumps(s))])
+@pytest.mark.parametrize(
+    "way",
+    [
+        copy.deepcopy,
+        copy.copy,
+        lambda s: pickle.loads(pickle.dumps(s)),
+        lambda s: type(s).from_config(s.config),
+        lambda s: type(s)(),
+    ],
+)
 def test_copies_of_a_watched_scheduler_are_plain(way):
-    pipeline = Pipeline(DDIMScheduler())
-    clock = StepClock(pipeline)
-    pipeline(clock, 3)
-    other = way(pipeline.scheduler)
+    made, _ = sampler()
+    made(3)
+    other = way(made.scheduler)
     assert type(other) is DDIMScheduler
     assert not any("sage" in key for key in vars(other))
+    made.scheduler.set_timesteps(3)
     other.set_timesteps(9)
     other.step(torch.zeros(1, 1, 2, 2), other.timesteps[0], torch.zeros(1, 1, 2, 2))
-    assert clock.now() == (3, 3)
+    assert places(made.loop(made.scheduler.timesteps, 1, True)) == [(0, 3)]
 
 
 def test_a_saved_scheduler_is_the_original_one(tmp_path):
-    pipeline = Pipeline(DDIMScheduler(beta_end=0.01))
-    StepClock(pipeline)
+    pipeline = Sampler(Denoiser(), DDIMScheduler(beta_end=0.01))
+    StepTracker(pipeline)
     pipeline.scheduler.save_pretrained(tmp_path)
     loaded = DDIMScheduler.from_pretrained(tmp_path)
     assert type(loaded) is DDIMScheduler
@@ -90,37 +373,60 @@ def test_a_saved_scheduler_is_the_original_one(tmp_path):
     assert '"_class_name": "DDIMScheduler"' in (tmp_path / "scheduler_config.json").read_text()
 
 
+def test_what_a_pipeline_restores_in_its_scheduler_counts():
+    """MultiDiffusion takes one step for each view, from the same state of the scheduler."""
+    made, _ = sampler()
+
+    class Panorama(Sampler):
+        def loop(self, timesteps, stop, advance):
+            seen, kept = [], [copy.deepcopy(self.scheduler.__dict__)] * 2
+            for t in timesteps:
+                for view in range(2):
+                    self.scheduler.__dict__.update(kept[view])
+                    seen.append(self.unet(t))
+                    self.scheduler.step(ZERO, t, ZERO)
+                    kept[view] = copy.deepcopy(self.scheduler.__dict__)
+            return seen
+
+    assert places(Panorama(made.unet, made.scheduler)(4)) == whole(4, 2)
+
+
 def test_an_exchanged_scheduler_is_watched_from_then_on():
-    pipeline = Pipeline(DDIMScheduler())
-    clock = StepClock(pipeline)
-    first = pipeline.scheduler
-    pipeline.scheduler = UniPCMultistepScheduler.from_config(first.config)
-    assert pipeline(clock, 4) == [(step, 4) for step in range(4)]
-    clock.stop()
+    made, tracker = sampler()
+    first = made.scheduler
+    made.scheduler = UniPCMultistepScheduler.from_config(first.config)
+    assert places(made(4)) == whole(4)
+    tracker.stop()
     assert type(first) is DDIMScheduler
-    assert type(pipeline.scheduler) is UniPCMultistepScheduler
+    assert type(made.scheduler) is UniPCMultistepScheduler
 
 
 def test_one_that_is_exchanged_in_the_middle_of_a_run_tells_by_itself():
-    pipeline = Pipeline(DDIMScheduler())
-    clock = StepClock(pipeline)
+    made, _ = sampler()
     other = FlowMatchEulerDiscreteScheduler()
     other.set_timesteps(5)
-    x = torch.zeros(1, 4, 2, 2)
     for t in other.timesteps[:2]:
-        other.step(x, t, x)
-    pipeline.scheduler = other
-    assert clock.now() == (2, 5)
-
-
-def test_a_pipeline_that_is_gone_has_no_steps():
-    pipeline = Pipeline(DDIMScheduler())
-    clock = StepClock(pipeline)
-    del pipeline
-    assert clock.now() == (0, None)
+        other.step(ZERO, t, ZERO)
+    made.scheduler = other
+    assert places(made.loop(other.timesteps[2:3], None, True)) == [(2, 5)]
 
 
 def test_what_has_no_scheduler_counts_no_steps():
-    assert counts_steps(Pipeline(DDIMScheduler()))
-    assert not counts_steps(torch.nn.Linear(2, 2))
-    assert not counts_steps(Pipeline(object()))
+    assert set(schedulers_of(Sampler(None, DDIMScheduler()))) == {"scheduler"}
+    assert schedulers_of(torch.nn.Linear(2, 2)) == {}
+    assert schedulers_of(Sampler(None, object())) == {}
+    assert counts_steps(DDIMScheduler())
+
+
+def test_a_scheduler_that_cannot_be_changed_tells_nothing():
+    class Frozen:
+        __slots__ = ("__weakref__", "timesteps")
+
+        def step(self):
+            """Needed to be a scheduler."""
+
+        set_timesteps = step
+
+    made = Sampler(Denoiser(), Frozen())
+    made.unet.tracker = StepTracker(made)
+    assert places(made.loop(torch.tensor([9.0]), 1, False)) == [Fallback.STEP_OUTSIDE_RUN]

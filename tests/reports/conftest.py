@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.reports.machine import ON_GPU, Machine
+from tests.matrix.places import ON_GPU
+from tests.reports.machine import Machine
 
 LEFT_OUT = dict.fromkeys(("test_a_layout", "test_c_masks"), ("fav3_sage", "fav3_fp8"))
 

@@ -9,18 +9,14 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
-import pytest
 import torch
 
 import sage_plugin
 from tests.kernels.calls import LIMITS, Shape, draw, launch, relative_l1
+from tests.matrix.definition import definition
+from tests.matrix.places import BF16_WEIGHTS
 
 T = TypeVar("T")
-
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
 
 
 @dataclass(frozen=True)
@@ -62,9 +58,8 @@ class Machine:
         Args:
             times: how much more error than on small drawn inputs is allowed.
         """
-        names = {"is_causal": "causal"}
-        parts = {names.get(n, n): options[n] for n in PARTS if n in options}
-        expected, expected_lse = exact(q, k, v, mask, **parts)
+        parts = {name: options[name] for name in PARTS if name in options}
+        expected, expected_lse = definition(q, k, v, mask, **parts)
         out, lse = self.attention(
             kernel, q, k, v, mask, return_lse=True, out_dtype=torch.float32, **options
         )
@@ -89,15 +84,13 @@ class Machine:
 
 
 PARTS = ("is_causal", "window", "softcap", "sinks", "scale")
-BF16_P = 6e-3
-"""Error of `fav2` where it rounds its weights to bf16."""
 
 
 def allowed(kernel: str, times: float = 1.0, dtype: torch.dtype = torch.float16) -> float:
     """Largest relative L1 error of a kernel."""
     limit = LIMITS[kernel]
     if kernel == "fav2" and dtype == torch.bfloat16:
-        limit = BF16_P
+        limit = BF16_WEIGHTS
     return limit * max(1.0, times)
 
 
@@ -106,45 +99,3 @@ def assert_close(kernel, out, expected, *, times=1.0, dtype=torch.float16) -> No
     assert out.isfinite().all()
     error = relative_l1(out, expected)
     assert error <= allowed(kernel, times, dtype), f"{kernel}: {error:.5f}"
-
-
-def exact(q, k, v, mask=None, *, causal=False, window=None, softcap=0.0, sinks=None, scale=None):
-    """Output and LSE of bhsd tensors in fp64, with all scores at once."""
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = in_reach(q.shape[2], k.shape[2], causal, window or (-1, -1)).to(q.device)
-    if mask is not None and mask.dtype == torch.bool:
-        seen = seen & mask
-    elif mask is not None:
-        seen = seen & (mask.double() >= -1e38)
-        scores = scores + mask.double().clamp_min(-1e300)
-    scores = scores.masked_fill(~seen, -math.inf)
-    top = scores.amax(3, keepdim=True)
-    if sinks is not None:
-        top = torch.maximum(top, sinks.double()[None, :, None, None])
-    top = top.where(top > -math.inf, 0.0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(3, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks.double()[None, :, None, None] - top)
-    out = weights @ v / total.where(total > 0, 1.0)
-    return out, (total.log() + top).squeeze(3)
-
-
-def in_reach(seq_q: int, seq_k: int, causal: bool, window: tuple[int, int]) -> torch.Tensor:
-    """`(Sq, Sk)` bool of the keys that position leaves to each row, aligned at the last key."""
-    row = torch.arange(seq_q)[:, None] + seq_k - seq_q
-    key = torch.arange(seq_k)[None, :]
-    seen = torch.ones(seq_q, seq_k, dtype=torch.bool)
-    left, right = window
-    if causal:
-        seen &= key <= row
-    if right >= 0:
-        seen &= key <= row + right
-    if left >= 0:
-        seen &= key >= row - left
-    return seen

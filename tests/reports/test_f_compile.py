@@ -14,7 +14,8 @@ import torch._dynamo.testing
 
 import sage_plugin
 from tests.kernels.calls import EMULATED, Shape, launch
-from tests.reports.machine import assert_close, exact
+from tests.matrix.definition import definition
+from tests.reports.machine import assert_close
 
 kernels = pytest.mark.parametrize("kernel", EMULATED)
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,7 @@ def test_report_65_and_71_every_op_writes_all_of_its_output(gpu, kernel, name):
     q, k, v = (x.transpose(0, 1)[None] for x in tensors) if OPS[name] else tensors
     for at in (slice(0, 3), slice(3, None)) if OPS[name] else (slice(None),):
         own = [x[:, :, at] for x in (q, k, v)]
-        expected, _ = exact(*own, causal=True, scale=0.1)
+        expected, _ = definition(*own, is_causal=True, scale=0.1)
         out = eager[0].transpose(0, 1)[None] if OPS[name] else eager[0]
         assert_close(kernel, out[:, :, at], expected, times=4, dtype=torch.bfloat16)
     if len(eager) == 2:

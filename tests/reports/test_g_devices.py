@@ -11,7 +11,9 @@ import torch.nn.functional as F
 import sage_plugin
 from sage_plugin.kernels.attention import runtime
 from tests.kernels.calls import EMULATED, QUANTIZED, Shape
-from tests.reports.machine import ON_GPU, assert_close, exact
+from tests.matrix.definition import definition
+from tests.matrix.places import ON_GPU
+from tests.reports.machine import assert_close
 
 kernels = pytest.mark.parametrize("kernel", EMULATED)
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
@@ -153,7 +155,7 @@ def test_report_84_tensors_of_an_offloaded_module(beside_a_gpu):
     assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
     for kernel in QUANTIZED:
         assert_close(
-            kernel, sage_plugin.attention(q, k, v, kernel=kernel), exact(q, k, v)[0], times=3
+            kernel, sage_plugin.attention(q, k, v, kernel=kernel), definition(q, k, v)[0], times=3
         )
     if beside_a_gpu:
         with pytest.raises(sage_plugin.errors.UnsupportedInputError, match="move them"):

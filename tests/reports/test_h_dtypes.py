@@ -11,7 +11,8 @@ import torch.nn.functional as F
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
 from tests.kernels.calls import EMULATED, Shape, launch, relative_l1
-from tests.reports.machine import allowed, assert_close, exact
+from tests.matrix.definition import definition
+from tests.reports.machine import allowed, assert_close
 
 kernels = pytest.mark.parametrize("kernel", EMULATED)
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -19,28 +20,6 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 def shape_of(machine):
     return machine.pick(Shape(1, 2, 1, 20, 40, 32), Shape(2, 4, 2, 300, 400, 64))
-
-
-@kernels
-@pytest.mark.parametrize(
-    "dtypes",
-    [(FP32, FP32, BF16), (FP32, FP32, FP16), (FP32, FP32, FP32), (FP16, FP16, BF16),
-     (BF16, BF16, FP16), (FP32, FP16, FP16), (BF16, FP32, BF16)],
-    ids=lambda dtypes: "-".join(str(d).removeprefix("torch.") for d in dtypes),
-)  # fmt: skip
-def test_report_89_and_90_mixed_dtypes(machine, kernel, dtypes):
-    if kernel == "fav2" and not machine.on_gpu and dtypes[0] != dtypes[1]:
-        pytest.skip("tests/kernels/test_portable.py multiplies Q and K of two dtypes")
-    q, k, v = (x.to(d) for x, d in zip(machine.draw(shape_of(machine), FP32), dtypes, strict=True))
-    out = machine.attention(kernel, q, k, v)
-    assert out.dtype == dtypes[2]
-    loosest = BF16 if BF16 in dtypes else FP16
-    fine = machine.attention(kernel, q, k, v, out_dtype=FP32)
-    assert fine.dtype == FP32
-    assert_close(kernel, fine, exact(q, k, v)[0], times=2, dtype=loosest)
-    assert relative_l1(out.float(), fine) < (4e-3 if dtypes[2] == BF16 else 1e-3)
-    if dtypes[2] != FP32:
-        assert torch.equal(out, fine.to(out.dtype))
 
 
 @kernels
@@ -82,18 +61,6 @@ def test_report_92_positions_and_names_are_those_of_sdpa(machine):
 
 
 @kernels
-@pytest.mark.parametrize("scale", [0.5, 0.0, -0.25])
-def test_report_94_scale_is_used(machine, kernel, scale):
-    q, k, v = machine.draw(shape_of(machine))
-    times = 10 if kernel == "fav3_fp8" else 5  # scores of 4 and more, with 3 bits of mantissa
-    out, _ = machine.checked(kernel, q, k, v, scale=scale, times=times)
-    assert relative_l1(out, exact(q, k, v)[0]) > 2 * allowed(kernel)
-    if scale == 0.0:
-        mean = v.float().mean(2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1)
-        assert relative_l1(out, mean.expand_as(out)) < allowed(kernel)
-
-
-@kernels
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
 def test_report_95_a_gradient_falls_back_or_is_refused(machine, kernel, which):
     tensors = list(machine.draw(shape_of(machine), FP32))
@@ -109,4 +76,4 @@ def test_report_95_a_gradient_falls_back_or_is_refused(machine, kernel, which):
     with torch.no_grad():
         out = machine.attention(kernel, *tensors)
     assert not out.requires_grad
-    assert_close(kernel, out, exact(*(x.detach() for x in tensors))[0], times=3)
+    assert_close(kernel, out, definition(*(x.detach() for x in tensors))[0], times=3)

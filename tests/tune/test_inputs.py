@@ -8,7 +8,8 @@ import shutil
 import pytest
 
 from sage_plugin.errors import CaptureError
-from sage_plugin.tune.configs.inputs import from_captures, from_shapes
+from sage_plugin.replay.inputs import ReplayInputs
+from sage_plugin.tune.configs.inputs import from_captures, from_drawn
 from tests.tune import captures
 from tests.tune.captures import GROUPED, SELF
 
@@ -104,7 +105,9 @@ def test_where_the_folder_lies_does_not_matter_but_its_contents_do(tmp_path):
 
 def test_synthetic_inputs_say_so(tmp_path):
     other = dataclasses.replace(SELF, seq_q=4096, seq_k=4096)
-    inputs = from_shapes([SELF, other, SELF], distribution="drift", seed=3)
+    inputs = from_drawn(
+        ReplayInputs(shape, distribution="drift", seed=3) for shape in (SELF, other, SELF)
+    )
     assert [group.shape for group in inputs.groups] == [other, SELF]
     (source,) = inputs.groups[0].sources
     assert source.synthetic

@@ -11,9 +11,10 @@ import pytest
 from sage_plugin import device
 from sage_plugin.errors import CaptureError, DeviceError, UnknownKernelError, UsageError
 from sage_plugin.kernels.attention import dispatch
+from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.tune.configs import plan as plans
 from sage_plugin.tune.configs import space_file
-from sage_plugin.tune.configs.inputs import from_captures, from_shapes
+from sage_plugin.tune.configs.inputs import from_captures, from_drawn
 from sage_plugin.tune.configs.plan import TuningRequest, build
 from sage_plugin.tune.configs.search import SearchLimits
 from tests.registry import samples
@@ -22,7 +23,9 @@ from tests.tune.captures import DENSE, GROUPED, MASKED, SELF, WIDE
 
 
 def request(*shapes, **changes) -> TuningRequest:
-    return TuningRequest(from_shapes(shapes or (SELF,)), **{"device": "cpu", **changes})
+    return TuningRequest(
+        from_drawn(map(ReplayInputs, shapes or (SELF,))), **{"device": "cpu", **changes}
+    )
 
 
 def test_on_a_cpu_the_emulation_of_the_default_kernel_is_tuned(tmp_path):

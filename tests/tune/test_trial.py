@@ -11,7 +11,7 @@ from sage_plugin.accuracy import output
 from sage_plugin.replay import call as replay_call
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.tune.configs import trial
-from sage_plugin.tune.configs.inputs import from_captures, from_shapes
+from sage_plugin.tune.configs.inputs import from_captures, from_drawn
 from sage_plugin.tune.configs.plan import TuningRequest, build
 from sage_plugin.tune.configs.trial import RaceJob, ScreenJob
 from sage_plugin.tune.run.runner import Contest
@@ -47,7 +47,9 @@ def test_a_sound_candidate_is_judged_on_all_captures_and_timed(study):
 
 @pytest.mark.parametrize("shape", [SELF, GROUPED], ids=["bshd", "bhsd gqa causal"])
 def test_synthetic_inputs_and_every_layout_run(shape):
-    (study,) = build(TuningRequest(from_shapes([shape]), device="cpu", timer=FAST)).studies
+    (study,) = build(
+        TuningRequest(from_drawn([ReplayInputs(shape)]), device="cpu", timer=FAST)
+    ).studies
     assert ScreenJob(study, study.default, study.default)().status == "ok"
 
 
@@ -197,7 +199,9 @@ def test_elsewhere_the_mask_is_timed_at_the_full_size(masked):
 @pytest.mark.parametrize("kind", ["key_bias", "dense"])
 def test_synthetic_masks_reach_the_gate(kind, monkeypatch):
     shape = dataclasses.replace(GROUPED, mask_kind=kind)
-    (study,) = build(TuningRequest(from_shapes([shape]), device="cpu", timer=FAST)).studies
+    (study,) = build(
+        TuningRequest(from_drawn([ReplayInputs(shape)]), device="cpu", timer=FAST)
+    ).studies
     assert ScreenJob(study, study.default, study.default)().status == "ok"
     real = replay_call.attention
     cheat(monkeypatch, lambda q, k, v, attn_mask=None, **others: real(q, k, v, **others))

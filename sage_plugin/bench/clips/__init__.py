@@ -1,5 +1,5 @@
-"""The proof of a policy: whole clips by the host's attention, by each kernel, and by the policy.
+"""Whole clips of any pipeline: drawn with the baseline, each kernel and a policy, compared, timed.
 
-Knows pipelines only as things that `patch` takes, and drawing only as a function that tells the
-latents of each step, so that any pipeline can be proved on.
+Knows pipelines only as things that `patch` takes, and drawing only as a function that reports the
+latents of each step. The demo, `sage policy` and the examples draw their clips here.
 """

@@ -1,6 +1,6 @@
-"""The line between single kernels in the plane of time and PSNR, and what lies above it.
+"""The Pareto front of single kernels in the plane of time and PSNR, and what lies above it.
 
-A point on the line is what mixing two kernels blindly would be expected to give; a policy is worth
+A point on the front is what mixing two kernels blindly would be expected to give; a policy is worth
 its name where it lies on it or above.
 """
 
@@ -16,12 +16,12 @@ from sage_plugin.schema import JsonRecord
 
 @dataclass(frozen=True, slots=True)
 class Point(JsonRecord):
-    """One way of running.
+    """One run config in the plane.
 
     Attributes:
-        name: of the way.
+        name: of the config.
         ms: milliseconds of a denoising step.
-        psnr_db: mean PSNR of the clip's frames against the host's, infinite for the same clip.
+        psnr_db: mean PSNR of the clip's frames against the baseline's, infinite for the same clip.
     """
 
     name: str
@@ -29,14 +29,14 @@ class Point(JsonRecord):
     psnr_db: float
 
 
-def line(kernels: Sequence[Point]) -> tuple[Point, ...]:
-    """The corners of the line, the fastest first: those that no other beats in time and PSNR.
+def pareto_front(kernels: Sequence[Point]) -> tuple[Point, ...]:
+    """Return the corners, the fastest first: those that no other beats in time and PSNR.
 
-    Clips that equal the host's have no place in the plane and are left out.
+    Clips that equal the baseline's have no place in the plane and are left out.
 
     Example:
         >>> points = [Point("a", 1.0, 30.0), Point("b", 2.0, 40.0), Point("c", 3.0, 35.0)]
-        >>> [point.name for point in line(points)]
+        >>> [point.name for point in pareto_front(points)]
         ['a', 'b']
     """
     ordered = sorted(
@@ -50,31 +50,32 @@ def line(kernels: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(corners)
 
 
-def above(policy: Point, kernels: Sequence[Point]) -> float | None:
-    """How many dB a policy lies above the line between single kernels, negative where below.
+def gain_over_front(policy: Point, kernels: Sequence[Point]) -> float | None:
+    """Return how many dB a policy lies above the front, negative if below.
 
-    Left of the line it is compared with the fastest corner, right of it with the slowest.
+    Left of the front it is compared with the fastest corner, right of it with the slowest.
 
     Args:
         policy: the policy's place in the plane.
         kernels: the places of the single kernels.
 
     Returns:
-        `None` where no kernel has a place in the plane; infinite where the policy drew the host's
+        `None` if no kernel has a place in the plane; infinite if the policy drew the baseline's
         own clip.
 
     Example:
-        >>> above(Point("policy", 1.5, 36.0), [Point("a", 1.0, 30.0), Point("b", 2.0, 40.0)])
+        >>> kernels = [Point("a", 1.0, 30.0), Point("b", 2.0, 40.0)]
+        >>> gain_over_front(Point("policy", 1.5, 36.0), kernels)
         1.0
     """
-    corners = line(kernels)
+    corners = pareto_front(kernels)
     if not corners:
         return None
     return policy.psnr_db - _height(policy.ms, corners)
 
 
 def _height(ms: float, corners: Sequence[Point]) -> float:
-    """PSNR of the line at a time, flat beyond its ends."""
+    """PSNR of the front at a time, flat beyond its ends."""
     if ms <= corners[0].ms:
         return corners[0].psnr_db
     for left, right in itertools.pairwise(corners):

@@ -1,4 +1,4 @@
-"""A proof as a figure: the plane of time and PSNR, and the error over the steps."""
+"""A comparison as a figure: the plane of time and PSNR, and the error over the steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_plugin.bench.clips.pareto import line
-from sage_plugin.bench.clips.record import Proof
+from sage_plugin.bench.clips.pareto import pareto_front
+from sage_plugin.bench.clips.record import ClipComparison
 from sage_plugin.bench.clips.run_config import POLICY
 from sage_plugin.measure import figure as figures
 
@@ -19,38 +19,38 @@ PANEL_WIDTH = 6.0
 """Inches."""
 
 
-def save(proof: Proof, path: Path) -> str:
+def save(comparison: ClipComparison, path: Path) -> str:
     """Save the plot; empty, or why there is none.
 
     Without times there is only the panel of the errors.
 
     Args:
-        proof: the proof.
+        comparison: the comparison.
         path: the PNG.
 
     Raises:
         OutputError: it cannot be written.
     """
-    panels = 2 if _has_plane(proof) else 1
-    return figures.save(functools.partial(draw, proof), path, width=panels * PANEL_WIDTH)
+    panels = 2 if _has_plane(comparison) else 1
+    return figures.save(functools.partial(draw, comparison), path, width=panels * PANEL_WIDTH)
 
 
-def draw(proof: Proof, figure: Figure) -> None:
+def draw(comparison: ClipComparison, figure: Figure) -> None:
     """Fill a figure."""
-    panels = figure.subplots(1, 2 if _has_plane(proof) else 1, squeeze=False)[0]
-    if _has_plane(proof):
-        _plane(proof, panels[0])
-    _curves(proof, panels[-1])
+    panels = figure.subplots(1, 2 if _has_plane(comparison) else 1, squeeze=False)[0]
+    if _has_plane(comparison):
+        _plane(comparison, panels[0])
+    _curves(comparison, panels[-1])
 
 
-def _has_plane(proof: Proof) -> bool:
-    return bool(line(proof.kernel_points))
+def _has_plane(comparison: ClipComparison) -> bool:
+    return bool(pareto_front(comparison.kernel_points))
 
 
-def _plane(proof: Proof, axes: Any) -> None:  # noqa: ANN401
-    corners = line(proof.kernel_points)
+def _plane(comparison: ClipComparison, axes: Any) -> None:  # noqa: ANN401
+    corners = pareto_front(comparison.kernel_points)
     axes.plot([p.ms for p in corners], [p.psnr_db for p in corners], "--", color="grey", zorder=1)
-    for row in proof.rows[1:]:
+    for row in comparison.rows[1:]:
         point = row.point
         if point is None or not math.isfinite(point.psnr_db):
             continue
@@ -59,20 +59,20 @@ def _plane(proof: Proof, axes: Any) -> None:  # noqa: ANN401
         axes.annotate(
             row.name, (point.ms, point.psnr_db), xytext=(6, 6), textcoords="offset points"
         )
-    host = proof.rows[0]
-    if host.time is not None:
-        axes.axvline(host.time.step_ms, color="grey", linewidth=0.8)
+    baseline = comparison.rows[0]
+    if baseline.time is not None:
+        axes.axvline(baseline.time.step_ms, color="grey", linewidth=0.8)
         axes.annotate(
-            host.name, (host.time.step_ms, 0.02), xycoords=("data", "axes fraction"),
+            baseline.name, (baseline.time.step_ms, 0.02), xycoords=("data", "axes fraction"),
             xytext=(4, 0), textcoords="offset points",
         )  # fmt: skip
     axes.set_xlabel("ms per denoising step")
-    axes.set_ylabel("mean PSNR against the host's clip, dB")
+    axes.set_ylabel("mean PSNR against the baseline's clip, dB")
     axes.margins(0.15)
 
 
-def _curves(proof: Proof, axes: Any) -> None:  # noqa: ANN401
-    shown = [row for row in proof.rows if any(x > 0 for x in row.step_error)]
+def _curves(comparison: ClipComparison, axes: Any) -> None:  # noqa: ANN401
+    shown = [row for row in comparison.rows if any(x > 0 for x in row.step_error)]
     for row in shown:
         # A logarithm has no place for steps without an error: there the curve has a gap.
         heights = [x if x > 0 else math.nan for x in row.step_error]
@@ -83,4 +83,4 @@ def _curves(proof: Proof, axes: Any) -> None:  # noqa: ANN401
         axes.legend()
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("denoising step")
-    axes.set_ylabel("relative L2 distance of the latents from the host's")
+    axes.set_ylabel("relative L2 distance of the latents from the baseline's")

@@ -1,32 +1,38 @@
-"""The records of a proof: one row a way of running, and all of them."""
+"""The records of a comparison of clips: one row per run config, and all of them, also as JSON."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from sage_plugin.bench.clips.pareto import Point, above
+from sage_plugin.bench.clips.pareto import Point, gain_over_front
 from sage_plugin.bench.clips.run_config import POLICY
 from sage_plugin.bench.clips.stopwatch import RunTime
+from sage_plugin.bench.report import finite
 from sage_plugin.demo.quality import Quality
 from sage_plugin.schema import JsonRecord
+
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ClipRow(JsonRecord):
-    """One way of running.
+    """The clip of one run config.
 
     Attributes:
-        name: a kernel, the host's name, or `policy`.
-        quality: of its clip against the host's.
-        step_error: relative L2 distance of the latents from the host's at the end of each step.
+        name: a kernel, the baseline's name, or `policy`.
+        quality: of its clip against the baseline's.
+        step_error: relative L2 distance of the latents from the baseline's at the end of each step.
         kernel_calls: attention calls that ran on a kernel.
         attention_calls: all attention calls of the run.
-        ran: calls by what they ran on: `kernel:variant`, or why on the host's attention.
-        time: of whole runs; `None` where none were timed.
-        saved_ms: time of the host's run less that of this one.
-        foreseen_ms: what the policy's search foresaw for all attention calls of the run.
-        foreseen_error: likewise for their mean error.
-        foreseen_saved_ms: foreseen time of the host's attention calls less that of these.
+        ran: calls by what they ran on: `kernel:variant`, or why they fell back.
+        time: of whole runs; `None` if none were timed.
+        saved_ms: time of the baseline's run less that of this one.
+        predicted_ms: what the policy's search predicted for all attention calls of the run.
+        predicted_error: predicted mean error of those calls.
+        predicted_saved_ms: predicted time of the baseline's attention calls less that of these.
         note: what forbids to read its time as speed, or empty.
     """
 
@@ -38,28 +44,28 @@ class ClipRow(JsonRecord):
     ran: dict[str, int]
     time: RunTime | None
     saved_ms: float | None
-    foreseen_ms: float | None
-    foreseen_error: float | None
-    foreseen_saved_ms: float | None
+    predicted_ms: float | None
+    predicted_error: float | None
+    predicted_saved_ms: float | None
     note: str
 
     @property
     def point(self) -> Point | None:
-        """Its place in the plane of time and PSNR, `None` where it was not timed."""
+        """Its place in the plane of time and PSNR, `None` if it was not timed."""
         if self.time is None:
             return None
         return Point(self.name, self.time.step_ms, self.quality.mean_psnr_db)
 
 
 @dataclass(frozen=True, slots=True)
-class Proof(JsonRecord):
-    """All ways of running one clip.
+class ClipComparison(JsonRecord):
+    """One clip on all run configs.
 
     Attributes:
-        rows: the host's attention first, then the kernels, and the policy last.
-        aa_ratio: the host's step timed twice: one median over the other; `None` where not timed.
-        stamp: `clean`, `noisy` or `throttled`; empty where nothing was timed.
-        notes: sentences on what keeps foreseen and real from being compared.
+        rows: the baseline first, then the kernels, and the policy last.
+        aa_ratio: the baseline's step timed twice: one median over the other; `None` if not timed.
+        stamp: `clean`, `noisy` or `throttled`; empty if nothing was timed.
+        notes: sentences on what keeps predicted and real numbers from being compared.
     """
 
     rows: tuple[ClipRow, ...]
@@ -68,7 +74,7 @@ class Proof(JsonRecord):
     notes: tuple[str, ...]
 
     def of(self, name: str) -> ClipRow | None:
-        """The row of a way, `None` where there is none."""
+        """Return the row of a config, `None` if there is none."""
         return next((row for row in self.rows if row.name == name), None)
 
     @property
@@ -78,11 +84,32 @@ class Proof(JsonRecord):
         return tuple(point for row in rows if (point := row.point) is not None)
 
     @property
-    def above_line_db(self) -> float | None:
-        """How far the policy lies above the line between the kernels, negative where below.
+    def gain_over_front_db(self) -> float | None:
+        """How far the policy lies above the front of the kernels, negative below it.
 
-        `None` where there is no line, or no policy on it.
+        `None` if there is no front, or no policy.
         """
         policy = self.of(POLICY)
         point = None if policy is None else policy.point
-        return None if point is None else above(point, self.kernel_points)
+        return None if point is None else gain_over_front(point, self.kernel_points)
+
+
+def json_text(comparison: ClipComparison, facts: Mapping[str, Any]) -> str:
+    """Write a comparison as one JSON object; equal clips have the PSNR `"inf"`.
+
+    Args:
+        comparison: the comparison.
+        facts: what it was made with, in JSON types.
+
+    Example:
+        >>> json.loads(json_text(ClipComparison((), None, "", ()), {"seed": 0}))["seed"]
+        0
+    """
+    whole = {
+        "schema_version": SCHEMA_VERSION,
+        **facts,
+        "gain_over_front_db": comparison.gain_over_front_db,
+        **comparison.to_json(),
+        "rows": [row.to_json() | row.quality.summary() for row in comparison.rows],
+    }
+    return json.dumps(finite(whole, str), indent=1, allow_nan=False) + "\n"

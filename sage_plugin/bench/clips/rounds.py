@@ -1,15 +1,15 @@
-"""Timed runs of all ways, interleaved in random order: each round draws every clip once."""
+"""Timed runs of all configs, interleaved in random order: each round draws every clip once."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 
-import torch
 from torch import nn
 
-from sage_plugin.bench.clips.draw import Draw
+from sage_plugin.bench.clips.draw import Subject
 from sage_plugin.bench.clips.stopwatch import RunTime, Stopwatch, run_time
 from sage_plugin.measure.timing import TimingLimits, interleave
 
@@ -20,11 +20,10 @@ Patched = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def time_runs(
-    draw: Draw,
+    subject: Subject,
     patches: Mapping[str, Patched],
     denoisers: Sequence[nn.Module],
     *,
-    device: torch.device,
     limits: TimingLimits = LIMITS,
     seed: int = 0,
     on_run: Callable[[str, int], None] = lambda name, number: None,
@@ -33,53 +32,40 @@ def time_runs(
     """Time whole runs against each other.
 
     Args:
-        draw: draws the clip.
+        subject: what is drawn.
         patches: by name, what the pipeline is patched with around a run; patching is not timed.
         denoisers: modules whose first forward begins the first step.
-        device: what is waited for around each mark.
         limits: when the rounds end.
         seed: of the order within the rounds.
-        on_run: told the name and the round, from 1, before each run.
+        on_run: called with the name and the round, from 1, before each run.
         now: seconds of a steady clock.
 
     Raises:
-        UsageError: a run told no denoising steps.
+        UsageError: a run reported no denoising steps.
     """
     watches: dict[str, list[Stopwatch]] = {name: [] for name in patches}
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
     def run_round(order: Sequence[str]) -> list[float]:
         for name in order:
             on_run(name, len(watches[name]) + 1)
-            watch = Stopwatch(wait, now)
-            with patches[name](), _told_of_forwards(denoisers, watch):
-                _run(draw, watch)
+            watch = Stopwatch(subject.wait, now)
+            with patches[name](), _forwards_marked(denoisers, watch):
+                watch.start()
+                subject.draw(lambda latents, watch=watch: watch.mark_step())  # type: ignore[misc]
+                watch.stop()
             watches[name].append(watch)
-        return [_mean(watches[name][-1].steps_ms) for name in order]
+        return [fmean(watches[name][-1].steps_ms) for name in order]
 
     interleave(list(patches), run_round, limits=limits, seed=seed, now=now)
     return {name: run_time(runs) for name, runs in watches.items()}
 
 
-def _run(draw: Draw, watch: Stopwatch) -> None:
-    watch.start()
-    draw(lambda latents: watch.step())
-    watch.stop()
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 @contextlib.contextmanager
-def _told_of_forwards(denoisers: Sequence[nn.Module], watch: Stopwatch) -> Iterator[None]:
-    def tell(*_: object) -> None:
-        watch.forward()
-
-    hooks = [module.register_forward_pre_hook(tell) for module in denoisers]
+def _forwards_marked(denoisers: Sequence[nn.Module], watch: Stopwatch) -> Iterator[None]:
+    hooks = [
+        module.register_forward_pre_hook(lambda *_: watch.mark_first_forward())
+        for module in denoisers
+    ]
     try:
         yield
     finally:

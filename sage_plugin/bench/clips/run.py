@@ -1,180 +1,129 @@
-"""A proof from beginning to end: draw each clip once, compare, then time interleaved rounds."""
+"""A comparison of clips from beginning to end: draw each once, compare, time interleaved rounds."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from sage_plugin import device as devices
-from sage_plugin.bench.clips import prediction as foresight
-from sage_plugin.bench.clips.draw import Draw, Drawn, Frames, draw_once
-from sage_plugin.bench.clips.latent_drift import Curve
-from sage_plugin.bench.clips.record import ClipRow, Proof
+from sage_plugin.bench.clips.draw import Drawn, Frames, Subject, draw_once
+from sage_plugin.bench.clips.latent_drift import LatentDrift
+from sage_plugin.bench.clips.record import ClipComparison, ClipRow
 from sage_plugin.bench.clips.rounds import LIMITS, Patched, time_runs
-from sage_plugin.bench.clips.run_config import Way
+from sage_plugin.bench.clips.run_config import RunConfig, mismatches
 from sage_plugin.bench.clips.stopwatch import RunTime
 from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.demo.quality import check_installed, quality
 from sage_plugin.errors import UsageError
 from sage_plugin.measure.clocks import snapshot, stamp
 from sage_plugin.measure.timing import TimingLimits
-from sage_plugin.plugin.patch import MIN_SEQ, PatchHandle
 from sage_plugin.plugin.policy.rules import Policy
 
 AGAIN = " again"
-"""The host's attention is timed twice under two names: the self-test of the timing."""
+"""The baseline is timed twice under two names: the self-test of the timing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is drawn.
-
-    Attributes:
-        pipe: a pipeline, not patched.
-        draw: draws one clip with it, the same each time.
-        device: where it runs.
-        min_seq: as `patch` takes it.
-        config_dir: as `patch` takes it.
-    """
-
-    pipe: object
-    draw: Draw
-    device: torch.device
-    min_seq: int = MIN_SEQ
-    config_dir: str | os.PathLike[str] | None = None
-
-    def patched(self, way: Way) -> contextlib.AbstractContextManager[PatchHandle]:
-        """The pipeline running one way; errors are those of `patch`."""
-        return way.patched(self.pipe, min_seq=self.min_seq, config_dir=self.config_dir)
-
-    def denoisers(self, ways: Sequence[Way]) -> list[nn.Module]:
-        """The modules that are patched; all ways are tried on them, and nothing is drawn.
-
-        Raises:
-            ConfigError: a policy is not for this pipeline.
-        """
-        found: list[nn.Module] = []
-        for way in ways:
-            with self.patched(way) as handle:
-                found = list(handle.components.values())
-        return found
-
-
-def prove(
+def compare_clips(
     subject: Subject,
-    ways: Sequence[Way],
+    configs: Sequence[RunConfig],
     *,
-    timed: bool = True,
     limits: TimingLimits = LIMITS,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda words: None,
+    report_progress: Callable[[str], None] = lambda words: None,
     now: Callable[[], float] = time.perf_counter,
-) -> tuple[Proof, dict[str, Frames]]:
-    """Draw one clip in several ways, and measure how far and how fast each is.
+) -> tuple[ClipComparison, dict[str, Frames]]:
+    """Draw one clip with several configs, and measure how far and how fast each is.
+
+    Whole runs are timed on a GPU; emulated kernels never are.
 
     Args:
         subject: what is drawn.
-        ways: the host's attention first (`way.ways`).
-        timed: time whole runs too; emulated kernels never are, and nothing is on a CPU.
+        configs: the baseline first (`run_config.run_configs`).
         limits: when the timed rounds end.
         seed: of the order within the rounds.
-        tell: told a few words before each run.
+        report_progress: called with a few words before each run.
         now: seconds of a steady clock.
 
     Returns:
-        The proof, and the clips by the name of their way.
+        The comparison, and the clips by the name of their config.
 
     Raises:
-        UsageError: the first way is not the host's attention, or two have one name.
+        UsageError: the first config is not the baseline, or two have one name.
         ConfigError: the policy is not for this pipeline; nothing was drawn then.
         DeviceError: a clip does not fit into memory or holds NaN, or scikit-image is missing.
     """
-    if not ways or not ways[0].of_the_host or len({way.name for way in ways}) != len(ways):
-        raise UsageError("a proof needs the host's attention first, and a name of its own a way")
+    names = {config.name for config in configs}
+    if not configs or not configs[0].is_baseline or len(names) != len(configs):
+        raise UsageError("a comparison needs the baseline first, and a name of its own per config")
     check_installed()
-    denoisers = subject.denoisers(ways)
-    drawn = _draw_all(subject, ways, tell)
+    denoisers = subject.denoisers(configs)
+    drawn, drift = {}, LatentDrift()
+    for count, config in enumerate(configs, start=1):
+        report_progress(f"drawing with {config.name} ({count} of {len(configs)})")
+        drawn[config.name] = draw_once(subject, config, drift)
     times: dict[str, RunTime] = {}
     aa_ratio, mark = None, ""
-    if timed and subject.device.type != "cpu":
-        host, before = ways[0].name, snapshot(subject.device)
+    if subject.device.type != "cpu":
+        baseline, before = configs[0].name, snapshot(subject.device)
         times = time_runs(
-            subject.draw,
-            _patches(subject, [way for way in ways if not drawn[way.name].emulated]),
+            subject,
+            _patches(subject, [config for config in configs if not drawn[config.name].emulated]),
             denoisers,
-            device=subject.device,
             limits=limits,
             seed=seed,
-            on_run=lambda name, number: tell(f"timing {name} (round {number})"),
+            on_run=lambda name, number: report_progress(f"timing {name} (round {number})"),
             now=now,
         )
-        aa_ratio = times[host + AGAIN].step_ms / times[host].step_ms
+        aa_ratio = times[baseline + AGAIN].step_ms / times[baseline].step_ms
         mark = stamp(aa_ratio, before, snapshot(subject.device))
-    rows = tuple(_row(way, ways, drawn, times, subject.device) for way in ways)
-    policy = _policy_of(ways)
-    notes = foresight.mismatches(
+    policy = next((config.policy for config in configs if config.policy is not None), None)
+    rows = tuple(
+        _row(config, configs[0], policy, drawn, times, subject.device) for config in configs
+    )
+    notes = mismatches(
         None if policy is None else policy.prediction,
         device=devices.facts(subject.device).name,
         calls=rows[0].attention_calls,
     )
     clips = {name: one.frames for name, one in drawn.items()}
-    return Proof(rows, aa_ratio, mark, tuple(notes)), clips
+    return ClipComparison(rows, aa_ratio, mark, tuple(notes)), clips
 
 
-def _draw_all(
-    subject: Subject, ways: Sequence[Way], tell: Callable[[str], None]
-) -> dict[str, Drawn]:
-    curve, drawn = Curve(), {}
-    for count, way in enumerate(ways, start=1):
-        title = way.name if count > 1 else "the host's attention"
-        tell(f"drawing with {title} ({count} of {len(ways)})")
-        with subject.patched(way) as handle:
-            drawn[way.name] = draw_once(subject.draw, way, curve, handle.report)
-    return drawn
-
-
-def _patches(subject: Subject, ways: Sequence[Way]) -> Mapping[str, Patched]:
-    """What each timed run is patched with: the host's with nothing, which runs twice a round."""
-    host, *others = ways
+def _patches(subject: Subject, configs: Sequence[RunConfig]) -> Mapping[str, Patched]:
+    """What each timed run is patched with: nothing for the baseline, which runs twice a round."""
+    baseline, *kernels = configs
     patches: dict[str, Patched] = {
-        host.name: contextlib.nullcontext,
-        host.name + AGAIN: contextlib.nullcontext,
+        baseline.name: contextlib.nullcontext,
+        baseline.name + AGAIN: contextlib.nullcontext,
     }
-    return patches | {way.name: functools.partial(subject.patched, way) for way in others}
+    return patches | {c.name: functools.partial(subject.patched, c) for c in kernels}
 
 
 def _row(
-    way: Way,
-    ways: Sequence[Way],
+    config: RunConfig,
+    baseline: RunConfig,
+    policy: Policy | None,
     drawn: Mapping[str, Drawn],
     times: Mapping[str, RunTime],
     device: torch.device,
 ) -> ClipRow:
-    host, policy = ways[0], _policy_of(ways)
-    one, time_of = drawn[way.name], times.get(way.name)
-    foreseen_ms, foreseen_error = foresight.parts(way.foreseen(policy))
+    one, run_time = drawn[config.name], times.get(config.name)
+    ours, theirs = config.predicted(policy), baseline.predicted(policy)
     return ClipRow(
-        name=way.name,
-        quality=quality(one.frames, drawn[host.name].frames),
+        name=config.name,
+        quality=quality(one.frames, drawn[baseline.name].frames),
         step_error=one.step_error,
         kernel_calls=one.report.kernel_calls(),
         attention_calls=one.report.total_calls(),
         ran=one.ran,
-        time=time_of,
-        saved_ms=None if time_of is None else times[host.name].run_ms - time_of.run_ms,
-        foreseen_ms=foreseen_ms,
-        foreseen_error=foreseen_error,
-        foreseen_saved_ms=foresight.foreseen_saving(way, host, policy),
+        time=run_time,
+        saved_ms=None if run_time is None else times[baseline.name].run_ms - run_time.run_ms,
+        predicted_ms=None if ours is None else ours.ms,
+        predicted_error=None if ours is None else ours.error,
+        predicted_saved_ms=None if ours is None or theirs is None else theirs.ms - ours.ms,
         note=EMULATION_NOTE if one.emulated or device.type == "cpu" else "",
     )
-
-
-def _policy_of(ways: Sequence[Way]) -> Policy | None:
-    return next((way.policy for way in ways if way.policy is not None), None)

@@ -1,4 +1,4 @@
-"""One way of running a pipeline's attention: the host's, a single kernel, or a policy."""
+"""What a pipeline's attention runs on: the baseline (the library's), a kernel, or a policy."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sage_plugin.plugin.patch import MIN_SEQ, PatchHandle, patched
-from sage_plugin.plugin.policy.rules import HOST, Foreseen, Policy
-
-__all__ = ["HOST", "POLICY", "Way", "ways"]
+from sage_plugin.plugin.policy.rules import HOST, Policy, PredictedRun, Prediction
 
 POLICY = "policy"
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way of running.
+class RunConfig:
+    """One way to run a pipeline.
 
     Attributes:
         name: what tables call it.
-        kernel: as `patch` takes it; `sdpa` is the host's attention. Not used beside a policy.
+        kernel: as `patch` takes it; `sdpa` is the baseline. Not used beside a policy.
         policy: the policy, `None` for a single kernel.
     """
 
@@ -30,43 +28,59 @@ class Way:
     policy: Policy | None = None
 
     @property
-    def of_the_host(self) -> bool:
+    def is_baseline(self) -> bool:
         """Whether it leaves the pipeline as it is."""
         return self.policy is None and self.kernel == HOST
 
-    @contextlib.contextmanager
     def patched(
         self,
         pipe: object,
         *,
         min_seq: int = MIN_SEQ,
         config_dir: str | os.PathLike[str] | None = None,
-    ) -> Iterator[PatchHandle]:
-        """A pipeline that runs this way within a `with` block; errors are those of `patch`."""
+    ) -> contextlib.AbstractContextManager[PatchHandle]:
+        """Patch a pipeline for this run within a `with` block; errors are those of `patch`."""
         kernel = "auto" if self.policy is not None else self.kernel
-        with patched(
+        return patched(
             pipe, kernel=kernel, policy=self.policy, min_seq=min_seq, config_dir=config_dir
-        ) as handle:
-            yield handle
+        )
 
-    def foreseen(self, policy: Policy | None) -> Foreseen | None:
-        """What the search of a policy foresaw for this way, `None` where nothing."""
+    def predicted(self, policy: Policy | None) -> PredictedRun | None:
+        """Return what the search of a policy predicted for this run, `None` if nothing."""
         if policy is None or policy.prediction is None:
             return None
         return policy.prediction.of(self.kernel if self.policy is None else POLICY)
 
 
-def ways(kernels: Sequence[str], policy: Policy | None = None, *, host: str = HOST) -> list[Way]:
-    """The host's attention first, each kernel once, and the policy last.
+def run_configs(
+    kernels: Sequence[str], policy: Policy | None = None, *, baseline: str = HOST
+) -> list[RunConfig]:
+    """List the baseline first, each kernel once, and the policy last.
 
     Args:
-        kernels: as `patch` takes them; one that has the host's name is the host's.
+        kernels: as `patch` takes them; one with the baseline's name is the baseline.
         policy: the policy, `None` for none.
-        host: what tables call the host's attention.
+        baseline: what tables call the library's own attention.
 
     Example:
-        >>> [way.name for way in ways(["sdpa", "sage", "sage"])]
+        >>> [config.name for config in run_configs(["sdpa", "sage", "sage"])]
         ['sdpa', 'sage']
     """
-    singles = [Way(name, name) for name in dict.fromkeys(kernels) if name != host]
-    return [Way(host), *singles, *([] if policy is None else [Way(POLICY, policy=policy)])]
+    singles = [RunConfig(name, name) for name in dict.fromkeys(kernels) if name != baseline]
+    policies = [] if policy is None else [RunConfig(POLICY, policy=policy)]
+    return [RunConfig(baseline), *singles, *policies]
+
+
+def mismatches(prediction: Prediction | None, *, device: str, calls: int) -> Iterator[str]:
+    """Yield a sentence for each reason why predicted and real numbers do not belong together.
+
+    Example:
+        >>> list(mismatches(Prediction("H100", 15, 60, ()), device="H100", calls=8))
+        ['predicted for a run of 60 attention calls, and this one has 8']
+    """
+    if prediction is None:
+        return
+    if prediction.device != device:
+        yield f"predicted for {prediction.device}, and this is {device}"
+    if prediction.calls != calls:
+        yield f"predicted for a run of {prediction.calls} attention calls, and this one has {calls}"

@@ -14,7 +14,7 @@ from sage_plugin.schema import JsonRecord
 
 @dataclass(frozen=True, slots=True)
 class RunTime(JsonRecord):
-    """Times of one way over several runs.
+    """Times of one run config over several runs.
 
     A step's time is the mean over all steps of a run: a policy's steps differ, so that their median
     would hide those that it runs on slower kernels.
@@ -52,8 +52,8 @@ class Stopwatch:
         >>> ticks = iter([0.0, 0.5, 0.6, 0.8, 1.0])
         >>> watch = Stopwatch(now=lambda: next(ticks))
         >>> watch.start()
-        >>> watch.forward()
-        >>> watch.step(), watch.step()
+        >>> watch.mark_first_forward()
+        >>> watch.mark_step(), watch.mark_step()
         (None, None)
         >>> watch.stop()
         >>> [round(ms) for ms in watch.steps_ms], watch.run_ms
@@ -67,20 +67,20 @@ class Stopwatch:
     _ends: list[float] = field(default_factory=list)
 
     def start(self) -> None:
-        """The run begins."""
+        """Begin the run."""
         self._marks.append(self._mark())
 
-    def forward(self) -> None:
-        """The denoiser is called: where it is for the first time, the first step begins."""
+    def mark_first_forward(self) -> None:
+        """Note a call of the denoiser: the first one begins the first step."""
         if self._first is None:
             self._first = self._mark()
 
-    def step(self) -> None:
-        """A denoising step ends."""
+    def mark_step(self) -> None:
+        """Note the end of a denoising step."""
         self._ends.append(self._mark())
 
     def stop(self) -> None:
-        """The clip is there."""
+        """End the run: the clip is there."""
         self._marks.append(self._mark())
 
     @property
@@ -93,11 +93,11 @@ class Stopwatch:
         """Milliseconds of each denoising step.
 
         Raises:
-            UsageError: none was told.
+            UsageError: none was reported.
         """
         if not self._ends:
             raise UsageError(
-                "the pipeline told the end of no denoising step, so that none can be timed"
+                "the pipeline reported the end of no denoising step, so that none can be timed"
             )
         begin = self._marks[0] if self._first is None else self._first
         return tuple(1e3 * (b - a) for a, b in zip([begin, *self._ends], self._ends, strict=False))
@@ -108,13 +108,13 @@ class Stopwatch:
 
 
 def run_time(watches: Sequence[Stopwatch]) -> RunTime:
-    """What the runs of one way come to.
+    """Sum up the runs of one config.
 
     Args:
-        watches: stopped, one a run.
+        watches: stopped, one per run.
 
     Raises:
-        UsageError: the runs told no steps, or not the same number of them.
+        UsageError: the runs reported no steps, or not the same number of them.
     """
     steps = [watch.steps_ms for watch in watches]
     if len({len(one) for one in steps}) != 1:

@@ -1,11 +1,11 @@
-"""What a proof comes to, in words, and its curves as a row of bars each."""
+"""What a comparison of clips comes to, in words, and its drift as a row of bars each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from sage_plugin.bench.clips.record import Proof
+from sage_plugin.bench.clips.record import ClipComparison
 from sage_plugin.bench.clips.run_config import POLICY
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -13,14 +13,14 @@ DECADES = 4
 """Errors so many powers of ten below the largest have the lowest bar."""
 
 
-def verdict(proof: Proof) -> str:
-    """The policy against the single kernels, in one sentence.
+def verdict(comparison: ClipComparison) -> str:
+    """Say in one sentence how the policy stands against the single kernels.
 
     Example:
-        >>> verdict(Proof((), None, "", ()))
+        >>> verdict(ClipComparison((), None, "", ()))
         'No policy was drawn with.'
     """
-    policy = proof.of(POLICY)
+    policy = comparison.of(POLICY)
     if policy is None:
         return "No policy was drawn with."
     if policy.time is None:
@@ -29,16 +29,16 @@ def verdict(proof: Proof) -> str:
             "plane of time and PSNR shows on a GPU."
         )
     if math.isinf(policy.quality.mean_psnr_db):
-        return "The policy draws the host's own clip, to the bit."
-    gap = proof.above_line_db
+        return "The policy draws the baseline's own clip, to the bit."
+    gap = comparison.gain_over_front_db
     if gap is None:
         return "No single kernel has a place in the plane of time and PSNR to compare with."
     where = "above" if gap >= 0 else "below"
-    return f"The policy lies {abs(gap):.1f} dB {where} the line between single kernels."
+    return f"The policy lies {abs(gap):.1f} dB {where} the front of single kernels."
 
 
 def bars(curve: Sequence[float], largest: float) -> str:
-    """A curve as one character a step, on a logarithmic scale that ends at `largest`.
+    """Draw a curve as one character per step, on a logarithmic scale that ends at `largest`.
 
     Example:
         >>> bars([0.0, 0.001, 0.1], 0.1)
@@ -54,13 +54,15 @@ def _bar(value: float, largest: float) -> str:
     return BARS[round(max(0.0, min(1.0, height)) * (len(BARS) - 1))]
 
 
-def largest_error(proof: Proof) -> float:
-    """Of all steps of all ways, 0 where there is none."""
-    return max((x for row in proof.rows for x in row.step_error if math.isfinite(x)), default=0.0)
+def largest_error(comparison: ClipComparison) -> float:
+    """Return the largest error of all steps of all clips, 0 if there is none."""
+    return max(
+        (x for row in comparison.rows for x in row.step_error if math.isfinite(x)), default=0.0
+    )
 
 
 def worst_step(curve: Sequence[float]) -> int | None:
-    """The step in which most error came in, from 0; `None` where none did.
+    """Return the step in which most error came in, from 0; `None` if none did.
 
     Example:
         >>> worst_step([0.0, 0.3, 0.5])

@@ -9,12 +9,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from sage_plugin.capture.call import CanonicalCall, canonical
-from sage_plugin.capture.recording.denoising import DenoisingSteps
-from sage_plugin.capture.recording.forwards import ForwardWatch
 from sage_plugin.capture.recording.options import CaptureOptions
 from sage_plugin.capture.recording.origin import Origin, origin_of
+from sage_plugin.capture.recording.run_steps import RunSteps
 from sage_plugin.capture.recording.summary import CaptureSummary
 from sage_plugin.capture.recording.tally import Tally
 from sage_plugin.capture.selection.extract import extract
@@ -24,6 +24,7 @@ from sage_plugin.capture.store.manifest import CallCounts
 from sage_plugin.capture.store.writer import CaptureWriter
 from sage_plugin.errors import OutputError, UsageError
 from sage_plugin.plugin.context import CallEvent
+from sage_plugin.plugin.steps.forward import Forward
 from sage_plugin.schema import ATTENTION, SCHEMA_VERSION, CaptureRecord
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Intake:
         on_save: Callable[[CaptureRecord], None] | None = None,
     ) -> None:
         self.policy = options.policy()
-        self.denoising = DenoisingSteps()
+        self.denoising = RunSteps()
         self._rule = options.rule()
         self._globs = options.globs()
         self._filters = f"layers {', '.join(self._globs)!r}, steps {options.steps or 'all'}"
@@ -61,7 +62,7 @@ class Intake:
         self._tally = Tally()
         self._saved: dict[CaptureCell, CaptureRecord] = {}
         self._selected: dict[str, bool] = {}
-        self._origins: dict[ForwardWatch, Origin] = {}
+        self._origins: dict[nn.Module, Origin] = {}
         self._failure: OutputError | None = None
         self._graph_warned = False
 
@@ -86,9 +87,9 @@ class Intake:
         """Make the folder ready; raises what `CaptureWriter.open` does."""
         self._writer.open()
 
-    def take(self, watch: ForwardWatch, event: CallEvent) -> bool:
+    def take(self, forward: Forward, event: CallEvent) -> bool:
         """Count a call and save it if it is wanted; whether it was saved."""
-        reason = self._consider(watch, event)
+        reason = self._consider(forward, event)
         self._tally.add(event.layer, reason)
         return not reason
 
@@ -129,7 +130,7 @@ class Intake:
     def _counts(self, steps: Mapping[str, int], *, complete: bool) -> CallCounts:
         return self._tally.counts(steps, self.denoising, complete=complete)
 
-    def _consider(self, watch: ForwardWatch, event: CallEvent) -> str:
+    def _consider(self, forward: Forward, event: CallEvent) -> str:
         """Save a call, or say why not."""
         call = canonical(event)
         if isinstance(call, str):
@@ -138,7 +139,7 @@ class Intake:
         if not self._is_short(call):
             self._tally.add_cell(event.layer, call.shape, self.denoising.step)
         self.add_layers([event.layer])  # no news, but where a model was patched again
-        cell = CaptureCell(event.layer, max(watch.step, 0), event.call_index)
+        cell = CaptureCell(event.layer, forward.index, event.call_index)
         reason = self.policy.refusal(cell) or self._obstacle(call)
         part = reason or self._rule.choose(call)
         if isinstance(part, str):
@@ -154,7 +155,7 @@ class Intake:
             if verdict.evict is not None:
                 self._writer.delete(self._saved.pop(verdict.evict))
                 self._tally.skipped[REPLACED] += 1
-            record = self._record(watch, event, cell, call, part)
+            record = self._record(forward, event, cell, call, part)
             self._saved[cell] = self._writer.save(tensors, record)
             self.policy.commit(cell, verdict)
             if self._on_save is not None:
@@ -178,22 +179,22 @@ class Intake:
 
     def _record(
         self,
-        watch: ForwardWatch,
+        forward: Forward,
         event: CallEvent,
         cell: CaptureCell,
         call: CanonicalCall,
         part: Part,
     ) -> CaptureRecord:
         """The manifest line, but for file and checksum."""
-        origin = self._origins.get(watch) or origin_of(watch.model)
-        self._origins[watch] = origin
+        origin = self._origins.get(forward.model) or origin_of(forward.model)
+        self._origins[forward.model] = origin
         return CaptureRecord(
             schema_version=SCHEMA_VERSION,
             family=ATTENTION,
             file="",
             layer=cell.layer,
             step=cell.step,
-            timestep=watch.timestep,
+            timestep=forward.timestep,
             call_index=cell.call_index,
             shape=call.shape,
             batch_indices=part.batch,
@@ -201,7 +202,7 @@ class Intake:
             strides_q=event.q.stride(),
             strides_k=event.k.stride(),
             strides_v=event.v.stride(),
-            text_length=watch.text_length,
+            text_length=forward.text_length,
             model_class=origin.model_class,
             config_hash=origin.config_hash,
             versions=origin.versions,

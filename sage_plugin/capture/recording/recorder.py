@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -16,13 +17,14 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from sage_plugin.capture.recording.forwards import ForwardWatch, is_compiled
 from sage_plugin.capture.recording.intake import Intake
 from sage_plugin.capture.recording.options import DEFAULT_MAX_BYTES, MIN_SEQ, CaptureOptions
 from sage_plugin.capture.recording.summary import CaptureSummary
 from sage_plugin.errors import OutputError, UsageError
-from sage_plugin.plugin.context import CallEvent
+from sage_plugin.plugin.component import component_of
+from sage_plugin.plugin.context import WRAPPER, CallEvent
 from sage_plugin.plugin.patch import PatchHandle, handle_of, patch
+from sage_plugin.plugin.steps.forward import Forward, ForwardCounter, Timestep
 from sage_plugin.schema import CaptureRecord
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,8 @@ class CaptureRecorder:
         self.attach(handle, own_patch=former is None)
         if not isinstance(obj, nn.Module):
             self._step_hint = partial(_announced_steps, obj)
-        if is_compiled(obj):
+            self._intake.denoising.follow(obj)
+        if _is_compiled(obj):
             logger.warning(
                 "the model runs under torch.compile, which hides attention calls from a "
                 "recording; record it before compiling"
@@ -125,7 +128,7 @@ class CaptureRecorder:
         """Whether a component's forwards are counted and its handle is attached."""
         handle = handle_of(model)
         return any(handle is known for known, _ in self._attached) and any(
-            watch.model is model for watch in self._watches.values()
+            watch.counter.model is model for watch in self._watches.values()
         )
 
     def enter_forward(
@@ -133,8 +136,8 @@ class CaptureRecorder:
     ) -> None:
         """Count a forward that had begun when its model was attached."""
         for watch in self._watches.values():
-            if watch.model is model:
-                watch.begin(model, args, kwargs)
+            if watch.counter.model is model:
+                watch.counter.begin(model, args, kwargs)
 
     def close(self) -> None:
         """Stop listening, write the counts, undo an own patch; again does nothing.
@@ -144,6 +147,7 @@ class CaptureRecorder:
         """
         for watch in self._watches.values():
             watch.stop()
+        self._intake.denoising.tracker.stop()
         for handle, own_patch in self._attached:
             with contextlib.suppress(ValueError):
                 handle.listeners.remove(self._on_call)
@@ -179,9 +183,9 @@ class CaptureRecorder:
         with self._lock:
             return self._intake.summary(self._steps())
 
-    def _on_forward(self, timestep: float | None) -> None:
+    def _on_forward(self, forward: Forward) -> None:
         with self._lock:
-            self._intake.denoising.forward(timestep)
+            self._intake.denoising.forward(forward)
             if self._step_hint is not None and self._intake.policy.total_steps is None:
                 self._intake.policy.expect(self._step_hint() if len(self._watches) == 1 else None)
             self._step_hint = None
@@ -194,7 +198,7 @@ class CaptureRecorder:
             if not self._open:
                 return
             watch = self._watches.get(event.component) or next(iter(self._watches.values()))
-            if self._intake.take(watch, event):
+            if self._intake.take(watch.forward(), event):
                 self._write_counts()
 
     def _write_counts(self) -> None:
@@ -202,22 +206,55 @@ class CaptureRecorder:
         self._intake.write_counts(self._steps())
 
     def _steps(self) -> dict[str, int]:
-        return {name: watch.step + 1 for name, watch in self._watches.items()}
+        return {name: watch.count for name, watch in self._watches.items()}
 
     def _watch(self, name: str, model: nn.Module) -> None:
         """Count the forwards of a component; another model of the same name goes on counting."""
-        former = self._watches.get(name)
+        part, former = component_of(model), self._watches.get(name)
+        if part is None or (former is not None and former.counter is part.state.forwards):
+            return
         if former is not None:
-            if former.model is model:
-                return
             former.stop()
-        watch = ForwardWatch(
-            model,
-            first_step=0 if former is None else former.step + 1,
-            on_begin=self._on_forward,
-        )
-        watch.start()
-        self._watches[name] = watch
+        first = 0 if former is None else former.count
+        self._watches[name] = ForwardWatch(model, part.state.forwards, self._on_forward, first)
+
+
+class ForwardWatch:
+    """The forwards of one component since its recording began.
+
+    Args:
+        model: the component.
+        counter: counts them since it was patched.
+        on_begin: called at the start of each.
+        count: how many were recorded before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        counter: ForwardCounter,
+        on_begin: Callable[[Forward], None],
+        count: int = 0,
+    ) -> None:
+        self.counter = counter
+        self.count = count
+        self._on_begin = on_begin
+        self._last = Forward(model, count, Timestep(None))
+        counter.listeners.append(self._begin)
+
+    def forward(self) -> Forward:
+        """The current forward, by its index in the recording."""
+        return self._last
+
+    def stop(self) -> None:
+        """Watch no more."""
+        if self._begin in self.counter.listeners:
+            self.counter.listeners.remove(self._begin)
+
+    def _begin(self, forward: Forward) -> None:
+        self._last = dataclasses.replace(forward, index=self.count)
+        self.count += 1
+        self._on_begin(forward)
 
 
 def record(
@@ -300,3 +337,14 @@ def _announced_steps(pipe: object) -> int | None:
         timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
         steps = len(timesteps) if isinstance(timesteps, torch.Tensor) else None
     return steps if steps is not None and 0 < steps <= _MOST_STEPS else None
+
+
+def _is_compiled(obj: object) -> bool:
+    """Whether a model, a pipeline's component, or a part of one was handed to `torch.compile`."""
+    parts = [obj] if isinstance(obj, nn.Module) else list(getattr(obj, "components", {}).values())
+    return any(
+        module._compiled_call_impl is not None or WRAPPER in module._modules
+        for part in parts
+        if isinstance(part, nn.Module)
+        for module in part.modules()
+    )

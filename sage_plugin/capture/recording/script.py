@@ -124,7 +124,8 @@ class DenoiserHook:
             self._passed_over.add(type(module))
             return
         self._recorder.attach(handle, own_patch=part is None)
-        module._forward_pre_hooks_with_kwargs[self._hooks[1].id] = True
+        if part is None:  # the hooks of this patch come too late for the forward that is running
+            module._forward_pre_hooks_with_kwargs[self._hooks[1].id] = True
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from sage_plugin.capture.recording.denoising import DenoisingSteps
+from sage_plugin.capture.recording.run_steps import RunSteps
 from sage_plugin.capture.store.manifest import CallCounts, LayerCalls, ShapeCount
 from sage_plugin.schema import SCHEMA_VERSION, CallShape
 
@@ -44,7 +44,7 @@ class Tally:
             self._cells.setdefault((layer, shape), Counter())[step or 0] += 1
 
     def counts(
-        self, steps: Mapping[str, int], denoising: DenoisingSteps, *, complete: bool
+        self, steps: Mapping[str, int], denoising: RunSteps, *, complete: bool
     ) -> CallCounts:
         """The counts as they are written."""
         shapes = self._shapes.most_common()

@@ -1,92 +1,91 @@
-"""`sage policy sensitivity`: what a clip of the embedded model feels of each layer and band."""
+"""`sage policy sensitivity`: what a clip loses when one layer and step range is quantized."""
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin import files
-from sage_plugin.cli.bench import ConfigDir, Device, device_of, named_kernels
-from sage_plugin.cli.console import stdout
-from sage_plugin.cli.policy import clips as policy_clips
-from sage_plugin.cli.policy.search import Bands
+from sage_plugin.cli.clips import ClipOptions, labels
+from sage_plugin.cli.console import progress, say, stdout
+from sage_plugin.cli.options import (
+    ConfigDir,
+    Device,
+    Kernels,
+    StepRanges,
+    flattened,
+    named_kernels,
+)
+from sage_plugin.cli.tables import grid
 from sage_plugin.demo.sizes import SIZES
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
-    from sage_plugin.tune.policy.effects_file import Effects
+    from sage_plugin.tune.policy.sensitivity_file import Sensitivities
 
-Kernels = Annotated[
-    list[str] | None, typer.Option("--kernel", metavar="NAME", help="The kernel to measure with.")
-]
-Output = Annotated[Path, typer.Option("--output", "-o", help="File of effects.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="File of sensitivities.")]
 
 
+@flattened
 def command(
+    clip: ClipOptions,
     kernel: Kernels = None,
-    bands: Bands = 5,
-    size: policy_clips.Size = None,
-    digit: policy_clips.Digits = None,
-    num_inference_steps: policy_clips.Steps = None,
-    seed: policy_clips.Seed = 0,
+    step_ranges: StepRanges = 5,
     device: Device = None,
     config_dir: ConfigDir = None,
-    output: Output = Path("effects.json"),
+    output: Output = Path("sensitivity.json"),
 ) -> None:
-    """Draw a clip for each layer and band, and show and write how far each is from the host's."""
-    from sage_plugin.bench.clips.effects import measure_effects
-    from sage_plugin.tune.policy.effects_file import SCHEMA_VERSION, Effect, Effects
+    """Draw a clip per layer and step range, and write how far each is from the baseline."""
+    from sage_plugin import device as devices
+    from sage_plugin import files
+    from sage_plugin.bench.clips.sensitivity import measure_sensitivity
+    from sage_plugin.tune.policy.sensitivity_file import SCHEMA_VERSION, Sensitivities, Sensitivity
 
-    where, facts = device_of(device)
-    names = policy_clips.labels(named_kernels(kernel or (), facts))
-    clips = policy_clips.Clips(
-        where, size, tuple(digit or (7,)), num_inference_steps, seed, config_dir
-    )
-    if len(kernel or ()) != 1:
+    where, facts = devices.chosen(device)
+    (name, *more) = labels(named_kernels(kernel or (), facts))
+    if more or not kernel:
         got = ", ".join(kernel or ()) or "none"
         raise UsageError(
-            f"--kernel: got {got}, and effects are measured with one kernel, better a coarse one: "
-            "give --kernel fav3_fp8"
+            f"--kernel: got {got}, and sensitivity is measured with one kernel, better a coarse "
+            "one: give --kernel fav3_fp8"
         )
     _check_output(output)
-    steps = clips.steps or SIZES[clips.size_name()].default_steps
-    with policy_clips.progress_line() as tell:
-        tell("loading the model")
-        found = measure_effects(clips.subject(steps), names[0], bands=bands, tell=tell)
-    effects = Effects(SCHEMA_VERSION, names[0], tuple(Effect(*one) for one in found))
-    files.write_json(output, effects.to_json())
-    _show(effects)
-    sentence = f"Wrote {output}. Next: sage policy search --effects {shlex.quote(str(output))}"
-    stdout.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    steps = clip.num_inference_steps or SIZES[clip.size_on(where)].default_steps
+    with progress("loading the model") as report:
+        subject = clip.subject(where, steps, config_dir)
+        found = measure_sensitivity(subject, name, step_ranges=step_ranges, report_progress=report)
+    cells = tuple(Sensitivity(*one) for one in found)
+    measured = Sensitivities(SCHEMA_VERSION, name, cells)
+    files.write_json(output, measured.to_json())
+    _show(measured)
+    say(f"Wrote {output}. Next: sage policy search --sensitivity {shlex.quote(str(output))}")
 
 
 def _check_output(path: Path) -> None:
     from sage_plugin.bench.report import check_writable
     from sage_plugin.errors import ConfigError
-    from sage_plugin.tune.policy import effects_file
+    from sage_plugin.tune.policy import sensitivity_file
 
     check_writable(path)
     if path.exists() and path.stat().st_size:
         try:
-            effects_file.read(path)
+            sensitivity_file.read(path)
         except ConfigError as error:
-            sentence = f"--output {path}: exists and is no file of effects; name another"
+            sentence = f"--output {path}: exists and is not a file of sensitivities; name another"
             raise UsageError(sentence) from error
 
 
-def _show(effects: Effects) -> None:
-    """PSNR of the clips, a row a layer and a column a band."""
-    import math
-
-    from rich.table import Table
-
-    bands = list(dict.fromkeys(one.steps for one in effects.effects))
-    table = Table("PSNR in dB with this alone on " + effects.kernel, *(b or "all" for b in bands))
+def _show(measured: Sensitivities) -> None:
+    """PSNR of the clips, a row per layer and a column per step range."""
+    ranges = list(dict.fromkeys(one.steps for one in measured.cells))
+    title = f"PSNR in dB with this alone on {measured.kernel}"
+    table = grid(title, *(steps or "all" for steps in ranges), padding=1)
+    table.columns[0].justify = "left"
     rows: dict[str, list[str]] = {}
-    for one in effects.effects:
+    for one in measured.cells:
         level = "inf" if one.rmse == 0 else f"{-20 * math.log10(one.rmse):.1f}"
         rows.setdefault(one.layer, []).append(level)
     for layer, cells in rows.items():

@@ -26,6 +26,12 @@ KINDS = ("any", "self", "cross")
 HOST = "sdpa"
 TUNABLE = frozenset(spec.name for spec in fields(LaunchConfig))
 
+MOST_RULES, LONGEST_GLOB = 1000, 300
+"""Each rule is compared with those before it, and a glob with each layer."""
+
+ANY_CONFIG = LaunchConfig(64, 64, 4, 2, "pointer", True, True, 1)
+"""Whose fields a rule may change; what is legal depends on the call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule(JsonRecord):
@@ -34,7 +40,7 @@ class Rule(JsonRecord):
     Attributes:
         kernel: `sdpa` for the host's attention, `auto`, or a kernel, also as `kernel:variant`.
         layers: globs of layer paths, with or without the component in front.
-        steps: a band of denoising steps (`band.py`), empty for all.
+        steps: a band of denoising steps (`step_range.py`), empty for all.
         attention: `"self"` (as many queries as keys), `"cross"`, or `"any"`.
         min_seq: fewest queries and keys.
         launch: fields of the launch config that are changed.
@@ -86,39 +92,39 @@ def _matches(globs: tuple[str, ...], layer: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen(JsonRecord):
-    """What the attention calls of a run come to, one way of running them.
+class PredictedRun(JsonRecord):
+    """What the attention calls of a run are predicted to come to, with one kernel or the policy.
 
     Attributes:
-        way: a kernel by name, `sdpa` for the host's attention, or `policy`.
+        name: a kernel by name, `sdpa` for the host's attention, or `policy`.
         ms: milliseconds of all attention calls of the run, with quantisation.
         error: mean over all calls of the centred relative L1 error; 0 for the host's attention.
     """
 
-    way: str
+    name: str
     ms: float
     error: float
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction(JsonRecord):
-    """What was foreseen for a policy when it was searched.
+    """What was predicted for a policy when it was searched.
 
     Attributes:
         device: name of the device whose times these are.
         steps: denoising steps of the run, `None` where none were counted.
         calls: attention calls of the run.
-        ways: the host's attention first, then each kernel by itself, and the policy last.
+        runs: the host's attention first, then each kernel by itself, and the policy last.
     """
 
     device: str
     steps: int | None
     calls: int
-    ways: tuple[Foreseen, ...]
+    runs: tuple[PredictedRun, ...]
 
-    def of(self, way: str) -> Foreseen | None:
-        """What was foreseen for one way, `None` where nothing was."""
-        return next((one for one in self.ways if one.way == way), None)
+    def of(self, name: str) -> PredictedRun | None:
+        """Return what was predicted for one run, `None` if nothing was."""
+        return next((run for run in self.runs if run.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,7 @@ class Policy(JsonRecord):
         rules: the first that fits a call decides.
         model: class of the model that it was made for, empty for any.
         note: a sentence for people.
-        prediction: what was foreseen where the policy was searched.
+        prediction: what its search predicted, `None` if it was not searched.
     """
 
     schema_version: int
@@ -152,12 +158,12 @@ class Policy(JsonRecord):
     def text(self) -> str:
         """The file, without what is left at its default."""
         rules = [_without_defaults(rule) for rule in self.rules]
-        foreseen = None if self.prediction is None else self.prediction.to_json()
+        prediction = None if self.prediction is None else self.prediction.to_json()
         head = {
             "schema_version": self.schema_version,
             "model": self.model,
             "note": self.note,
-            "prediction": foreseen,
+            "prediction": prediction,
         }
         lines = ",\n".join(f"  {json.dumps(rule)}" for rule in rules)
         body = ", ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items() if v)
@@ -196,7 +202,7 @@ def chosen(policy: str | os.PathLike[str] | Policy) -> Policy:
     if isinstance(policy, str) and policy in PRESETS:
         return Policy(SCHEMA_VERSION, PRESETS[policy])
     path = Path(os.path.expanduser(policy))
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
             f"policy {os.fspath(policy)!r} is neither a file nor one of {', '.join(PRESETS)}"
         )
@@ -267,6 +273,9 @@ def problems(rules: Iterable[Rule]) -> Iterator[str]:
     found = False
     for number, rule in enumerate(rules, start=1):
         found = True
+        if number > MOST_RULES:
+            yield f"more than {MOST_RULES} rules; join those that differ in their layers alone"
+            return
         wrong = _wrong_with(rule)
         if wrong:
             yield f"rule {number}: {wrong}"
@@ -288,12 +297,18 @@ def _wrong_with(rule: Rule) -> str:
             return str(error)
     if not rule.layers or not all(rule.layers):
         return "layers are empty; leave them out for all"
+    if longest := next((glob for glob in rule.layers if len(glob) > LONGEST_GLOB), None):
+        return f"layers has {longest[:40]!r}..., which is longer than {LONGEST_GLOB} characters"
     if rule.attention not in KINDS:
         return f"attention is {rule.attention!r}; choose one of {', '.join(KINDS)}"
     if rule.min_seq < 0:
         return f"min_seq is {rule.min_seq}; it is a number of tokens, 0 or more"
     if unknown := sorted(set(rule.launch) - TUNABLE):
         return f"launch has no field {unknown[0]!r}; it has {', '.join(sorted(TUNABLE))}"
+    try:
+        ANY_CONFIG.replaced(**rule.launch)
+    except ConfigError as error:
+        return f"launch: {error}"
     if rule.launch and rule.kernel in ("auto", HOST, "torch"):
         return f"launch belongs to a kernel by name, and the kernel is {rule.kernel!r}"
     try:

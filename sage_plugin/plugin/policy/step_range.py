@@ -109,7 +109,7 @@ def equal_bands(count: int, steps: int | None) -> tuple[str, ...]:
         (('',), (':50%', '50%:'))
     """
     if not 1 <= count <= MAX_BANDS:
-        raise UsageError(f"--bands {count}: use 1 to {MAX_BANDS} bands of denoising steps")
+        raise UsageError(f"--step-ranges {count}: use 1 to {MAX_BANDS} ranges of denoising steps")
     count = min(count, steps or 1)
     edges = [f"{round(100 * i / count)}%" for i in range(1, count)]
     if not edges:

@@ -109,21 +109,10 @@ def _sound(
     return ()
 
 
-def from_shapes(
-    shapes: Iterable[CallShape], *, distribution: str = "normal", seed: int = 0
-) -> TuningInputs:
-    """Synthetic inputs, one per distinct shape.
-
-    Args:
-        shapes: full calls.
-        distribution: a name of `measure.inputs.DISTRIBUTIONS`.
-        seed: of the draw.
-    """
-    groups = []
-    for shape in dict.fromkeys(shapes):
-        source = ReplayInputs(shape, distribution=distribution, seed=seed)
-        groups.append(InputGroup((source,), source))
-    return TuningInputs(_by_cost(groups))
+def from_drawn(inputs: Iterable[ReplayInputs]) -> TuningInputs:
+    """Group drawn inputs: each is a group of its own, and equal shapes are one."""
+    by_shape = {source.shape: source for source in inputs}
+    return TuningInputs(_by_cost([InputGroup((one,), one) for one in by_shape.values()]))
 
 
 def _shape_key(shape: CallShape) -> CallKey:

@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from sage_plugin import device as devices
 from sage_plugin.errors import CaptureError, ConfigError, OutputError, UsageError
 from sage_plugin.families import ATTENTION, Family
@@ -102,11 +100,11 @@ def build(request: TuningRequest) -> TuningPlan:
         OutputError: there is no folder to write configs to.
     """
     _check_numbers(request)
-    name, facts = chosen_device(request.device)
+    device, facts = devices.chosen(request.device)
     studies, calls, notes = [], [], list(request.inputs.notes)
     for group in request.inputs.groups:
         for text in request.kernels or (CPU_KERNEL if facts.kind == "cpu" else "auto",):
-            study = _study(request, group, text, name, facts, notes)
+            study = _study(request, group, text, str(device), facts, notes)
             if study is not None and study not in studies:
                 studies.append(study)
                 calls.append(group.calls)
@@ -206,27 +204,6 @@ def _space(
             f"most often because {reason}"
         )
     return tuple(legal)
-
-
-def chosen_device(name: str | None) -> tuple[str, DeviceFacts]:
-    """The device of a name, by default a GPU where there is one, and its facts.
-
-    Raises:
-        UsageError: the name is none of a device.
-        DeviceError: torch cannot use it here.
-    """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"device {name!r} is not one: use cpu, cuda or cuda:<number>") from None
-    facts = devices.facts(place)
-    if place.type == "cpu":
-        name = "cpu"  # whatever its number
-    if name == "cuda":
-        name = f"cuda:{torch.cuda.current_device()}"
-    return name, facts
 
 
 def _default_name(inputs: TuningInputs, facts: DeviceFacts) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_plugin.measure import figure
-from sage_plugin.plugin.policy.rules import Foreseen
+from sage_plugin.plugin.policy.rules import PredictedRun
 from sage_plugin.tune.policy.search import PolicySearchResult
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def _draw(canvas: Figure, found: PolicySearchResult) -> None:
         color="tab:blue",
         label="best choices, layer by layer",
     )
-    for way in _ways(found):
-        axes.plot(way.ms, way.error, "s", color="tab:gray", markersize=5)
-        axes.annotate(f" {way.way}", (way.ms, way.error), fontsize=8, va="bottom", rotation=20)
+    for run in _runs(found):
+        axes.plot(run.ms, run.error, "s", color="tab:gray", markersize=5)
+        axes.annotate(f" {run.name}", (run.ms, run.error), fontsize=8, va="bottom", rotation=20)
     chosen = found.assignment
     axes.plot(
         chosen.ms, chosen.plain_error, "*", color="tab:red", markersize=14, label="the policy"
@@ -47,7 +47,7 @@ def _draw(canvas: Figure, found: PolicySearchResult) -> None:
     axes.legend()
 
 
-def _ways(found: PolicySearchResult) -> tuple[Foreseen, ...]:
+def _runs(found: PolicySearchResult) -> tuple[PredictedRun, ...]:
     prediction = found.policy.prediction
-    assert prediction is not None, "a searched policy holds what was foreseen"
-    return tuple(way for way in prediction.ways if way.way != "policy")
+    assert prediction is not None, "a searched policy holds a prediction"
+    return tuple(run for run in prediction.runs if run.name != "policy")

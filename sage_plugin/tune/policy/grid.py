@@ -91,12 +91,12 @@ def kind(layer: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", layer)
 
 
-def grid_of(captures: CaptureFolder, *, bands: int, min_seq: int) -> Grid:
+def grid_of(captures: CaptureFolder, *, step_ranges: int, min_seq: int) -> Grid:
     """Sort the captures and the counted calls of a folder into cells.
 
     Args:
         captures: the folder.
-        bands: how many bands of steps, where the recording counted steps.
+        step_ranges: how many ranges of steps, if the recording counted steps.
         min_seq: calls with fewer queries or keys stay with the host's attention.
 
     Raises:
@@ -114,7 +114,7 @@ def grid_of(captures: CaptureFolder, *, bands: int, min_seq: int) -> Grid:
             f"{captures.path} has counts of calls that no recording writes: record again with "
             "`sage capture`"
         )
-    names = equal_bands(bands, counts.denoising_steps)
+    names = equal_bands(step_ranges, counts.denoising_steps)
     layers = tuple(dict.fromkeys(counts.layers))
     parsed = [Band.parse(name) for name in names]
     calls = _calls(counts, layers, parsed, min_seq)

@@ -12,7 +12,7 @@ from sage_plugin.tune.run import run_folder
 
 MAX_LAYER_ERROR = 0.15
 CAPTURES_PER_CELL = 3
-BANDS = 5
+STEP_RANGES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class PolicyRequest:
         kernels: options as text; empty for all kernels of the device.
         device: torch's name of a device, `None` for the GPU where there is one.
         config_dir: folder of configs searched first.
-        bands: bands of denoising steps.
+        step_ranges: ranges of denoising steps.
         min_seq: calls with fewer queries or keys stay with the host's attention.
-        captures_per_cell: captures judged for each layer and band.
+        captures_per_cell: captures judged for each layer and step range.
         times: result of `sage bench --json` whose times are taken in place of this device's.
-        effects: file of effects whose weights are taken.
+        sensitivity: file of sensitivities whose weights are taken.
         runs_dir: folder that holds run folders.
         run_name: name of the run folder, `None` for one that the same captures always get.
         fresh: measure anew instead of going on from the ledger.
@@ -44,11 +44,11 @@ class PolicyRequest:
     kernels: tuple[str, ...] = ()
     device: str | None = None
     config_dir: Path | None = None
-    bands: int = BANDS
+    step_ranges: int = STEP_RANGES
     min_seq: int = MIN_SEQ
     captures_per_cell: int = CAPTURES_PER_CELL
     times: Path | None = None
-    effects: Path | None = None
+    sensitivity: Path | None = None
     runs_dir: Path = RUNS
     run_name: str | None = None
     fresh: bool = False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sage_plugin import device as devices
 from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError, TuningError, UsageError
@@ -15,14 +16,13 @@ from sage_plugin.plugin.patch import MIN_SEQ
 from sage_plugin.plugin.policy.rules import (
     HOST,
     SCHEMA_VERSION,
-    Foreseen,
     Policy,
+    PredictedRun,
     Prediction,
     checked,
 )
 from sage_plugin.schema import CallShape, DeviceFacts
-from sage_plugin.tune.configs.plan import chosen_device
-from sage_plugin.tune.policy import effects_file, results, times_file
+from sage_plugin.tune.policy import results, sensitivity_file, times_file
 from sage_plugin.tune.policy.choice import (
     Assignment,
     PolicyProblem,
@@ -166,7 +166,7 @@ def search(
     Raises:
         UsageError: an option is out of range, or a CPU without times of a GPU.
         CaptureError: the folder has no captures, or not what a policy is searched by.
-        ConfigError: a file of times or effects is no such file.
+        ConfigError: a file of times or sensitivities is not one.
         TuningError: nothing meets what was asked for.
         OutputError: the run folder cannot be written.
 
@@ -177,14 +177,14 @@ def search(
     """
     started = time.monotonic()
     request.check()
-    name, facts = chosen_device(request.device)
+    place, facts = devices.chosen(request.device)
     if facts.kind == "cpu" and request.times is None:
         raise UsageError(
             "on a CPU kernels are emulated, so that their times say nothing: search on the GPU, or "
             "give its times (`sage bench captured_inputs --json times.json` there, --times here)"
         )
     captures = open_captures(request.folder)
-    grid = grid_of(captures, bands=request.bands, min_seq=request.min_seq)
+    grid = grid_of(captures, step_ranges=request.step_ranges, min_seq=request.min_seq)
     device, elsewhere = facts.name, None
     if request.times is not None:
         device, elsewhere = times_file.read(request.times)
@@ -194,7 +194,7 @@ def search(
     with run_folder.claimed(folder):
         if request.fresh:
             run_folder.set_aside(folder)
-        evidence = PolicyEvidence(captures, name, config_dir, folder / run_folder.LEDGER)
+        evidence = PolicyEvidence(captures, str(place), config_dir, folder / run_folder.LEDGER)
         running = _Search(request, captures, grid, options, evidence, elsewhere, progress)
         running.notes += captures.problems
         if request.min_seq < MIN_SEQ:
@@ -256,11 +256,11 @@ def _problem(
     request: PolicyRequest, grid: Grid, cells: tuple[CellEstimates, ...], notes: list[str]
 ) -> PolicyProblem:
     weights: Sequence[float] = [1.0] * len(cells)
-    if request.effects is not None:
-        measured = effects_file.read(request.effects)
-        weights = weights_of(measured, cells, str(request.effects))
+    if request.sensitivity is not None:
+        measured = sensitivity_file.read(request.sensitivity)
+        weights = weights_of(measured, cells, str(request.sensitivity))
         notes.append(
-            f"errors are weighted by what the clip feels of each layer, as {request.effects} says"
+            f"errors are weighted by the sensitivity of the clip, as {request.sensitivity} says"
         )
     return PolicyProblem(cells, tuple(weights), grid.total_calls, request.max_layer_error)
 
@@ -272,11 +272,11 @@ def _prediction(
     options: Sequence[Option],
     device: str,
 ) -> Prediction:
-    """What is foreseen of the host's attention, of each option everywhere, and of the policy."""
-    ways = [(label, *problem.single(label)) for label in (HOST, *(o.label for o in options))]
-    ways.append(("policy", assignment.ms, assignment.plain_error))
-    foreseen = tuple(Foreseen(way, round(ms, 4), round(error, 8)) for way, ms, error in ways)
-    return Prediction(device, grid.steps, math.ceil(grid.total_calls), foreseen)
+    """Predict the host's attention, each option everywhere, and the policy."""
+    runs = [(label, *problem.single(label)) for label in (HOST, *(o.label for o in options))]
+    runs.append(("policy", assignment.ms, assignment.plain_error))
+    rounded = tuple(PredictedRun(name, round(ms, 4), round(e, 8)) for name, ms, e in runs)
+    return Prediction(device, grid.steps, math.ceil(grid.total_calls), rounded)
 
 
 def _policy(

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 
 from sage_plugin.bench.clips import plot
-from tests.bench.clips.proofs import timed, untimed
+from tests.bench.clips.comparisons import timed, untimed
 
 
 def axes_of(proof):

@@ -1,4 +1,4 @@
-"""Timed rounds on a fake clock: every way once a round, in an order drawn anew."""
+"""Timed rounds on a fake clock: every config once per round, in an order drawn anew."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from sage_plugin.bench.clips.draw import Subject
 from sage_plugin.bench.clips.rounds import time_runs
 from sage_plugin.measure.timing import TimingLimits
 
@@ -16,25 +17,25 @@ LIMITS = TimingLimits(warmup=0, warmup_s=0.0, min_samples=6, max_samples=6, budg
 
 
 class Machine:
-    """A pipeline whose steps take the time of the way that it is patched for."""
+    """A pipeline whose steps take the time of the config that it is patched for."""
 
     def __init__(self):
-        self.time, self.way, self.ran = 0.0, "", []
+        self.time, self.config, self.ran = 0.0, "", []
         self.denoiser = nn.Identity()
 
     @contextlib.contextmanager
-    def patched(self, way):
+    def patched(self, config):
         self.time += 5.0  # patching is not timed
-        self.way = way
+        self.config = config
         yield
-        self.way = ""
+        self.config = ""
 
     def draw(self, on_step):
-        self.ran.append(self.way)
+        self.ran.append(self.config)
         self.time += 1.0  # the text encoder is no part of a step
         for _ in range(3):
             self.denoiser(torch.ones(1))
-            self.time += STEP_S[self.way]
+            self.time += STEP_S[self.config]
             on_step(torch.ones(1))
         self.time += 2.0  # nor is the decoder
 
@@ -44,10 +45,9 @@ class Machine:
 
 def times(machine, **options):
     return time_runs(
-        machine.draw,
+        Subject(None, machine.draw, torch.device("cpu")),
         machine.patches(),
         [machine.denoiser],
-        device=torch.device("cpu"),
         now=lambda: machine.time,
         **{"limits": LIMITS, **options},
     )

@@ -1,4 +1,4 @@
-"""A whole proof on a toy pipeline: what each way draws, and what comes of it."""
+"""A whole proof on a toy pipeline: what each config draws, and what comes of it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ pytest.importorskip("diffusers")
 pytest.importorskip("skimage")
 
 from sage_plugin.bench.clips import run
-from sage_plugin.bench.clips.run import Subject, prove
-from sage_plugin.bench.clips.run_config import Way, ways
+from sage_plugin.bench.clips.draw import Subject
+from sage_plugin.bench.clips.run import compare_clips
+from sage_plugin.bench.clips.run_config import RunConfig, run_configs
 from sage_plugin.bench.clips.stopwatch import RunTime
 from sage_plugin.errors import ConfigError, DeviceError, UsageError
-from sage_plugin.plugin.policy.rules import Foreseen, Policy, Prediction, Rule
+from sage_plugin.plugin.policy.rules import Policy, PredictedRun, Prediction, Rule
 from tests.bench.clips.pipelines import STEPS, drawing, toy
 
 CPU = torch.device("cpu")
-FORESEEN = Prediction(
+PREDICTION = Prediction(
     "CPU of another",
     STEPS,
     STEPS + 1,
-    (Foreseen("sdpa", 9.0, 0.0), Foreseen("sage", 4.0, 0.5), Foreseen("policy", 6.0, 0.25)),
+    (
+        PredictedRun("sdpa", 9.0, 0.0),
+        PredictedRun("sage", 4.0, 0.5),
+        PredictedRun("policy", 6.0, 0.25),
+    ),
 )
 RULES = (Rule("sdpa", steps=":2"), Rule("fav3_sage", steps="2:3"), Rule("sage"))
 BY_HOST = "host: the policy's rule 1 leaves it to the host"
@@ -43,7 +48,7 @@ def subject(pipe=None, **options):
 
 
 def proof_of(policy=None, kernels=("sage", "fav2")):
-    return prove(subject(), ways(kernels, policy))
+    return compare_clips(subject(), run_configs(kernels, policy))
 
 
 def test_the_host_is_itself_and_each_kernel_is_some_way_off():
@@ -78,22 +83,22 @@ def test_the_policy_of_one_kernel_draws_that_kernels_clip():
     assert proof.of("policy").quality == proof.of("sage").quality
 
 
-def test_the_foreseen_stands_beside_the_real():
-    proof, _ = proof_of(Policy(1, RULES, prediction=FORESEEN))
+def test_the_prediction_stands_beside_the_real():
+    proof, _ = proof_of(Policy(1, RULES, prediction=PREDICTION))
     host, sage, fav2, ours = proof.rows
-    assert (host.foreseen_ms, host.foreseen_saved_ms) == (9.0, 0.0)
-    assert (sage.foreseen_ms, sage.foreseen_error, sage.foreseen_saved_ms) == (4.0, 0.5, 5.0)
-    assert (ours.foreseen_ms, ours.foreseen_error, ours.foreseen_saved_ms) == (6.0, 0.25, 3.0)
-    assert (fav2.foreseen_ms, fav2.foreseen_error, fav2.foreseen_saved_ms) == (None, None, None)
+    assert (host.predicted_ms, host.predicted_saved_ms) == (9.0, 0.0)
+    assert (sage.predicted_ms, sage.predicted_error, sage.predicted_saved_ms) == (4.0, 0.5, 5.0)
+    assert (ours.predicted_ms, ours.predicted_error, ours.predicted_saved_ms) == (6.0, 0.25, 3.0)
+    assert (fav2.predicted_ms, fav2.predicted_error, fav2.predicted_saved_ms) == (None, None, None)
     assert any(
-        note.startswith("foreseen on CPU of another, and this is CPU") for note in proof.notes
+        note.startswith("predicted for CPU of another, and this is CPU") for note in proof.notes
     )
-    assert "foreseen for a run of 5 attention calls, and this one has 4" in proof.notes
+    assert "predicted for a run of 5 attention calls, and this one has 4" in proof.notes
 
 
-def test_without_a_prediction_nothing_is_foreseen():
+def test_without_a_prediction_nothing_is_predicted():
     proof, _ = proof_of(Policy(1, RULES))
-    assert {row.foreseen_ms for row in proof.rows} == {None}
+    assert {row.predicted_ms for row in proof.rows} == {None}
     assert proof.notes == ()
 
 
@@ -101,7 +106,7 @@ def test_emulated_kernels_are_not_timed():
     proof, _ = proof_of()
     assert {row.time for row in proof.rows} == {None}
     assert {row.note for row in proof.rows} == {"emulation: not a speed"}
-    assert (proof.stamp, proof.aa_ratio, proof.above_line_db) == ("", None, None)
+    assert (proof.stamp, proof.aa_ratio, proof.gain_over_front_db) == ("", None, None)
 
 
 # -- times, with a stand-in for the rounds -----------------------------------------------------
@@ -119,12 +124,13 @@ def asked(monkeypatch):
     """Times of their own for all that is timed; yields what was asked for."""
     asked = {}
 
-    def time_runs(draw, patches, denoisers, **options):
+    def time_runs(subject, patches, denoisers, **options):
         asked.update(patches=patches, denoisers=denoisers, **options)
         return {name: run_time(STEP_MS[name]) for name in patches}
 
     monkeypatch.setattr(run, "time_runs", time_runs)
     monkeypatch.setattr(run, "snapshot", lambda device: None)
+    monkeypatch.setattr(Subject, "wait", lambda subject: None)
     gpu = types.SimpleNamespace(name="H100")
     monkeypatch.setattr(run, "devices", types.SimpleNamespace(facts=lambda device: gpu))
     return asked
@@ -140,23 +146,23 @@ def timed(asked, monkeypatch):
 def proof_on_a_gpu(policy):
     pipe = toy()
     on_gpu = Subject(pipe, drawing(pipe), torch.device("cuda"), min_seq=0)
-    return prove(on_gpu, ways(("sage", "fav2"), policy), seed=3)[0]
+    return compare_clips(on_gpu, run_configs(("sage", "fav2"), policy), seed=3)[0]
 
 
 def test_times_savings_and_the_line(timed):
-    proof = proof_on_a_gpu(Policy(1, RULES, prediction=FORESEEN))
+    proof = proof_on_a_gpu(Policy(1, RULES, prediction=PREDICTION))
     _, sage, fav2, ours = proof.rows
     assert [row.time.step_ms for row in proof.rows] == [10.0, 4.0, 8.0, 5.0]
     assert [row.saved_ms for row in proof.rows] == [0.0, 24.0, 8.0, 20.0]
-    assert ours.foreseen_saved_ms == 3.0
+    assert ours.predicted_saved_ms == 3.0
     assert proof.aa_ratio == pytest.approx(1.005)
     assert proof.stamp == "clean"
-    assert proof.notes[0] == "foreseen on CPU of another, and this is H100"
+    assert proof.notes[0] == "predicted for CPU of another, and this is H100"
     assert {row.note for row in proof.rows} == {""}
     assert timed["seed"] == 3
     low, high = sage.quality.mean_psnr_db, fav2.quality.mean_psnr_db
     expected = ours.quality.mean_psnr_db - (low + (high - low) / 4)
-    assert proof.above_line_db == pytest.approx(expected)
+    assert proof.gain_over_front_db == pytest.approx(expected)
     assert [point.name for point in proof.kernel_points] == ["sage", "fav2"]
 
 
@@ -181,10 +187,12 @@ def test_an_emulated_kernel_is_not_timed_on_a_gpu_either(asked):
 # -- mistakes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [[], [Way("sage", "sage")], [Way("a"), Way("a", "sage")]])
+@pytest.mark.parametrize(
+    "wrong", [[], [RunConfig("sage", "sage")], [RunConfig("a"), RunConfig("a", "sage")]]
+)
 def test_ways_that_are_none(wrong):
-    with pytest.raises(UsageError, match="host's attention first"):
-        prove(subject(), wrong)
+    with pytest.raises(UsageError, match="the baseline first"):
+        compare_clips(subject(), wrong)
 
 
 def test_a_policy_of_another_model_is_refused_before_anything_is_drawn():
@@ -192,11 +200,11 @@ def test_a_policy_of_another_model_is_refused_before_anything_is_drawn():
     pipe = toy()
     elsewhere = Policy(1, (Rule("sage", layers=("*blocks.9.*",)),))
     with pytest.raises(ConfigError, match="names no layer"):
-        prove(Subject(pipe, drawn.append, CPU, min_seq=0), ways((), elsewhere))
+        compare_clips(Subject(pipe, drawn.append, CPU, min_seq=0), run_configs((), elsewhere))
     assert drawn == []
 
 
-def test_nan_is_an_error_that_names_the_way():
+def test_nan_is_an_error_that_names_the_config():
     pipe = toy()
     draw, calls = drawing(pipe), itertools.count()
 
@@ -205,7 +213,7 @@ def test_nan_is_an_error_that_names_the_way():
         return clip if next(calls) == 0 else clip * np.nan
 
     with pytest.raises(DeviceError, match="drawn with sage holds NaN"):
-        prove(Subject(pipe, broken, CPU, min_seq=0), ways(("sage",)))
+        compare_clips(Subject(pipe, broken, CPU, min_seq=0), run_configs(("sage",)))
 
 
 def test_too_little_memory_is_a_sentence():
@@ -213,18 +221,18 @@ def test_too_little_memory_is_a_sentence():
         raise torch.OutOfMemoryError
 
     with pytest.raises(DeviceError, match="drawing with sdpa does not fit into the memory"):
-        prove(Subject(toy(), full, CPU, min_seq=0), ways(()))
+        compare_clips(Subject(toy(), full, CPU, min_seq=0), run_configs(()))
 
 
 def test_the_pipeline_is_left_unpatched():
     from sage_plugin.plugin.patch import handle_of
 
     pipe = toy()
-    prove(subject(pipe), ways(("sage",)))
+    compare_clips(subject(pipe), run_configs(("sage",)))
     assert handle_of(pipe) is None
 
 
 def test_what_is_told():
     told = []
-    prove(subject(), ways(("sage",)), tell=told.append)
-    assert told == ["drawing with the host's attention (1 of 2)", "drawing with sage (2 of 2)"]
+    compare_clips(subject(), run_configs(("sage",)), report_progress=told.append)
+    assert told == ["drawing with sdpa (1 of 2)", "drawing with sage (2 of 2)"]

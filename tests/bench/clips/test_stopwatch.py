@@ -17,10 +17,10 @@ def watch_of(begin, first, ends, stop, waits=None):
     )
     watch.start()
     if first is not None:
-        watch.forward()
-        watch.forward()  # only the first call of the denoiser begins a step
+        watch.mark_first_forward()
+        watch.mark_first_forward()  # only the first call of the denoiser begins a step
     for _ in ends:
-        watch.step()
+        watch.mark_step()
     watch.stop()
     return watch
 
@@ -58,7 +58,7 @@ def test_the_median_of_the_runs_and_its_interval():
 
 
 def test_runs_without_steps_or_of_two_lengths_are_refused():
-    with pytest.raises(UsageError, match="told the end of no denoising step"):
+    with pytest.raises(UsageError, match="reported the end of no denoising step"):
         run_time([watch_of(0.0, 0.1, [], 0.2)])
     with pytest.raises(UsageError, match="different numbers of denoising steps"):
         run_time([watch_of(0.0, 0.1, [0.2], 0.2), watch_of(0.0, 0.1, [0.2, 0.3], 0.4)])

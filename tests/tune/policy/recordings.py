@@ -114,7 +114,7 @@ def request(folder: Path, **changes: object) -> PolicyRequest:
         folder / "captures",
         times=folder / "times.json",
         device="cpu",
-        bands=2,
+        step_ranges=2,
         min_seq=16,
         runs_dir=folder / "runs",
         run_name="r",

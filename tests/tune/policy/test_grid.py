@@ -55,7 +55,7 @@ def test_every_call_of_a_run_is_in_exactly_one_cell(data, steps, bands, runs):
         for number in range(len(SHAPES))
     ]
     rows[0] = dataclasses.replace(rows[0], calls=(1,) * steps)
-    grid = grid_of(folder_of(counts_of(rows, steps, runs)), bands=bands, min_seq=16)
+    grid = grid_of(folder_of(counts_of(rows, steps, runs)), step_ranges=bands, min_seq=16)
     assert len(grid.bands) == min(bands, steps)
     parsed = [Band.parse(band) for band in grid.bands]
     lengths = [sum(band.contains(step, steps) for step in range(steps)) for band in parsed]
@@ -75,7 +75,7 @@ def test_every_call_of_a_run_is_in_exactly_one_cell(data, steps, bands, runs):
 
 def test_captures_lie_in_the_cell_of_their_layer_and_step(tmp_path):
     recordings.write(tmp_path / "c", {(0, 0): "normal", (0, 1): "normal", (2, 3): "normal"})
-    grid = grid_of(open_captures(tmp_path / "c"), bands=2, min_seq=16)
+    grid = grid_of(open_captures(tmp_path / "c"), step_ranges=2, min_seq=16)
     assert {place: [r.denoising_step for r in cell.records] for place, cell in grid.captured.items()
     } == {(0, 0): [0, 1], (2, 1): [3]}  # fmt: skip
     assert set(grid.cells) == {(layer, band) for layer in range(3) for band in range(2)}
@@ -86,14 +86,14 @@ def test_captures_lie_in_the_cell_of_their_layer_and_step(tmp_path):
 
 def test_calls_are_those_of_one_run(tmp_path):
     recordings.write(tmp_path / "c", runs=3, uncounted=9)
-    grid = grid_of(open_captures(tmp_path / "c"), bands=4, min_seq=16)
+    grid = grid_of(open_captures(tmp_path / "c"), step_ranges=4, min_seq=16)
     assert {cell.weight for cell in grid.cells.values()} == {float(recordings.PER_STEP)}
     assert grid.total_calls == 3 * 4 * recordings.PER_STEP + 3
 
 
 def test_a_model_without_timesteps_has_one_band(tmp_path):
     recordings.write(tmp_path / "c", {(1, 0): "normal"}, steps=None)
-    grid = grid_of(open_captures(tmp_path / "c"), bands=5, min_seq=16)
+    grid = grid_of(open_captures(tmp_path / "c"), step_ranges=5, min_seq=16)
     assert (grid.bands, grid.steps) == (("",), None)
     assert list(grid.captured) == [(1, 0)]
     assert grid.cells[0, 0].weight == recordings.PER_STEP
@@ -102,14 +102,14 @@ def test_a_model_without_timesteps_has_one_band(tmp_path):
 def test_short_calls_are_in_no_cell_and_shapes_come_the_most_expensive_first(tmp_path):
     recordings.write(tmp_path / "c", shapes=(SHAPE, SHORT, LONG, CROSS))
     captures = open_captures(tmp_path / "c")
-    assert grid_of(captures, bands=1, min_seq=16).shapes == (LONG, SHAPE, CROSS)
-    assert grid_of(captures, bands=1, min_seq=41).shapes == (LONG, SHAPE)
+    assert grid_of(captures, step_ranges=1, min_seq=16).shapes == (LONG, SHAPE, CROSS)
+    assert grid_of(captures, step_ranges=1, min_seq=41).shapes == (LONG, SHAPE)
     assert [pairs(shape) for shape in (LONG, SHAPE, CROSS)] == [2 * 128**2, 2 * 64**2, 2 * 64 * 40]
 
 
 def test_a_step_past_the_end_is_in_the_last_band():
     rows = [LayerCalls("a", 0, (1, 1, 1, 7))]
-    grid = grid_of(folder_of(counts_of(rows, 2)), bands=2, min_seq=16)
+    grid = grid_of(folder_of(counts_of(rows, 2)), step_ranges=2, min_seq=16)
     assert [grid.cells[0, band].weight for band in range(2)] == [1.0, 9.0]
 
 
@@ -119,30 +119,32 @@ def test_a_capture_of_an_unknown_layer_or_shape_is_no_evidence():
         dataclasses.replace(record_of(shape, heads=(0, 1), batches=(0,)), layer=layer)
         for layer, shape in (("a", SHAPE), ("b", SHAPE), ("a", LONG))
     )
-    grid = grid_of(folder_of(counts_of(rows, None), known, unknown, other), bands=1, min_seq=16)
+    grid = grid_of(
+        folder_of(counts_of(rows, None), known, unknown, other), step_ranges=1, min_seq=16
+    )
     assert grid.cells[0, 0].records == (known,)
     with pytest.raises(CaptureError, match="no capture of a call"):
-        grid_of(folder_of(counts_of(rows, None), unknown, other), bands=1, min_seq=16)
+        grid_of(folder_of(counts_of(rows, None), unknown, other), step_ranges=1, min_seq=16)
 
 
 def test_a_folder_of_an_earlier_release_is_refused(tmp_path):
     recordings.write(tmp_path / "c", counts={"layer_calls": ()})
     with pytest.raises(CaptureError, match=r"no calls by layer and step.*record again"):
-        grid_of(open_captures(tmp_path / "c"), bands=2, min_seq=16)
+        grid_of(open_captures(tmp_path / "c"), step_ranges=2, min_seq=16)
 
 
 def test_a_folder_of_short_calls_alone_is_refused(tmp_path):
     """As of a language model that wrote tokens and read no prompt."""
     recordings.write(tmp_path / "c")
     with pytest.raises(CaptureError, match=r"at least 65 queries and keys.*--min-seq"):
-        grid_of(open_captures(tmp_path / "c"), bands=2, min_seq=65)
+        grid_of(open_captures(tmp_path / "c"), step_ranges=2, min_seq=65)
 
 
 @pytest.mark.parametrize("bands", [0, -1, 101])
 def test_impossible_numbers_of_bands_are_refused(tmp_path, bands):
     recordings.write(tmp_path / "c")
-    with pytest.raises(UsageError, match=f"--bands {bands}"):
-        grid_of(open_captures(tmp_path / "c"), bands=bands, min_seq=16)
+    with pytest.raises(UsageError, match=f"--step-ranges {bands}"):
+        grid_of(open_captures(tmp_path / "c"), step_ranges=bands, min_seq=16)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_impossible_numbers_of_bands_are_refused(tmp_path, bands):
 def test_counts_that_nobody_counted_are_refused(tmp_path, changes):
     recordings.write(tmp_path / "c", counts=changes)
     with pytest.raises(CaptureError):
-        grid_of(open_captures(tmp_path / "c"), bands=2, min_seq=16)
+        grid_of(open_captures(tmp_path / "c"), step_ranges=2, min_seq=16)
 
 
 @pytest.mark.parametrize(

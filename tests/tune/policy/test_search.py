@@ -180,13 +180,13 @@ def effects(path, rmse, kernel="sage"):
         for i, layer in enumerate(LAYERS)
         for j, steps in enumerate((":50%", "50%:"))
     ]
-    path.write_text(json.dumps({"schema_version": 1, "kernel": kernel, "effects": rows}))
+    path.write_text(json.dumps({"schema_version": 1, "kernel": kernel, "cells": rows}))
     return path
 
 
 def test_effects_keep_kernels_out_of_where_the_clip_feels_them(folder):
     path = effects(folder / "effects.json", lambda i, j: 1.0 if (i, j) == (1, 0) else 1e-3)
-    found = search(recordings.request(folder, max_error=0.005, effects=path))
+    found = search(recordings.request(folder, max_error=0.005, sensitivity=path))
     at = {one.cell.place: one.pick.label for one in found.assignment.chosen}
     assert at.pop((1, 0)) == "sdpa"
     assert set(at.values()) == {"fav3_fp8"}
@@ -196,8 +196,8 @@ def test_effects_keep_kernels_out_of_where_the_clip_feels_them(folder):
 
 def test_effects_of_other_bands_are_refused(folder):
     path = effects(folder / "effects.json", lambda i, j: 1.0)
-    with pytest.raises(ConfigError, match="search with --bands 2"):
-        search(recordings.request(folder, effects=path, bands=4))
+    with pytest.raises(ConfigError, match="search with --step-ranges 2"):
+        search(recordings.request(folder, sensitivity=path, step_ranges=4))
 
 
 @pytest.mark.parametrize(

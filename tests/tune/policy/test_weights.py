@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sage_plugin.errors import ConfigError
-from sage_plugin.tune.policy.effects_file import Effect, Effects
 from sage_plugin.tune.policy.estimates import CellEstimates, Estimate
+from sage_plugin.tune.policy.sensitivity_file import Sensitivities, Sensitivity
 from sage_plugin.tune.policy.weights import weights_of
 from tests.tune.policy import recordings
 
@@ -26,8 +26,8 @@ def cells_of(errors):
 
 
 def effects_of(cells, rmse):
-    rows = (Effect(c.cell.layer, c.cell.band, r) for c, r in zip(cells, rmse, strict=True))
-    return Effects(1, "sage", tuple(rows))
+    rows = (Sensitivity(c.cell.layer, c.cell.band, r) for c, r in zip(cells, rmse, strict=True))
+    return Sensitivities(1, "sage", tuple(rows))
 
 
 @settings(deadline=None)
@@ -60,7 +60,7 @@ def test_a_clip_that_feels_nothing_weighs_all_alike():
 
 def test_other_bands_and_a_kernel_that_runs_nowhere_are_refused():
     cells = cells_of([0.1, 0.1])
-    with pytest.raises(ConfigError, match=r"e: no effect of .* at steps 1:4.*--bands 1"):
+    with pytest.raises(ConfigError, match=r"e: no sensitivity to .* at steps 1:4.*--step-ranges 1"):
         weights_of(effects_of(cells[:1], [0.1]), cells, "e")
     none = cells_of([None, None])
     with pytest.raises(ConfigError, match="measured with sage, which no layer may run"):

@@ -15,6 +15,7 @@ from sage_plugin.kernels.attention.launch_space import default_config
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.kernels.notice import warn_once
 from sage_plugin.kernels.quantize.operands import QuantizedOperands
 from sage_plugin.kernels.quantize.recipe import Recipe
 from sage_plugin.kernels.quantize.triton.key_mask import by_key
@@ -70,9 +71,10 @@ class HopperOrPortable(QuantizedPortable):
                 self.reason = build_failure(error)
                 if self.reason is None:
                     raise
-                logger.warning(
-                    "%s runs on its portable variant, since %s", self.kernel, self.reason
-                )
+                warn_once(
+                    logger, (self.kernel, self.reason),
+                    "%s runs on its portable variant, since %s", self.kernel, self.reason,
+                )  # fmt: skip
         config = _portable_config(self.kernel, operands.launch_config, operands.head_dim)
         portable = dataclasses.replace(operands, launch_config=config)
         return super().launch(portable, out_dtype=out_dtype, return_lse=return_lse)

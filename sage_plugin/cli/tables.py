@@ -1,0 +1,72 @@
+"""Tables on a terminal: columns by name and cell, narrow enough or one below the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+STAMP_STYLES = {"clean": "green", "noisy": "yellow", "throttled": "bold red"}
+WORDS = ("call", "config", "result", "tuned on", "kernel", "run", "values")
+"""Columns of words, which stand to the left; numbers stand to the right."""
+
+Row = TypeVar("Row")
+Column = tuple[str, Callable[[Row], str | Text]]
+
+
+def grid(*columns: str, padding: int = 0) -> Table:
+    """Return an empty table, the narrowest that still rules off its head."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=True)
+    return table
+
+
+def fitted(
+    rows: Sequence[Row], label: Column[Row], groups: Sequence[Sequence[Column[Row]]], width: int
+) -> list[RenderableType]:
+    """Return one table of all columns if it fits the width, else one per group of columns.
+
+    Args:
+        rows: one line each.
+        label: the first column of each table.
+        groups: columns that stay together.
+        width: characters of a line.
+    """
+    whole = _filled(rows, [label, *(column for group in groups for column in group)])
+    if Console(width=1000).measure(whole).maximum <= width:
+        return [whole]
+    found: list[RenderableType] = []
+    for group in filter(None, groups):
+        found += [*([Text("")] if found else []), _filled(rows, [label, *group])]
+    return found
+
+
+def _filled(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> Table:
+    table = grid(*(name for name, _ in columns))
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in columns))
+    return table
+
+
+def digits(value: float, count: int = 4) -> str:
+    """Write a number to some significant digits, at most four of them behind the point.
+
+    Example:
+        >>> digits(8.12345), digits(0.0312, 3), digits(0.00912), digits(0.00071), digits(0.0)
+        ('8.123', '0.0312', '0.0091', '7e-04', '0')
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    places = count - 1 - math.floor(math.log10(abs(value)))
+    return f"{value:.0e}" if abs(value) < 0.001 else f"{value:.{min(4, max(0, places))}f}"
+
+
+def optional(value: float | None, form: str) -> str:
+    """Write a number in a format, or `-` if there is none."""
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,47 @@
+"""What patched layers did since the last `patch`, counted in eager mode and by policies' graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sage_plugin.kernels.fallback import FallbackReason
+
+
+@dataclass(eq=False, slots=True)
+class LayerCounts:
+    """The calls of one layer.
+
+    Attributes:
+        calls: by `kernel:variant`.
+        fallbacks: calls that stayed with the model's own attention, by reason.
+        config_sources: calls by where their launch config came from.
+        saved_ms: what calls saved over the baseline, by the times that their configs were tuned
+            with.
+        timed_calls: how many calls that is the sum of.
+        rules: calls by the number of the policy's rule that decided them, from 1.
+        rule_steps: the denoising steps of those calls, by rule.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
+    config_sources: Counter[str] = field(default_factory=Counter)
+    saved_ms: float = 0.0
+    timed_calls: int = 0
+    rules: Counter[int] = field(default_factory=Counter)
+    rule_steps: dict[int, set[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentCounts:
+    """The counts of one component, which another `patch` sets aside.
+
+    Attributes:
+        forwards: eager forwards.
+        steps: denoising steps that were seen.
+        layers: the counts of its layers, by path inside the component.
+    """
+
+    forwards: int
+    steps: int
+    layers: dict[str, LayerCounts]

@@ -1,0 +1,1 @@
+"""Forwards and denoising steps, counted once for policies, reports and recordings."""
