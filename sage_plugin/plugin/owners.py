@@ -30,8 +30,8 @@ def part_of(module: nn.Module) -> Component | None:
     if own is not None or len(owners) != 1 or not owners[0].lies_in(module):
         return own
     known = owners[0].attention()
-    rest = (attention for _, attention, _ in attention_modules(module) if attention not in known)
-    return None if any(rest) else owners[0]
+    inside = {attention for _, attention, _ in attention_modules(module)}
+    return owners[0] if inside <= known else None
 
 
 def parts_of(obj: object) -> list[Component]:

@@ -94,11 +94,13 @@ class PatchHandle:
         if part not in self._parts:
             self._parts.append(part)
         part.handle, part.state.listeners = self, self.listeners
-        part.rename(name)
+        if part.module is module:
+            part.rename(name)
         return part
 
     def _release(self, parts: list[Component]) -> None:
         with lock:
+            parts = [part for part in parts if part in self._parts]  # no other thread did
             self._past.append(report_of(parts))
             for part in parts:
                 part.release()
