@@ -103,7 +103,9 @@ def _generated(generate: Callable[[type], type | None], original: type) -> type 
         return generate(original)
     except NoRoomError as name:
         logger.warning("%s has no room for another name than %s", original.__qualname__, name)
-        return None
+    except TypeError as error:  # such as a class that may not be inherited from
+        logger.warning("%s takes no subclass: %s", original.__qualname__, error)
+    return None
 
 
 def _generate(original: type) -> type | None:

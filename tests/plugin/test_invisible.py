@@ -246,6 +246,13 @@ class Slots:
     __call__ = toys.Direct.__call__
 
 
+class Final:
+    __call__ = toys.Direct.__call__
+
+    def __init_subclass__(cls):
+        raise TypeError("is final")
+
+
 @pytest.mark.parametrize("kind", [Gain, GainModule])
 def test_report_128_the_caller_s_processor_and_the_layer_s_have_one_state(kind):
     mine = kind()
@@ -306,15 +313,16 @@ def test_report_128_a_twin_lent_to_another_module_is_its_layer_s():
     assert handle.report().kernel_calls() == 2
 
 
-def test_report_135_what_cannot_be_exchanged_is_skipped_and_listed():
-    slots = Slots()
-    model = nn.ModuleDict({"slots": ToyAttention(slots), "direct": ToyAttention(toys.Direct())})
+@pytest.mark.parametrize(("kind", "words"), [(Slots, "__slots__"), (Final, "no attention call")])
+def test_report_135_what_cannot_be_exchanged_is_skipped_and_listed(kind, words):
+    mine = kind()
+    model = nn.ModuleDict({"mine": ToyAttention(mine), "direct": ToyAttention(toys.Direct())})
     handle = sage(model)
     outputs = [layer(*qkv()) for layer in model.values()]
     assert [row.layer for row in handle.report().rows] == ["model.direct"]
-    assert "__slots__" in handle.report().skipped["model.slots"]
+    assert words in handle.report().skipped["model.mine"]
     assert not torch.equal(*outputs)
-    assert model["slots"].processor is slots
+    assert model["mine"].processor is mine
 
 
 def test_report_135_a_frozen_processor_is_patched_and_stays_as_it_is():
