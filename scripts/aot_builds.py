@@ -9,7 +9,6 @@ Triton decides at decoration whether it interprets:
 prints one line of JSON for each launch of each call; `-` reads the calls from stdin.
 """
 
-# ruff: noqa: ANN401
 from __future__ import annotations
 
 import importlib

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 
 from sage_plugin.bench.compare import CPU_LIMITS
-from sage_plugin.bench.cost import flops
 from sage_plugin.replay.inputs import ReplayInputs
 
 PATIENCE_S = 60.0
@@ -44,7 +43,7 @@ def cpu_seconds(
     slower = [_slower(kernel, variant) for kernel, variant in kernels]
     total = 0.0
     for case in cases:
-        once = flops(case.saved_shape) / rate
+        once = case.family.flops(case.saved_shape) / rate
         # Each call is timed with and without quantisation, and the first one again.
         round_s = once * (2 * sum(slower) + max(slower, default=0.0))
         rounds_s = min(CPU_LIMITS.budget_s, CPU_LIMITS.max_samples * round_s)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from sage_plugin.accuracy.gate import gate_for
+from sage_plugin.families.attention.gates import gate_for
 from sage_plugin.measure.timing import Samples
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import CallShape, LaunchConfig, Trial

@@ -6,21 +6,18 @@ the next candidate of the same study.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from sage_plugin.accuracy.gate import failures, worst
-from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import AttentionParams, Decision, bhsd
+from sage_plugin.families.family import ReplayCall
+from sage_plugin.kernels.contract import Decision
 from sage_plugin.measure import clocks
 from sage_plugin.measure.statistics import gain_interval
 from sage_plugin.measure.timing import Samples, measure
-from sage_plugin.replay.call import ReplayCall, runs
+from sage_plugin.replay.inputs import runs
 from sage_plugin.schema import LaunchConfig, Trial
 from sage_plugin.tune.run.runner import Contest
 from sage_plugin.tune.run.study import Study
@@ -34,11 +31,11 @@ class Loaded:
 
     judged: tuple[ReplayCall, ...]
     timed: ReplayCall
-    prints: tuple[int, ...]
+    fingerprints: tuple[int, ...]
 
     def changed(self) -> bool:
         """Whether somebody wrote into the inputs since they were loaded."""
-        return self.prints != _prints(self.judged, self.timed)
+        return self.fingerprints != _fingerprints(self.judged, self.timed)
 
 
 _held: tuple[str, Loaded] | None = None
@@ -55,8 +52,8 @@ class ScreenJob:
     def __call__(self) -> Trial:
         """Run in the child."""
         loaded = _loaded(self.study)
-        key = self.study.key
-        errors = worst([j.errors(key.kernel, key.variant, self.config) for j in loaded.judged])
+        decision = _decision(self.study)
+        errors = worst([judged.errors(decision, self.config) for judged in loaded.judged])
         broken = failures(self.study.gate, errors)
         trial = Trial(self.study.id, self.config, "screen", "ok", errors=errors)
         if loaded.changed():
@@ -97,7 +94,9 @@ class RaceJob:
         calls[AGAIN] = _call(study, loaded.timed, contest.configs[0])
         if study.device != "cpu":
             for i, config in enumerate(contest.configs):
-                calls[f"{i}/kernel"] = _kernel_call(study, loaded.timed, config)
+                calls[f"{i}/kernel"] = loaded.timed.split(
+                    _decision(study), config, study.facts
+                ).alone
         host = _call(study, loaded.timed, None)
         if runs(host):
             calls[HOST_CALL] = host
@@ -160,12 +159,12 @@ def _loaded(study: Study) -> Loaded:
         judged = tuple(source.load(study.device) for source in study.sources)
         at = study.sources.index(study.timed)
         timed = study.timed.timed(judged[at], study.device)
-        _held = (study.id, Loaded(judged, timed, _prints(judged, timed)))
+        _held = (study.id, Loaded(judged, timed, _fingerprints(judged, timed)))
     return _held[1]
 
 
-def _prints(judged: tuple[ReplayCall, ...], timed: ReplayCall) -> tuple[int, ...]:
-    return tuple(number for one in (*judged, timed) for number in one.prints())
+def _fingerprints(judged: tuple[ReplayCall, ...], timed: ReplayCall) -> tuple[int, ...]:
+    return tuple(number for one in (*judged, timed) for number in one.fingerprints())
 
 
 def _mutated(trial: Trial) -> Trial:
@@ -177,25 +176,13 @@ def _mutated(trial: Trial) -> Trial:
     )
 
 
+def _decision(study: Study) -> Decision:
+    return Decision(study.key.kernel, study.key.variant)
+
+
 def _call(study: Study, timed: ReplayCall, config: LaunchConfig | None) -> Callable[[], object]:
-    """The call as a patched model makes it, quantisation included; the host's without a config."""
-    decision = None if config is None else Decision(study.key.kernel, study.key.variant)
-    return timed.whole(decision, config)
-
-
-def _kernel_call(study: Study, timed: ReplayCall, config: LaunchConfig) -> Callable[[], object]:
-    """The attention launch alone, on operands that were quantised before."""
-    key = study.key
-    fp8 = getattr(torch, study.facts.fp8_dtype or "float8_e4m3fn")
-    built = implementation(key.kernel, key.variant, fp8)
-    problem = AttentionParams(study.timed.shape.scale, key.causal, key.layout, timed.mask)
-    tensors = (bhsd(tensor, key.layout) for tensor in timed.tensors)  # its own inverse
-    on_device = (
-        contextlib.nullcontext() if study.device == "cpu" else torch.cuda.device(study.device)
-    )
-    with on_device:
-        operands = built.prepare(*tensors, problem=problem, launch=config)
-    return lambda: built.launch(operands)
+    """The call as a patched model makes it, with quantization; the baseline without a config."""
+    return timed.whole(None if config is None else _decision(study), config)
 
 
 def _ratio(samples: dict[str, Samples], *, compared: bool) -> float:
