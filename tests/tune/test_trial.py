@@ -14,7 +14,7 @@ from sage_plugin.tune.configs import trial
 from sage_plugin.tune.configs.inputs import from_captures, from_drawn
 from sage_plugin.tune.configs.plan import TuningRequest, build
 from sage_plugin.tune.configs.trial import RaceJob, ScreenJob
-from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Timer
 from tests.tune import captures
 from tests.tune.captures import DENSE, GROUPED, MASKED, SELF
@@ -119,8 +119,8 @@ def test_E3_scribbling_only_while_it_is_timed_is_found_too(study, monkeypatch):
 
 
 def test_a_race_times_all_in_one_measurement_and_the_first_twice(study):
-    contest = Contest(study.space, study.space[2], budget_s=0.1)
-    finals = RaceJob(study, contest)()
+    race = Race(study.space, study.space[2], budget_s=0.1)
+    finals = RaceJob(study, race)()
     assert [final.config for final in finals] == list(study.space)
     assert len({final.time.n for final in finals}) == 1
     assert finals[0].extra["gain"] == finals[0].extra["gain_low"] == 0.0
@@ -142,7 +142,7 @@ def test_a_race_goes_on_where_the_host_s_attention_fails(study, monkeypatch):
         return real(*args, kernel=kernel, **keywords)
 
     monkeypatch.setattr(replay_call, "attention", failing)
-    finals = RaceJob(study, Contest(study.space[:2], None, budget_s=0.1))()
+    finals = RaceJob(study, Race(study.space[:2], None, budget_s=0.1))()
     assert asked.count("sdpa") == 1
     assert [final.status for final in finals] == ["ok", "ok"]
     assert [final.host_time for final in finals] == [None, None]

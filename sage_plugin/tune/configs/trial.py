@@ -19,7 +19,7 @@ from sage_plugin.measure.statistics import gain_interval
 from sage_plugin.measure.timing import Samples, measure
 from sage_plugin.replay.inputs import runs
 from sage_plugin.schema import LaunchConfig, Trial
-from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Study
 
 BASE, NEW, AGAIN, HOST_CALL = "base", "new", "again", "host"
@@ -38,7 +38,7 @@ class Loaded:
         return self.fingerprints != _fingerprints(self.judged, self.timed)
 
 
-_held: tuple[str, Loaded] | None = None
+_loaded_study: tuple[str, Loaded] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,16 @@ class RaceJob:
     """Time the finalists of a study interleaved, the first one twice, and the host's attention."""
 
     study: Study
-    contest: Contest
+    race: Race
 
     def __call__(self) -> tuple[Trial, ...]:
         """Run in the child."""
-        study, contest, timer = self.study, self.contest, self.study.timer
+        study, race, timer = self.study, self.race, self.study.timer
         loaded = _loaded(study)
-        calls = {f"{i}": _call(study, loaded.timed, c) for i, c in enumerate(contest.configs)}
-        calls[AGAIN] = _call(study, loaded.timed, contest.configs[0])
+        calls = {f"{i}": _call(study, loaded.timed, c) for i, c in enumerate(race.configs)}
+        calls[AGAIN] = _call(study, loaded.timed, race.configs[0])
         if study.device != "cpu":
-            for i, config in enumerate(contest.configs):
+            for i, config in enumerate(race.configs):
                 calls[f"{i}/kernel"] = loaded.timed.split(
                     _decision(study), config, study.facts
                 ).alone
@@ -107,29 +107,29 @@ class RaceJob:
             method=timer.method,
             min_samples=timer.race_rounds,
             max_samples=timer.race_rounds,
-            budget_s=contest.budget_s,
-            seed=contest.seed,
+            budget_s=race.budget_s,
+            seed=race.seed,
         )
         after = clocks.snapshot(study.device)
         throttled = clocks.stamp(1.0, before, after) == "throttled"
         if loaded.changed():
             raise RuntimeError("a finalist wrote into its inputs while it was timed")
-        return _finals(study, contest, samples, throttled)
+        return _finals(study, race, samples, throttled)
 
 
 def _finals(
-    study: Study, contest: Contest, samples: dict[str, Samples], throttled: bool
+    study: Study, race: Race, samples: dict[str, Samples], throttled: bool
 ) -> tuple[Trial, ...]:
     """One trial per finalist from the samples of their race."""
     # Several challengers share the risk of a false winner (Bonferroni).
-    confidence = 1 - 0.05 / max(1, len(contest.configs) - 1)
+    confidence = 1 - 0.05 / max(1, len(race.configs) - 1)
     base = samples["0"]
     aa_ratio = statistics.median(samples[AGAIN].ms) / statistics.median(base.ms)
     shared = {"aa_ratio": aa_ratio, "throttled": float(throttled)}
-    incumbent = contest.incumbent
-    held = contest.configs.index(incumbent) if incumbent in contest.configs else None
+    incumbent = race.incumbent
+    held = race.configs.index(incumbent) if incumbent in race.configs else None
     finals = []
-    for i, config in enumerate(contest.configs):
+    for i, config in enumerate(race.configs):
         extra = dict(shared)
         gain = gain_interval(base.ms, samples[f"{i}"].ms, confidence)
         extra |= dict(zip(("gain", "gain_low", "gain_high"), gain, strict=True))
@@ -153,14 +153,14 @@ def _finals(
 
 
 def _loaded(study: Study) -> Loaded:
-    global _held
-    if _held is None or _held[0] != study.id:
-        _held = None  # the old tensors go before the new ones come
+    global _loaded_study
+    if _loaded_study is None or _loaded_study[0] != study.id:
+        _loaded_study = None  # the old tensors go before the new ones come
         judged = tuple(source.load(study.device) for source in study.sources)
         at = study.sources.index(study.timed)
         timed = study.timed.timed(judged[at], study.device)
-        _held = (study.id, Loaded(judged, timed, _fingerprints(judged, timed)))
-    return _held[1]
+        _loaded_study = (study.id, Loaded(judged, timed, _fingerprints(judged, timed)))
+    return _loaded_study[1]
 
 
 def _fingerprints(judged: tuple[ReplayCall, ...], timed: ReplayCall) -> tuple[int, ...]:
@@ -169,8 +169,8 @@ def _fingerprints(judged: tuple[ReplayCall, ...], timed: ReplayCall) -> tuple[in
 
 def _mutated(trial: Trial) -> Trial:
     """The verdict on a candidate that wrote into its inputs; they are loaded anew for the next."""
-    global _held
-    _held = None
+    global _loaded_study
+    _loaded_study = None
     return dataclasses.replace(
         trial, status="mutates_input", reason="its inputs were not the same after the run"
     )

@@ -17,7 +17,7 @@ ATTEMPTS = 2
 MAX_BYTES = 64 * 2**10
 
 
-class InFlight:
+class CrashMarker:
     """The note of one run folder.
 
     Args:
