@@ -30,11 +30,6 @@ def cpu_seconds(
 ) -> float:
     """Predicted seconds for all cases on this CPU, good to a factor of two or three.
 
-    Args:
-        cases: the inputs.
-        kernels: kernel and variant names.
-        flops_per_s: speed of matrix products; measured where `None`.
-
     Example:
         >>> cpu_seconds([], [("sage", "auto")], flops_per_s=1e9)
         0.0

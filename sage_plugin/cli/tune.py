@@ -145,8 +145,8 @@ def seconds(text: str) -> float:
 
 def _tune(plan: TuningPlan) -> TuneReport:
     from sage_plugin.cli.tune_view import ProgressView
-    from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner
     from sage_plugin.tune.configs.session import tune
+    from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner
     from sage_plugin.tune.run import run_folder
 
     say_left_out(plan.notes)

@@ -13,13 +13,13 @@ import pytest
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import lookup
 from sage_plugin.tune.configs import subprocess_runner
-from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner, classify
 from sage_plugin.tune.configs.inputs import from_captures
 from sage_plugin.tune.configs.plan import TuningRequest, build
 from sage_plugin.tune.configs.session import tune
+from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner, classify
 from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Timer
-from sage_plugin.tune.run.worker import WorkerProcess, Reply
+from sage_plugin.tune.run.worker import Reply, WorkerProcess
 from tests.tune import captures, jobs, scripted
 from tests.tune.captures import GROUPED, SELF
 

@@ -90,10 +90,6 @@ def _pairs_of_tiles(shape: CallShape, mask: torch.Tensor) -> int:
 def flops(shape: CallShape, mask: torch.Tensor | None = None) -> int:
     """Count multiplications and additions of both products: `2 (Dqk + Dv)` for each visible pair.
 
-    Args:
-        shape: the call.
-        mask: its mask; without one a masked call is counted as if it saw all keys.
-
     Example:
         >>> from sage_plugin.measure.inputs import presets
         >>> round(flops(presets()["cogvideox-2b"]) / 1e12, 2)
@@ -107,10 +103,6 @@ def moved_bytes(operands: Operands, shape: CallShape) -> int:
 
     A mask counts as it lies in memory: one entry for all heads is read once. Where quantising has
     turned it into a term a key, that is read instead.
-
-    Args:
-        operands: what `prepare` made.
-        shape: the call; its output has the dtype of its inputs.
     """
     own = {n: t for n, t in _tensors(operands) if not n.startswith("problem.")}
     tensors = _quantized(operands) or own

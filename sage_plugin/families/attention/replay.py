@@ -69,12 +69,6 @@ class AttentionReplay:
         the model; a mask of which a single batch item or head was saved is timed as if it served
         all.
 
-        Args:
-            shape: the full call.
-
-        Returns:
-            The call in memory as `shape.layout` says; this one where it has that size already.
-
         Example:
             >>> from sage_plugin.measure.inputs import self_attention, synthetic
             >>> saved = self_attention(1, 2, 16, 8)
@@ -137,12 +131,7 @@ class AttentionReplay:
     def whole(
         self, decision: Decision | None = None, config: LaunchConfig | None = None
     ) -> Callable[[], object]:
-        """Return the call with quantization, or torch's attention without a decision.
-
-        Args:
-            decision: kernel and variant.
-            config: the launch config, `None` for the one that the runtime would find.
-        """
+        """Return the call with quantization, or torch's attention without a decision."""
         decision = decision or Decision("sdpa", "auto")
         return functools.partial(self._attention, decision, config, *self._as_passed())
 

@@ -57,10 +57,6 @@ def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY
     Each capture that is used is read once here: one with other contents than were recorded would
     fail every trial of its key. Such captures are left out and counted in a note.
 
-    Args:
-        folder: what `sage capture` or `record` wrote.
-        max_per_key: captures used of each key, spread over layers and steps.
-
     Raises:
         CaptureError: the folder is missing, empty or foreign, or every capture in it is damaged.
     """

@@ -44,13 +44,6 @@ def decide(
     A winner is a config whose gain over the default is above `min_gain` even at the lower end of
     its interval, and above what the default gains over itself. Otherwise the default stays. The
     config that the registry holds now keeps its place against one that is not surely faster.
-
-    Args:
-        study: the tuning problem.
-        screens: first-stage trials, which hold the errors.
-        finals: the trials of the race; they decide the times.
-        min_gain: smallest gain worth an entry, 0.01 for 1 %.
-        run: name of the run, for the evidence.
     """
     raced = [trial for trial in finals.values() if trial.status == "ok" and trial.time]
     if not raced:

@@ -9,7 +9,7 @@ from sage_plugin.schema import LaunchConfig, Trial
 from sage_plugin.tune.configs.trial import RaceJob, ScreenJob
 from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Study
-from sage_plugin.tune.run.worker import Job, WorkerProcess, Reply
+from sage_plugin.tune.run.worker import Job, Reply, WorkerProcess
 
 
 class SubprocessRunner:
@@ -17,14 +17,12 @@ class SubprocessRunner:
 
     A child that dies may have been killed by something else (memory, an operator), so the same job
     gets one more child before its config is held to be at fault.
-
-    Args:
-        timeout_s: longest that one trial may take, compilation and loading included.
-        log: file for the child's output.
     """
 
     def __init__(self, *, timeout_s: float, log: Path | None = None) -> None:
-        self._worker = WorkerProcess(timeout_s=timeout_s, log=log, preload="sage_plugin.tune.configs.trial")
+        self._worker = WorkerProcess(
+            timeout_s=timeout_s, log=log, preload="sage_plugin.tune.configs.trial"
+        )
 
     def screen(self, study: Study, config: LaunchConfig, base: LaunchConfig | None) -> Trial:
         """As `Runner.screen`."""

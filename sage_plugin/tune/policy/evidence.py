@@ -44,12 +44,6 @@ TIMING = TimingLimits(
 class PolicyEvidence:
     """Measures options on one device.
 
-    Args:
-        captures: the folder whose captures are replayed.
-        device: torch's name of the device.
-        config_dir: folder of configs searched first.
-        ledger: file of the measurements; it need not exist.
-
     Attributes:
         facts: the device.
     """
@@ -83,11 +77,6 @@ class PolicyEvidence:
         """Milliseconds of a call of this shape, by label, `sdpa` for the host's attention.
 
         All are timed interleaved, with quantisation; what cannot run is left out.
-
-        Args:
-            shape: the full call.
-            record: a capture of it, `None` where there is none and its inputs are drawn.
-            options: what to time.
         """
         runnable = {o.label: o.runnable(shape, self.facts, self._config_dir) for o in options}
         able = {label: r for label, r in runnable.items() if not isinstance(r, str)}

@@ -18,11 +18,7 @@ MAX_BYTES = 64 * 2**10
 
 
 class CrashMarker:
-    """The note of one run folder.
-
-    Args:
-        path: the file that holds it; it need not exist, and a damaged one counts as none.
-    """
+    """The note of one run folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,10 +26,6 @@ class CrashMarker:
 
     def begin(self, study: str, config: LaunchConfig) -> Trial | None:
         """Note that a config is about to run.
-
-        Returns:
-            `None`, or the trial to record instead of running it, where that has ended a session
-            too often.
 
         Raises:
             OutputError: the note cannot be written.

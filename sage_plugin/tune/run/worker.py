@@ -60,12 +60,6 @@ class Reply:
 class WorkerProcess:
     """One child at a time, one job at a time: jobs that are timed never share the device.
 
-    Args:
-        timeout_s: longest that a job may run.
-        log: file that takes the child's output; `None` throws it away.
-        preload: module that the child imports before its first job's clock starts.
-        jobs_per_child: jobs after which the child is replaced.
-
     Example:
         >>> with WorkerProcess(timeout_s=60) as lane:  # doctest: +SKIP
         ...     lane.run(job).status
