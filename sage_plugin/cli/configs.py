@@ -148,10 +148,9 @@ def _explain_key(
     from sage_plugin.cli.tune_view import config_text
     from sage_plugin.families import ATTENTION
     from sage_plugin.registry import lookup
-    from sage_plugin.replay.inputs import describe
 
     ATTENTION.forget()
-    say(f"{key.kernel}:{key.variant} on {facts.name}: {describe(shape)}")
+    say(f"{key.kernel}:{key.variant} on {facts.name}: {ATTENTION.describe(shape)}")
     sentences = lookup.explain(
         key,
         facts=facts,
@@ -205,7 +204,7 @@ def _show_file(label: str, path: Path) -> None:
 def _table(file: RegistryFile) -> Table:
     from sage_plugin.cli.tables import grid
     from sage_plugin.cli.tune_view import config_lines, gain_text, milliseconds
-    from sage_plugin.replay.inputs import mask_words, short_dtype
+    from sage_plugin.families.attention.labels import mask_words, short_dtype
 
     table = grid("call", "config", "time", "gain", "tuned on", padding=1)
     for entry in file.entries:

@@ -148,11 +148,11 @@ class _Demo:
     def tune(self) -> None:
         """Tune the kernel on the captures; the winners go to `configs` in the run's folder."""
         from sage_plugin.cli.tune_view import ProgressView, outcome_table
-        from sage_plugin.tune.configs.child_runner import ChildRunner
         from sage_plugin.tune.configs.inputs import from_captures
         from sage_plugin.tune.configs.plan import TuningRequest, build
         from sage_plugin.tune.configs.search import SearchLimits
         from sage_plugin.tune.configs.session import tune
+        from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner
         from sage_plugin.tune.run import run_folder
 
         request = TuningRequest(
@@ -164,7 +164,7 @@ class _Demo:
             limits=SearchLimits(budget_s=TUNE_BUDGET_S),
         )
         plan = build(request)
-        runner = ChildRunner(timeout_s=request.timeout_s, log=plan.run_folder / run_folder.LOG)
+        runner = SubprocessRunner(timeout_s=request.timeout_s, log=plan.run_folder / run_folder.LOG)
         with ProgressView(stderr) as view:
             report = tune(plan, runner, view, argv=("sage", "demo"))
         say(f"4. Tune: {self.kernel} searched on the captures under its accuracy gate.")

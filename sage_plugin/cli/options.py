@@ -185,8 +185,9 @@ class DrawnInputOptions(ShapeOptions):
         Raises:
             UsageError: options that exclude each other, or a value that is not allowed.
         """
+        from sage_plugin.families import ATTENTION
         from sage_plugin.measure.inputs import DISTRIBUTIONS, presets
-        from sage_plugin.replay.inputs import ReplayInputs, describe
+        from sage_plugin.replay.inputs import ReplayInputs
 
         check_seed(self.seed)
         of_values = ("--dtype", "--mask", "--inputs-distribution", "--preset")
@@ -207,7 +208,7 @@ class DrawnInputOptions(ShapeOptions):
                 dtype = dtype_name(self.dtype)
                 named = {n: dataclasses.replace(one, dtype=dtype) for n, one in named.items()}
         else:
-            named = {describe(shape): shape for shape in self.shapes()} if sizes else {}
+            named = {ATTENTION.describe(shape): shape for shape in self.shapes()} if sizes else {}
         for shape in named.values():
             if shape.dv != shape.head_dim:
                 raise UsageError(

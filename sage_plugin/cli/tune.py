@@ -145,13 +145,13 @@ def seconds(text: str) -> float:
 
 def _tune(plan: TuningPlan) -> TuneReport:
     from sage_plugin.cli.tune_view import ProgressView
-    from sage_plugin.tune.configs.child_runner import ChildRunner
     from sage_plugin.tune.configs.session import tune
+    from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner
     from sage_plugin.tune.run import run_folder
 
     say_left_out(plan.notes)
     log = plan.run_folder / run_folder.LOG
-    runner = ChildRunner(timeout_s=plan.request.timeout_s, log=log)
+    runner = SubprocessRunner(timeout_s=plan.request.timeout_s, log=log)
     with ProgressView(stderr) as view:
         return tune(plan, runner, view, argv=sys.argv)
 

@@ -30,12 +30,6 @@ def estimated(
 
     A cell without a capture takes the worst of its neighbors: the nearest captured steps of its
     layer, and the nearest captured layers of its kind in its steps.
-
-    Args:
-        grid: the cells.
-        judged: what the captures of each captured cell showed.
-        times: milliseconds of a call by shape and label.
-        options: what may be chosen.
     """
     found = []
     for place, cell in grid.cells.items():

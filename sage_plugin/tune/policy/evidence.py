@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_plugin import device as devices
-from sage_plugin.accuracy.gate import failures, gate_for
+from sage_plugin.accuracy.gate import failures
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
+from sage_plugin.families import ATTENTION
+from sage_plugin.families.family import ReplayCall
 from sage_plugin.measure.timing import TimingLimits, measure
 from sage_plugin.plugin.policy.rules import HOST
-from sage_plugin.replay.call import ReplayCall, runs
-from sage_plugin.replay.inputs import ReplayInputs
+from sage_plugin.replay.inputs import ReplayInputs, runs
 from sage_plugin.schema import (
     CallShape,
     CaptureRecord,
@@ -42,12 +43,6 @@ TIMING = TimingLimits(
 
 class PolicyEvidence:
     """Measures options on one device.
-
-    Args:
-        captures: the folder whose captures are replayed.
-        device: torch's name of the device.
-        config_dir: folder of configs searched first.
-        ledger: file of the measurements; it need not exist.
 
     Attributes:
         facts: the device.
@@ -82,11 +77,6 @@ class PolicyEvidence:
         """Milliseconds of a call of this shape, by label, `sdpa` for the host's attention.
 
         All are timed interleaved, with quantisation; what cannot run is left out.
-
-        Args:
-            shape: the full call.
-            record: a capture of it, `None` where there is none and its inputs are drawn.
-            options: what to time.
         """
         runnable = {o.label: o.runnable(shape, self.facts, self._config_dir) for o in options}
         able = {label: r for label, r in runnable.items() if not isinstance(r, str)}
@@ -103,14 +93,14 @@ class PolicyEvidence:
     def _judged(self, study: str, record: CaptureRecord, runnable: Runnable) -> Trial:
         decision, config = runnable
         try:
-            errors = self._saved(record).errors(decision.kernel, decision.variant, config)
+            errors = self._saved(record).errors(decision, config)
         except (RuntimeError, ValueError) as error:  # one option must not end the search
             if isinstance(error, CaptureError):
                 raise
             logger.debug("%s failed on %s", decision.label, record.file, exc_info=True)
             reason = f"{decision.label} failed: {(str(error).splitlines() or ['no message'])[0]}"
             return Trial(study, config, ERRORS, "run_error", reason=reason[:500])
-        broken = failures(gate_for(decision.kernel), errors)
+        broken = failures(ATTENTION.gate_for(decision.kernel), errors)
         status = "gate_failed" if broken else "ok"
         return Trial(study, config, ERRORS, status, reason="; ".join(broken), errors=errors)
 

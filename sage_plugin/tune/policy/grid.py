@@ -121,11 +121,6 @@ def kind(layer: str) -> str:
 def grid_of(captures: CaptureFolder, *, step_ranges: int, min_seq: int) -> Grid:
     """Sort the captures and the counted calls of a folder into cells.
 
-    Args:
-        captures: the folder.
-        step_ranges: how many ranges of steps, if the recording counted steps.
-        min_seq: calls with fewer queries or keys stay with the host's attention.
-
     Raises:
         CaptureError: the folder has no calls by layer, or none that a kernel may take.
         UsageError: a number of bands that is not allowed.

@@ -87,13 +87,7 @@ class Option:
     def runnable(
         self, shape: CallShape, facts: DeviceFacts, config_dir: str | None
     ) -> Runnable | str:
-        """Return what a call of this shape would run, or why it cannot.
-
-        Args:
-            shape: the full call.
-            facts: the device.
-            config_dir: folder of configs searched first.
-        """
+        """Return what a call of this shape would run, or why it cannot."""
         decision = ATTENTION.decide(shape, facts, kernel=self.kernel, variant=self.variant)
         if decision.reason is not None:
             return str(decision.reason)

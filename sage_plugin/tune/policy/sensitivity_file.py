@@ -75,14 +75,6 @@ def weighted(
 ) -> tuple[PolicyCell, ...]:
     """Weigh each cell by how much a unit of attention error in its calls moves the clip.
 
-    Args:
-        measured: the sensitivities.
-        cells: the cells, with estimates of the option that they were measured with.
-        where: what the error names.
-
-    Returns:
-        The cells with weights whose mean over all of their calls is 1.
-
     Raises:
         ConfigError: a cell has none: they were measured on other layers or step ranges.
     """

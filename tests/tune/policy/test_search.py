@@ -8,10 +8,9 @@ import json
 
 import pytest
 
-from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.errors import CaptureError, ConfigError, SageError, TuningError, UsageError
+from sage_plugin.families.attention.replay import AttentionReplay, attention_errors
 from sage_plugin.plugin.policy.rules import read
-from sage_plugin.replay import call as replay_call
 from sage_plugin.tune.policy import front_plot
 from sage_plugin.tune.policy.search import search
 from tests.tune.policy import recordings
@@ -34,7 +33,7 @@ def refuse_to_measure(monkeypatch):
         def fail(*_args, **_more):
             raise AssertionError("measured again")
 
-        monkeypatch.setattr(replay_call, "attention_errors", fail)
+        monkeypatch.setattr(AttentionReplay, "errors", fail)
 
     return use
 
@@ -110,24 +109,20 @@ def test_a_second_search_measures_nothing(folder, refuse_to_measure):
 
 
 def test_ctrl_c_leaves_what_was_measured_and_the_next_goes_on(folder, monkeypatch):
-    measured = []
+    real, measured = AttentionReplay.errors, []
 
-    def stop(*args, **more):
+    def stop(*args):
         if len(measured) == 4:
             raise KeyboardInterrupt
         measured.append(args[0])
-        return attention_errors(*args, **more)
+        return real(*args)
 
-    monkeypatch.setattr(replay_call, "attention_errors", stop)
+    monkeypatch.setattr(AttentionReplay, "errors", stop)
     with pytest.raises(KeyboardInterrupt):
         search(recordings.request(folder))
     assert len(recordings.ledger_lines(folder)) == 4
     after = []
-    monkeypatch.setattr(
-        replay_call,
-        "attention_errors",
-        lambda *a, **m: after.append(a) or attention_errors(*a, **m),
-    )
+    monkeypatch.setattr(AttentionReplay, "errors", lambda *a: after.append(a) or real(*a))
     search(recordings.request(folder))
     assert len(after) == 6 * len(KERNELS) - 4
 
@@ -137,12 +132,8 @@ def test_damaged_lines_of_the_ledger_are_measured_again(folder, monkeypatch):
     path = folder / "runs" / "r" / "ledger.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join(["{", *lines[1:-1], lines[-1][:40]]))
-    after = []
-    monkeypatch.setattr(
-        replay_call,
-        "attention_errors",
-        lambda *a, **m: after.append(a) or attention_errors(*a, **m),
-    )
+    real, after = AttentionReplay.errors, []
+    monkeypatch.setattr(AttentionReplay, "errors", lambda *a: after.append(a) or real(*a))
     assert search(recordings.request(folder)).policy == first.policy
     assert len(after) == 2
 
