@@ -44,7 +44,7 @@ SLOW = (
     "tests/plugin/test_upstream.py",
     "tests/registry/test_lookup.py::test_A8_the_key_is_the_same_in_every_interpreter",
     "tests/tune/policy/test_search.py",
-    "tests/tune/test_child_runner.py",
+    "tests/tune/test_subprocess_runner.py",
     "tests/tune/test_session.py",
     "tests/tune/test_trial.py",
     "tests/tune/test_worker.py",

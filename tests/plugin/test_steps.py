@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import threading
@@ -295,26 +296,81 @@ def test_report_405_before_and_past_a_run_nothing_is_known():
     assert places(reader.loop(torch.tensor([900.0]), 1, True)) == [Fallback.STEP_OUTSIDE_RUN]
 
 
-def test_report_405_a_model_that_nobody_with_a_scheduler_runs():
-    """A loop of somebody's own: in the pipeline's run by thread and timestep, or unknown."""
-    made, _ = sampler("FlowMatchEulerDiscreteScheduler")
-    unet, scheduler = made.unet, made.scheduler
-    known, strange = [], []
+def by_variables(unet, scheduler, scale):
+    """A loop over parts; another model's timesteps come in between."""
     scheduler.set_timesteps(4)
+    known, strange = [], []
     for t in scheduler.timesteps:
-        known.append(unet(t / 1000))
+        known.append(unet(t / scale))
         strange.append(unet(torch.tensor(77.0)))
         scheduler.step(ZERO, t, ZERO)
+    return known, strange
+
+
+def by_pipeline(unet, scheduler, scale):
+    """A loop over a pipeline that a variable has."""
+    pipes = (Sampler(unet, scheduler),)
+
+    def draw():
+        (pipe,) = pipes
+        pipe.scheduler.set_timesteps(4)
+        known, strange = [], []
+        for t in pipe.scheduler.timesteps:
+            known.append(pipe.unet(t / scale))
+            strange.append(pipe.unet(torch.tensor(77.0)))
+            pipe.scheduler.step(ZERO, t, ZERO)
+        return known, strange
+
+    return draw()
+
+
+def by_functions(unet, scheduler, scale):
+    """A loop that knows neither by name."""
+    parts = [unet, scheduler]
+
+    def draw():
+        parts[1].set_timesteps(4)
+        known, strange = [], []
+        for t in parts[1].timesteps:
+            known.append(parts[0](t / scale))
+            strange.append(parts[0](torch.tensor(77.0)))
+            parts[1].step(ZERO, t, ZERO)
+        return known, strange
+
+    del unet, scheduler
+    return draw()
+
+
+@pytest.mark.parametrize("scale", [1, 1000])
+@pytest.mark.parametrize("loop", [by_variables, by_pipeline, by_functions])
+def test_report_405_a_loop_of_somebodys_own_is_of_the_run_by_thread_and_timestep(loop, scale):
+    kept = [Sampler(Denoiser(), FlowMatchEulerDiscreteScheduler())]
+    kept[0].unet.tracker = StepTracker(kept[0])
+    known, strange = loop(kept[0].unet, kept[0].scheduler, scale)
     assert places(known) == whole(4)
     assert places(strange) == [Fallback.STEP_WITHOUT_SCHEDULER] * 4
-    scheduler.set_timesteps(4)
-    elsewhere = []
-    thread = threading.Thread(target=lambda: elsewhere.append(unet(scheduler.timesteps[0])))
+    seen, timestep = [], kept[0].timesteps(4)[0]
+    call = functools.partial(kept[0].unet, timestep)
+    thread = threading.Thread(target=lambda: seen.append(call()))
     thread.start()
     thread.join()
-    assert elsewhere == [Fallback.STEP_WITHOUT_SCHEDULER]
-    del made
-    assert unet(scheduler.timesteps[0]) is Fallback.STEP_WITHOUT_SCHEDULER
+    assert seen == [Fallback.STEP_WITHOUT_SCHEDULER]
+    kept.clear()
+    assert call() is Fallback.STEP_WITHOUT_SCHEDULER
+
+
+def test_a_loop_of_somebodys_own_over_a_graph():
+    made, _ = sampler()
+    made.unet.eager = False
+    unet, scheduler = made.unet, made.scheduler
+    for steps in (4, 3):
+        scheduler.set_timesteps(steps)
+        seen = []
+        for t in scheduler.timesteps:
+            seen += [unet(t), unet(t)]
+            scheduler.step(ZERO, t, ZERO)
+        assert places(seen) == whole(steps, 2)
+    assert unet(t) is Fallback.STEP_OUTSIDE_RUN
 
 
 def test_a_forward_that_fails_leaves_no_step_behind():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +27,12 @@ _PASSED_OVER = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
 """Folders of code that runs no denoiser of its own: torch, and this package's plug-in."""
-_PLAIN = (torch.Tensor, str, int, float, list, tuple, dict, type(None))
+NEAR = 6
+"""Callers whose variables are looked at: a loop of somebody's own is not far from its model."""
+
+_PLAIN = (
+    torch.Tensor, str, int, float, list, tuple, dict, type(None), type, ModuleType, FunctionType
+)  # fmt: skip
 _SCHEDULER = "scheduler"
 
 
@@ -82,6 +87,21 @@ def loop_around(module: nn.Module) -> DenoisingLoop | None:
     return next((loop for loop in loops if loop is not None), None)
 
 
+def loop_in_scope(module: nn.Module) -> DenoisingLoop | None:
+    """The innermost caller among whose variables are the module and a scheduler, or one with both.
+
+    For loops of somebody's own, among the `NEAR` innermost callers.
+    """
+    for scope in _scopes(sys._getframe(1)):
+        loop = _loop_of([scope], scope, module)
+        if loop is not None:
+            return loop
+        for candidate in scope.values():
+            if not isinstance(candidate, _PLAIN) and (loop := loop_of(candidate, module)):
+                return loop
+    return None
+
+
 def loop_of(pipeline: object, module: nn.Module) -> DenoisingLoop | None:
     """What an object knows of a module's steps: `None` unless it holds the module and a scheduler.
 
@@ -89,24 +109,49 @@ def loop_of(pipeline: object, module: nn.Module) -> DenoisingLoop | None:
         >>> loop_of(object(), nn.Linear(2, 2)) is None
         True
     """
-    schedulers = schedulers_of(pipeline)
+    return _loop_of(list(_parts(pipeline)), pipeline, module)
+
+
+def schedulers_of(pipeline: object) -> dict[str, Any]:
+    """The schedulers of a pipeline by name, as far as they tell their steps."""
+    return _schedulers(_parts(pipeline))
+
+
+def _loop_of(
+    named: Sequence[Mapping[str, Any]], pipeline: object, module: nn.Module
+) -> DenoisingLoop | None:
+    schedulers = _schedulers(named)
     if not schedulers:
         return None
-    for parts in _parts(pipeline):
+    for parts in named:
         for name, part in parts.items():
             if isinstance(part, nn.Module) and _inside(part) is module:
                 return DenoisingLoop(name, schedulers, pipeline)
     return None
 
 
-def schedulers_of(pipeline: object) -> dict[str, Any]:
-    """The schedulers of a pipeline by name, as far as they tell their steps."""
+def _schedulers(named: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         name: part
-        for parts in _parts(pipeline)
+        for parts in named
         for name, part in parts.items()
         if name.endswith(_SCHEDULER) and counts_steps(part)
     }
+
+
+def _scopes(frame: FrameType | None) -> Iterator[dict[str, Any]]:
+    """The variables that the nearest callers use, by name, innermost caller first."""
+    seen = 0
+    while frame is not None and seen < NEAR:
+        code = frame.f_code
+        if not code.co_filename.startswith(_PASSED_OVER):
+            seen += 1
+            own = {} if frame.f_locals is frame.f_globals else frame.f_locals
+            used = {
+                name: frame.f_globals[name] for name in code.co_names if name in frame.f_globals
+            }
+            yield used | own
+        frame = frame.f_back
 
 
 def _candidates(frame: FrameType | None) -> Iterator[tuple[FrameType, object]]:
