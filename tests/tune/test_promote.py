@@ -27,7 +27,7 @@ def verdict(count: int, runner: ScriptedRunner, *, min_gain: float) -> promote.S
 
 
 def test_the_winner_of_many_equal_configs_is_the_default():
-    seeds = 100
+    seeds = 60
     kept = sum(
         verdict(40, ScriptedRunner(noise=0.02, seed=s), min_gain=0.01).kind == "confirmed"
         for s in range(seeds)
@@ -36,7 +36,7 @@ def test_the_winner_of_many_equal_configs_is_the_default():
 
 
 def test_a_config_equal_to_the_default_is_hardly_ever_promoted():
-    seeds = 200
+    seeds = 120
     kinds = [
         verdict(2, ScriptedRunner(noise=0.02, seed=s), min_gain=0.0).kind for s in range(seeds)
     ]
