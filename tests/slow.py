@@ -23,7 +23,6 @@ SLOW = (
     "tests/kernels/test_portable.py::test_what_is_not_finite_is_seen",
     "tests/kernels/test_prepass.py",
     "tests/kernels/test_launch_graph.py",
-    "tests/matrix/",
     "tests/reports/",
     # The compiler of torch, and opcheck: 2 to 8 s a graph.
     "tests/kernels/test_ops.py::test_report_73",
@@ -45,7 +44,7 @@ SLOW = (
     "tests/plugin/test_upstream.py",
     "tests/registry/test_lookup.py::test_A8_the_key_is_the_same_in_every_interpreter",
     "tests/tune/policy/test_search.py",
-    "tests/tune/test_child_runner.py",
+    "tests/tune/test_subprocess_runner.py",
     "tests/tune/test_session.py",
     "tests/tune/test_trial.py",
     "tests/tune/test_worker.py",

@@ -89,13 +89,7 @@ def glyphs_from_scans(scans: torch.Tensor, labels: torch.Tensor) -> Glyphs:
 
 
 def most_legible(glyphs: Glyphs, *, thin: float = 0.75, typical: float = 0.6) -> Glyphs:
-    """Keep the scans of each digit that people read most easily.
-
-    Args:
-        glyphs: Labelled shapes.
-        thin: Share of each digit's scans to keep by least ink (the heaviest are mere blots).
-        typical: Share of those to keep by closeness to the digit's mean shape.
-    """
+    """Keep the scans of each digit that people read most easily."""
     kept = []
     for digit in glyphs.labels.unique():
         members = (glyphs.labels == digit).nonzero()[:, 0]
@@ -160,11 +154,6 @@ class BouncingDigits:
 
     def sample(self, size: DemoSize, batch: int, *, generator: torch.Generator) -> DigitClips:
         """Draw `batch` clips with random glyphs, starts, directions and speeds.
-
-        Args:
-            size: The clip geometry.
-            batch: Number of clips B.
-            generator: Source of randomness, on the glyphs' device.
 
         Example:
             >>> source = BouncingDigits(load_glyphs())

@@ -417,12 +417,12 @@ def _give_way(layer: LayerContext, reason: FallbackReason) -> None:
         UnsupportedInputError: strict mode, and nobody asked for it.
     """
     eager = not torch.compiler.is_compiling()
-    first = layer.counts.fallbacks[reason] == 0
-    if eager:
-        layer.counts.fallbacks[reason] += 1
     # An export that is not strict runs this as it is, and keeps what it takes here for good.
     told = eager or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling())
-    if told and first and not reason.cause.by_policy:
+    first = told and layer.counts.fallbacks[reason] == 0
+    if eager:
+        layer.counts.fallbacks[reason] += 1
+    if first and not reason.cause.by_policy:
         warn_once(logger, reason, "%s (said once)", _complaint(layer, reason))
     if layer.state.options.strict and not reason.cause.asked_for:
         raise UnsupportedInputError(_complaint(layer, reason))

@@ -93,7 +93,12 @@ def test_the_whole_path(tmp_path):
         "5. Measure",
         "6. Generate again",
     ]
-    assert result.stdout.splitlines()[-1].startswith("Next: sage bench ")
+    assert [line.strip() for line in result.stdout.splitlines()[-4:]] == [
+        "Next, your own pipeline, on a GPU this time with a speed:",
+        "sage_plugin.patch(pipe)",
+        "pipe(...)  # as before",
+        "print(sage_plugin.report(pipe).text())",
+    ]
 
 
 @pytest.fixture
@@ -141,7 +146,7 @@ def test_a_policy_takes_the_place_of_the_kernel(tmp_path):
 def test_the_patched_clip_is_near_the_hosts_and_not_the_same(tmp_path):
     result = demo("--out", tmp_path / "out")
     line = next(line for line in result.stdout.splitlines() if "dB PSNR" in line)
-    psnr = float(line.split(" by ")[1].split(" dB")[0])
+    psnr = float(line.split(" to ")[1].split(" dB")[0])
     assert 20 < psnr < 90
 
 

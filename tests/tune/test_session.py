@@ -19,7 +19,7 @@ from sage_plugin.registry.merge import merge
 from sage_plugin.tune.configs.search import SearchLimits
 from sage_plugin.tune.configs.session import tune
 from sage_plugin.tune.run import run_folder
-from sage_plugin.tune.run.crash_marker import InFlight
+from sage_plugin.tune.run.crash_marker import CrashMarker
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.observer import Silent
 from tests.registry import samples
@@ -459,8 +459,8 @@ def test_I3_a_trial_that_ends_the_session_runs_again_once(tmp_path):
     ledger = plan.run_folder / run_folder.LEDGER
     done = len(Ledger(ledger).all())
     assert 1 <= done < 6
-    note = plan.run_folder / run_folder.IN_FLIGHT
-    assert InFlight(note).begin(study.id, victim) is None, "what was running is tried once more"
+    note = plan.run_folder / run_folder.CRASH_MARKER
+    assert CrashMarker(note).begin(study.id, victim) is None, "what was running is tried once more"
     runner = ScriptedRunner()
     tune(plan, runner)
     assert victim not in runner.screened, "and not a third time"
