@@ -33,6 +33,8 @@ SLOW = (
     "tests/plugin/test_names.py",
     "tests/plugin/test_policy.py::test_a_graph",
     "tests/plugin/test_policy.py::test_twelve_blocks",
+    "tests/plugin/test_transformers.py::test_report_129_a_graph",
+    "tests/plugin/test_transformers.py::test_report_136",
     "tests/plugin/test_transformers.py::test_report_79",
     # Many models, processes or drawn runs: 3 to 15 s each.
     "tests/cli/test_tune.py",
