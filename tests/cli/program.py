@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 
-from click.testing import Result
-from typer.testing import CliRunner
+import click
+import typer
+from click.testing import CliRunner, Result
 
 from sage_plugin.cli import app
+
+
+@functools.cache
+def program() -> click.Command:
+    """All commands, built once: that takes ten times as long as to refuse a word of one."""
+    return typer.main.get_command(app)
 
 
 def sage(*words: object) -> Result:
@@ -16,7 +24,7 @@ def sage(*words: object) -> Result:
     One text alone is a command line, as in a shell.
     """
     line = shlex.split(words[0]) if len(words) == 1 and isinstance(words[0], str) else words
-    result = CliRunner().invoke(app, [str(word) for word in line])
+    result = CliRunner().invoke(program(), [str(word) for word in line])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

@@ -242,3 +242,18 @@ def test_report_405_a_loop_whose_scheduler_does_not_step_is_left_to_the_baseline
     draw(pipe)
     assert handle.report().rows[0].rule_steps == {1: (0,), 2: (1, 2, 3)}
     handle.unpatch()
+
+
+def test_a_forward_that_fails_leaves_no_step_behind(monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("stop")
+
+    pipe = classes()
+    handle = sage_plugin.patch(pipe, policy=FIRST, min_seq=0)
+    tracker = next(iter(handle.layers.values())).state.tracker
+    monkeypatch.setattr(pipe.transformer.transformer_blocks[0], "forward", fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        draw(pipe)
+    assert tracker.passed == 1
+    assert tracker.now(pipe.transformer) is Fallback.STEP_WITHOUT_SCHEDULER
+    handle.unpatch()

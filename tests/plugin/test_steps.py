@@ -7,6 +7,7 @@ import functools
 import inspect
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -359,25 +360,38 @@ def test_report_405_a_loop_of_somebodys_own_is_of_the_run_by_thread_and_timestep
     assert call() is Fallback.STEP_WITHOUT_SCHEDULER
 
 
-def test_a_loop_of_somebodys_own_over_a_graph():
-    made, _ = sampler()
+def test_a_loop_of_somebodys_own_over_a_graph_keeps_nothing_alive():
+    made, tracker = sampler()
     made.unet.eager = False
-    unet, scheduler = made.unet, made.scheduler
-    for steps in (4, 3):
+
+    def draw(unet, scheduler, steps):
         scheduler.set_timesteps(steps)
         seen = []
         for t in scheduler.timesteps:
             seen += [unet(t), unet(t)]
             scheduler.step(ZERO, t, ZERO)
-        assert places(seen) == whole(steps, 2)
-    assert unet(t) is Fallback.STEP_OUTSIDE_RUN
+        return [*seen, unet(t)]
+
+    for steps in (4, 3):
+        seen = draw(made.unet, made.scheduler, steps)
+        assert places(seen) == [*whole(steps, 2), Fallback.STEP_OUTSIDE_RUN]
+    unet, gone = made.unet, weakref.ref(made.scheduler)
+    del made
+    assert gone() is None
+    assert tracker.now(unet) is Fallback.STEP_WITHOUT_SCHEDULER
 
 
-def test_a_forward_that_fails_leaves_no_step_behind():
-    made, tracker = sampler()
-    assert tracker.now(made.unet) is Fallback.STEP_OUTSIDE_RUN
-    tracker.leave()
-    assert tracker.now(made.unet) is Fallback.STEP_OUTSIDE_RUN
+def test_the_variables_of_callers_are_left_as_they_are():
+    """Before Python 3.13 `locals()` is one dict of a function, which asking for them fills."""
+    made, _ = sampler()
+
+    def draw(prompt):
+        options = locals()
+        later = made(3)
+        return options, later
+
+    assert places(draw("a cat")[1]) == whole(3)
+    assert draw("a cat")[0] == {"prompt": "a cat", "made": made}
 
 
 def test_the_scheduler_stays_what_it_is():
@@ -472,6 +486,19 @@ def test_what_has_no_scheduler_counts_no_steps():
     assert schedulers_of(torch.nn.Linear(2, 2)) == {}
     assert schedulers_of(Sampler(None, object())) == {}
     assert counts_steps(DDIMScheduler())
+
+
+def test_a_scheduler_that_is_equal_to_others_tells_nothing():
+    """Such ones have no hash."""
+
+    class Equal(DDIMScheduler):
+        def __eq__(self, other):
+            return True
+
+    made = Sampler(Denoiser(), Equal())
+    made.unet.tracker = StepTracker(made)
+    assert type(made.scheduler) is Equal
+    assert places(made(2)) == [Fallback.STEP_OUTSIDE_RUN] * 2
 
 
 def test_a_scheduler_that_cannot_be_changed_tells_nothing():

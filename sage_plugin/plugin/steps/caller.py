@@ -6,11 +6,12 @@ and all of them may run one model. Which one runs it now is told by the call sta
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ _PASSED_OVER = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
 """Folders of code that runs no denoiser of its own: torch, and this package's plug-in."""
+COMPONENTS = "components"
+"""What the blocks of modular pipelines call the pipeline that they are given."""
 NEAR = 6
 """Callers whose variables are looked at: a loop of somebody's own is not far from its model."""
 
@@ -82,7 +85,7 @@ class DenoisingLoop:
 
 
 def loop_around(module: nn.Module) -> DenoisingLoop | None:
-    """The innermost caller that holds a module beside a scheduler, or `None`."""
+    """The innermost object whose method runs, that holds a module beside a scheduler, or `None`."""
     loops = (loop_of(candidate, module) for _, candidate in _candidates(sys._getframe(1)))
     return next((loop for loop in loops if loop is not None), None)
 
@@ -140,30 +143,34 @@ def _schedulers(named: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _scopes(frame: FrameType | None) -> Iterator[dict[str, Any]]:
-    """The variables that the nearest callers use, by name, innermost caller first."""
-    seen = 0
-    while frame is not None and seen < NEAR:
-        code = frame.f_code
-        if not code.co_filename.startswith(_PASSED_OVER):
-            seen += 1
-            own = {} if frame.f_locals is frame.f_globals else frame.f_locals
-            used = {
-                name: frame.f_globals[name] for name in code.co_names if name in frame.f_globals
-            }
+    """The variables of the nearest callers that step something, by name, innermost caller first."""
+    for code, near in itertools.islice(_frames(frame), NEAR):
+        if "step" in code.co_names:
+            own = {} if near.f_locals is near.f_globals else near.f_locals
+            used = {name: near.f_globals[name] for name in code.co_names if name in near.f_globals}
             yield used | own
-        frame = frame.f_back
 
 
 def _candidates(frame: FrameType | None) -> Iterator[tuple[FrameType, object]]:
-    """Objects whose methods, or that as their first two arguments, the callers run."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount and not code.co_filename.startswith(_PASSED_OVER):
-            found = frame.f_locals
-            for name in code.co_varnames[: min(2, code.co_argcount)]:
+    """Objects whose methods the callers run, or whose blocks."""
+    for code, near in _frames(frame):
+        arguments = code.co_varnames[: min(2, code.co_argcount)]
+        if "self" in arguments[:1] or COMPONENTS in arguments:
+            found = near.f_locals
+            for name in arguments:
                 candidate = found.get(name)
                 if not isinstance(candidate, _PLAIN):
-                    yield frame, candidate
+                    yield near, candidate
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, FrameType]]:
+    """The callers, innermost first; who asks one for its variables has reasons.
+
+    Before Python 3.13 a running function keeps what `f_locals` gives, and shares it with `locals`.
+    """
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_PASSED_OVER):
+            yield frame.f_code, frame
         frame = frame.f_back
 
 

@@ -107,9 +107,9 @@ class StepTracker:
 
     def _watch(self, scheduler: Any) -> bool:  # noqa: ANN401
         """Count the steps of a scheduler; whether that begins now. One may refuse to be changed."""
-        if scheduler in self._watched:
-            return False
         with contextlib.suppress(TypeError):
+            if scheduler in self._watched:
+                return False
             met = schedulers.watch(scheduler, self)
             self._watched.add(scheduler)
             return met
@@ -149,12 +149,14 @@ class StepTracker:
 
         Graphs ask at every call of a layer, and look once a step.
         """
-        loop, run = self._here.scope if forward is None else (None, None)
-        if loop is not None and schedulers.run_of(loop.scheduler()) == run:
-            return loop
+        known, run = self._here.scope if forward is None else (None, None)
+        scheduler = None if known is None else known()
+        if scheduler is not None and schedulers.run_of(scheduler) == run:
+            return DenoisingLoop("", {"scheduler": scheduler}, None)
         loop = loop_in_scope(module)
         if loop is not None:
-            self._here.scope = (loop, schedulers.run_of(loop.scheduler()))
+            scheduler = loop.scheduler()
+            self._here.scope = (weakref.ref(scheduler), schedulers.run_of(scheduler))
             return loop
         pipeline = self._pipeline()
         knows_time = forward is not None and forward.timestep is not None
@@ -188,7 +190,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, Step | Fallback]] = []
-        self.scope: tuple[DenoisingLoop | None, Run | None] = (None, None)
+        self.scope: tuple[weakref.ref[Any] | None, Run | None] = (None, None)
         self.last: tuple[int, int] | None = None
         self.seen: weakref.WeakKeyDictionary[Any, tuple[int, int, int, Timestep | None]] = (
             weakref.WeakKeyDictionary()
