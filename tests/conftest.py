@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.slow import SLOW
+from tests.slow import is_slow
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test-fast` leaves out."""
     for item in items:
-        if item.nodeid.startswith(SLOW):
+        if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
 
 

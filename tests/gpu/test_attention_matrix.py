@@ -7,7 +7,8 @@ import torch
 
 import sage_plugin
 from sage_plugin.kernels.attention.oracle import oracle
-from tests.gpu.variants import PAIRS, config_of, each, poison, relative, skip_what_is_left
+from tests.gpu.variants import PAIRS, config_of, each, poison, skip_what_is_left
+from tests.kernels.calls import relative_l1
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,7 +64,7 @@ def test_matches_emulation(kernel, variant, shape, causal, dtype):
     exact, exact_lse = oracle(q, k, v, is_causal=causal)
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
     assert torch.isfinite(out).all()
-    assert relative(out, exact) <= 1.2 * relative(twin, exact) + 2e-4
+    assert relative_l1(out, exact) <= 1.2 * relative_l1(twin, exact) + 2e-4
     dead = torch.isinf(exact_lse)
     assert torch.equal(torch.isinf(lse), dead)
     assert (out[dead] == 0).all()
@@ -80,7 +81,7 @@ def test_many_heads_pass_the_grid_limit(kernel, variant):
     q, k, v = inputs((70000, 1, 1, 16, 16, 64), torch.float16)
     out = sage_plugin.attention(q, k, v, kernel=kernel, variant=variant, out_dtype=torch.float32)
     exact, _ = oracle(q[-64:], k[-64:], v[-64:])
-    assert relative(out[-64:], exact) < 0.03
+    assert relative_l1(out[-64:], exact) < 0.03
 
 
 @each()

@@ -13,8 +13,8 @@ from sage_plugin import device
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams
-from tests.gpu.variants import config_of, poison, relative
-from tests.kernels.calls import FP8_WEIGHTS, HOPPER
+from tests.gpu.variants import config_of, poison
+from tests.kernels.calls import FP8_WEIGHTS, HOPPER, relative_l1
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +60,7 @@ def check(made, twin, exact, *, small=2e-4, small_lse=2e-3):
     assert torch.equal(torch.isinf(lse), dead)
     assert (out[dead] == 0).all()
     if not dead.all():
-        assert relative(out, right) <= 1.2 * relative(twin_out, right) + small
+        assert relative_l1(out, right) <= 1.2 * relative_l1(twin_out, right) + small
         limit = 1.5 * (twin_lse - right_lse)[~dead].abs().max().item() + small_lse
         assert (lse - right_lse)[~dead].abs().max().item() <= limit
 
@@ -160,7 +160,7 @@ def test_an_early_start_changes_nothing(kernel, causal, block_n):
         both(kernel, q, k, v, causal=causal, fields={"overlap": overlap, "block_n": block_n})[0]
         for overlap in (False, True)
     )
-    assert relative(late[0], early[0]) < 1e-4
+    assert relative_l1(late[0], early[0]) < 1e-4
     assert torch.allclose(late[1], early[1], atol=1e-4)
 
 
@@ -213,7 +213,7 @@ def test_linear_weights_add_what_the_emulation_says(kernel, dim):
     errors = {}
     for eighths in (0, 4, 6):
         made, twin = both(kernel, q, k, v, fields={"exp_linear": eighths})
-        errors[eighths] = [relative(out, exact) for out, _ in (made, twin)]
+        errors[eighths] = [relative_l1(out, exact) for out, _ in (made, twin)]
     for ours, twins in errors.values():
         assert 0.85 * twins <= ours <= 1.15 * twins
     assert errors[0][0] < errors[4][0] < 1.1 * errors[0][0]
@@ -270,7 +270,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(kernel, value, which, c
     assert torch.equal(out[others], fine[others])
     left = ~sees & ~others
     if left.any():
-        assert relative(out[left], fine[left]) < 0.1
+        assert relative_l1(out[left], fine[left]) < 0.1
 
 
 @pytest.mark.parametrize("kernel", HOPPER)
@@ -331,7 +331,7 @@ def test_grouped_heads_are_repeated_heads(kernel, dim, causal):
     out, lse = sage_plugin.attention(q, k, v, **options)
     wide = [t.repeat_interleave(4, 1) for t in (k, v)]
     expected, expected_lse = sage_plugin.attention(q, *wide, **options)
-    assert relative(out, expected) < 2e-3
+    assert relative_l1(out, expected) < 2e-3
     assert torch.allclose(lse, expected_lse, atol=2e-3)
 
 
@@ -343,7 +343,7 @@ def test_many_heads_and_batches_keep_to_their_own(kernel):
     for item in (0, 1, 150, 299):
         one = [t[item : item + 1] for t in (q, k, v)]
         alone, alone_lse = sage_plugin.attention(*one, **options)
-        assert relative(out[item], alone[0]) < 2e-3
+        assert relative_l1(out[item], alone[0]) < 2e-3
         assert torch.allclose(lse[item], alone_lse[0], atol=2e-3)
 
 
@@ -359,7 +359,7 @@ def test_offsets_beyond_32_bits(kernel, dim):
     out = sage_plugin.attention(q, k, v, **options)
     expected = sage_plugin.attention(q[:, :1], k, v, **options)
     for head in (0, heads // 2, heads - 1):
-        assert relative(out[:, head : head + 1], expected) < 2e-3
+        assert relative_l1(out[:, head : head + 1], expected) < 2e-3
 
 
 @pytest.mark.parametrize("kernel", HOPPER)
@@ -439,7 +439,7 @@ def test_equal_keys_average_the_values(kernel, keys):
     k = k[:, :, :1].expand_as(k).contiguous()
     out = sage_plugin.attention(q, k, v, kernel=kernel, variant="hopper", out_dtype=torch.float32)
     expected = v.float().mean(2, keepdim=True).expand_as(out)
-    assert relative(out, expected) < 0.01
+    assert relative_l1(out, expected) < 0.01
 
 
 @pytest.mark.parametrize("kernel", HOPPER)

@@ -48,12 +48,6 @@ def config_of(
     return dispatch.default_launch(key, dispatch.facts_of("cuda", 0)).replaced(**fields)
 
 
-def relative(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Sum of absolute errors over the sum of absolute reference values."""
-    error = (out.double() - reference.double()).abs().sum()
-    return (error / reference.double().abs().sum()).item()
-
-
 def poison(like: torch.Tensor) -> None:
     """Leave NaN where the allocator will look next, in blocks of every size up to a call's."""
     held = []

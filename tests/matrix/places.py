@@ -18,7 +18,7 @@ ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-MARKS = {"interpreter": [pytest.mark.slow], "gpu": ON_GPU, "hopper": ON_GPU}
+MARKS = {"gpu": ON_GPU, "hopper": ON_GPU}
 BF16_WEIGHTS = 6e-3
 """Error of `fav2` where it rounds its weights to bf16."""
 

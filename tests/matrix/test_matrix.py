@@ -53,7 +53,7 @@ def test_an_answer_is_that_of_the_definition(name, kernel, place, request):
     if place.name in ("interpreter", "gpu", "hopper"):
         hold_to_emulation(kernel, place, row, case, out, lse, wanted, wanted_lse)
     if place.name in ("emulation", "torch"):
-        hold_layout(kernel, place, row, case, out)
+        hold_forms(kernel, place, row, case, out)
     for other in row.wrong(case):
         far = relative_l1(other.definition()[0], out)
         assert far > max(2 * relative_l1(wanted, out), limit_of(kernel, row) / row.times)
@@ -79,12 +79,15 @@ def hold_to_emulation(kernel, place, row, case, out, lse, wanted, wanted_lse):
     assert distance(lse, wanted_lse, visible) <= limit
 
 
-def hold_layout(kernel, place, row, case, out):
-    """Rows before heads, and no LSE, change nothing."""
+def hold_forms(kernel, place, row, case, out):
+    """Rows before heads, no LSE and the dtype of V change nothing but the last rounding."""
     turned = case.each(lambda x: x.transpose(1, 2).contiguous())
     other = place.answer(kernel, row, turned, layout="bshd", out_dtype=torch.float32)
     close = {"rtol": 1e-4, "atol": 1e-5} if kernel in OF_TORCH else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(other.transpose(1, 2), out, **close)
+    narrow = place.answer(kernel, row, turned, layout="bshd")
+    assert narrow.dtype == case.v.dtype
+    torch.testing.assert_close(narrow, other.to(narrow.dtype), rtol=0, atol=0)
 
 
 def hold_same(kernel, place, case, again, out):

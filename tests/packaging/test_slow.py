@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import SLOW
+from tests.slow import INTERPRETED, SLOW, is_slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,9 @@ def test_they_are_in_no_part_of_one_another() -> None:
 def test_marked_are_they_alone(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         marked = item.get_closest_marker("slow") is not None
-        assert marked == item.nodeid.startswith(SLOW), item.nodeid
+        assert marked == is_slow(item.nodeid), item.nodeid
+    assert is_slow(f"tests/matrix/test_matrix.py::test_x[a row{INTERPRETED}")
+    assert not is_slow("tests/matrix/test_matrix.py::test_x[a row-emulation]")
 
 
 def _id(path: Path) -> str:
