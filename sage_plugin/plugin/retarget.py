@@ -7,8 +7,10 @@ changes its arguments.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
+import operator
 import sys
 import threading
 import types
@@ -112,8 +114,8 @@ def _generate(original: type) -> type | None:
     names = {name for cls in original.__mro__ for name in vars(cls)}
     if "__call__" not in names or not any(_attends(original, name) for name in names):
         return None
-    kind = _writing_through(type(original))
-    generated = _subclass(original, kind, f"Sage{original.__name__}", "__call__", _called)
+    kind, name = _writing_through(type(original)), f"Sage{original.__name__}"
+    generated = _subclass(original, kind, name, "__call__", _called, COPYING)
     _register_metadata(original, generated)
     return generated
 
@@ -121,7 +123,14 @@ def _generate(original: type) -> type | None:
 def _generate_module(original: type) -> type | None:
     if not _attends(original, "forward"):
         return None
-    return _subclass(original, type(original), original.__name__, "forward", _entered)
+    return _subclass(
+        original,
+        type(original),
+        original.__name__,
+        "forward",
+        _entered,
+        {"__reduce_ex__": _reduce_as_original},
+    )
 
 
 def _attends(cls: type, name: str) -> bool:
@@ -137,15 +146,20 @@ def _attends(cls: type, name: str) -> bool:
 
 
 def _subclass(
-    original: type, kind: type[type], name: str, entry: str, entrance: Callable[..., Any]
+    original: type,
+    kind: type[type],
+    name: str,
+    entry: str,
+    entrance: Callable[..., Any],
+    copying: dict[str, Any],
 ) -> type:
     """A subclass with our copies of methods, each before the method that it is a copy of.
 
     Those of a base class lie in a class of ours before it, where `super` comes by.
     """
-    namespace = _copies(original) | {
+    namespace = _copies(original) | copying
+    namespace |= {
         "__module__": original.__module__,
-        "__reduce_ex__": _reduce_as_original,
         "__doc__": original.__doc__,
         ORIGINAL: original,
     }
@@ -225,8 +239,34 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
     return entrance
 
 
+def twin_of(processor: object, cls: type) -> object:
+    """Another object of a class, with the same `__dict__`."""
+    twin: object = object.__new__(cls)
+    object.__setattr__(twin, "__dict__", vars(processor))
+    return twin
+
+
+def original_of(processor: object) -> object:
+    """What a processor is unpatched: itself, or what a twin of ours was made of."""
+    owner = layer_with(processor)
+    if owner is not None:
+        return owner.original
+    if generated_class(processor) is None:
+        return processor
+    return twin_of(processor, plain_class(type(processor)))
+
+
+# A copy or a pickle of what is patched is one of what it was made of, by that one's own methods;
+# a processor that several layers share is one object in a copy of them too.
+COPYING: dict[str, Callable[..., Any]] = {
+    "__copy__": lambda self: copy.copy(original_of(self)),
+    "__deepcopy__": lambda self, memo: copy.deepcopy(original_of(self), memo),
+    "__reduce_ex__": lambda self, protocol: (operator.getitem, ([original_of(self)], 0)),
+}
+
+
 def _reduce_as_original(self: object, protocol: object) -> tuple[Any, ...]:
-    """A copy or a pickle of what is patched is unpatched."""
+    """A copy or a pickle of a patched module is unpatched."""
     state = {key: value for key, value in vars(self).items() if key != LAYER}
     return object.__new__, (plain_class(type(self)),), state
 

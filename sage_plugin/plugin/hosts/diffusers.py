@@ -161,7 +161,7 @@ def swap(layer: LayerContext) -> str | None:
         return NO_CALL
     if not _lies_in_dict(original):
         return SLOTS
-    layer.processor = _twin(original, generated)
+    layer.processor = retarget.twin_of(original, generated)
     module.processor = layer.processor  # type: ignore[assignment]
     vars(module)[retarget.LAYER] = layer
     return None
@@ -192,21 +192,8 @@ found = standing
 """What there is to patch in a layer's place."""
 
 
-def original_of(processor: object) -> object:
-    """What a processor is unpatched: itself, or what a twin of ours was made of."""
-    owner = layer_with(processor)
-    if owner is not None:
-        return owner.original
-    if retarget.generated_class(processor) is None:
-        return processor
-    return _twin(processor, retarget.original_class(processor))
-
-
-def _twin(processor: object, cls: type) -> object:
-    """Another object with the same `__dict__`."""
-    twin: object = object.__new__(cls)
-    object.__setattr__(twin, "__dict__", vars(processor))
-    return twin
+original_of = retarget.original_of
+"""What a processor that stands in a layer's place is unpatched."""
 
 
 def _make_plain(processor: object) -> None:
