@@ -7,10 +7,8 @@ changes its arguments.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-import operator
 import sys
 import threading
 import types
@@ -20,19 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from sage_plugin.plugin.context import STACK, Frame, LayerContext, layer_with
+from sage_plugin.plugin.context import STACK, Frame, layer_with
 from sage_plugin.plugin.redirect import NoRoomError, reaches_attention, redirected
+from sage_plugin.plugin.twin import COPYING, COPYING_MODULES, LAYER, ORIGINAL
 
 logger = logging.getLogger(__name__)
-
-LAYER = "_sage_layer"
-"""Where an attention module has its `LayerContext`."""
-ORIGINAL = "_sage_original"
 
 _lock = threading.RLock()
 _processors: dict[type, type | None] = {}
 _modules: dict[type, type | None] = {}
-_plain: dict[type, type] = {}
 
 
 def patched_class(original: type) -> type | None:
@@ -65,41 +59,6 @@ def patched_module_class(original: type) -> type | None:
         return _modules[original]
 
 
-def generated_class(obj: object) -> type | None:
-    """The class of ours that an object is of, be it under one that somebody put on top of it."""
-    return next((cls for cls in type(obj).__mro__ if ORIGINAL in vars(cls)), None)
-
-
-def original_class(obj: object) -> type:
-    """The class that a processor, or an attention module, has unpatched."""
-    original: type = getattr(type(obj), ORIGINAL, type(obj))
-    return original
-
-
-def plain_class(cls: type) -> type:
-    """A class without ours in it: that which it was made of, or the same on top of that.
-
-    `fully_shard` and parametrizations give a module a subclass of the class that it has.
-    """
-    if ORIGINAL in vars(cls):
-        original: type = vars(cls)[ORIGINAL]
-        return original
-    if not hasattr(cls, ORIGINAL):
-        return cls
-    with _lock:
-        if cls not in _plain:
-            own = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-            bases = tuple(map(plain_class, cls.__bases__))
-            _plain[cls] = types.new_class(cls.__name__, bases, exec_body=lambda ns: ns.update(own))
-        return _plain[cls]
-
-
-def layer_of(module: object) -> LayerContext | None:
-    """The layer that an attention module is patched as; `None` for any other object."""
-    layer: LayerContext | None = getattr(module, "__dict__", {}).get(LAYER)
-    return layer
-
-
 def _generated(generate: Callable[[type], type | None], original: type) -> type | None:
     try:
         return generate(original)
@@ -129,7 +88,7 @@ def _generate_module(original: type) -> type | None:
         original.__name__,
         "forward",
         _entered,
-        {"__reduce_ex__": _reduce_as_original},
+        COPYING_MODULES,
     )
 
 
@@ -237,38 +196,6 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             frames.pop()
 
     return entrance
-
-
-def twin_of(processor: object, cls: type) -> object:
-    """Another object of a class, with the same `__dict__`."""
-    twin: object = object.__new__(cls)
-    object.__setattr__(twin, "__dict__", vars(processor))
-    return twin
-
-
-def original_of(processor: object) -> object:
-    """What a processor is unpatched: itself, or what a twin of ours was made of."""
-    owner = layer_with(processor)
-    if owner is not None:
-        return owner.original
-    if generated_class(processor) is None:
-        return processor
-    return twin_of(processor, plain_class(type(processor)))
-
-
-# A copy or a pickle of what is patched is one of what it was made of, by that one's own methods;
-# a processor that several layers share is one object in a copy of them too.
-COPYING: dict[str, Callable[..., Any]] = {
-    "__copy__": lambda self: copy.copy(original_of(self)),
-    "__deepcopy__": lambda self, memo: copy.deepcopy(original_of(self), memo),
-    "__reduce_ex__": lambda self, protocol: (operator.getitem, ([original_of(self)], 0)),
-}
-
-
-def _reduce_as_original(self: object, protocol: object) -> tuple[Any, ...]:
-    """A copy or a pickle of a patched module is unpatched."""
-    state = {key: value for key, value in vars(self).items() if key != LAYER}
-    return object.__new__, (plain_class(type(self)),), state
 
 
 def _register_metadata(original: type, generated: type) -> None:
