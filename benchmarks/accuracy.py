@@ -42,9 +42,10 @@ from peer_kernels import Peer
 import sage_plugin
 from sage_plugin import device as devices
 from sage_plugin.accuracy.metrics import compare
-from sage_plugin.accuracy.reference import Reference, clear, reference, sample_rows
+from sage_plugin.accuracy.output import ExactRows as Reference
 from sage_plugin.bench.report import finite
 from sage_plugin.errors import SageError, UnsupportedInputError
+from sage_plugin.families.attention.reference import clear, reference, sample_rows
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.attention.recipes import implementation
@@ -170,7 +171,7 @@ def judge_ours(
     )  # fmt: skip
     assert isinstance(full, torch.Tensor)
     out = full[:, :, exact.rows]
-    errors = errors_of(out, exact.out, exact.v_mean, v.dtype)
+    errors = errors_of(out, exact.out, exact.mean, v.dtype)
     errors["bad_values"] = float((~torch.isfinite(full)).sum().item())
     rows = twin_rows(
         shape.seq_q, count=args.twin_rows, granule=launch.q_granule, causal=shape.causal
@@ -179,8 +180,8 @@ def judge_ours(
     twin = emulated(
         decision.kernel, launch, tensors, near.rows, causal=shape.causal, scale=shape.scale
     )
-    own = compare(full[:, :, near.rows], near.out, v_mean=near.v_mean).centred_rel_l1
-    twins = compare(twin, near.out, v_mean=near.v_mean).centred_rel_l1
+    own = compare(full[:, :, near.rows], near.out, v_mean=near.mean).centred_rel_l1
+    twins = compare(twin, near.out, v_mean=near.mean).centred_rel_l1
     return Judged(out, errors, decision.label, launch, own / max(twins, SMALLEST))
 
 
@@ -189,7 +190,7 @@ def judge_peer(
 ) -> tuple[torch.dtype, Errors]:
     """Dtype and error of a peer's output."""
     full = peer.prepare(*tensors, causal=shape.causal, scale=shape.scale)()
-    errors = errors_of(full[:, :, exact.rows].float(), exact.out, exact.v_mean, full.dtype)
+    errors = errors_of(full[:, :, exact.rows].float(), exact.out, exact.mean, full.dtype)
     errors["bad_values"] = float((~torch.isfinite(full)).sum().item())
     return full.dtype, errors
 
@@ -197,7 +198,7 @@ def judge_peer(
 def cell(kernel: str, ours: Judged, peer: Peer, dtype: torch.dtype, theirs: Errors,
          exact: Reference) -> dict[str, Any]:  # fmt: skip
     """One of our kernels against one peer, both in the peer's output dtype."""
-    same = errors_of(ours.out.to(dtype).float(), exact.out, exact.v_mean, dtype)
+    same = errors_of(ours.out.to(dtype).float(), exact.out, exact.mean, dtype)
     name, worst = "centred_rel_l1", "worst_head_centred_rel_l1"
     sound, their_sound = ours.errors["bad_values"] == 0, theirs["bad_values"] == 0
     return {

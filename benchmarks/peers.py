@@ -39,7 +39,7 @@ from gpu_options import gpu_parser, on_gpu
 
 import sage_plugin
 from sage_plugin import device as devices
-from sage_plugin.accuracy.reference import clear, reference
+from sage_plugin.families.attention.reference import clear, reference
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.measure.clocks import ClockSnapshot, snapshot, stamp
@@ -76,9 +76,9 @@ def judge_ours(
         return out
 
     full, again = run(), run()
-    own = errors_of(full[:, :, exact.rows], exact.out, exact.v_mean, v.dtype)
+    own = errors_of(full[:, :, exact.rows], exact.out, exact.mean, v.dtype)
     twin = emulated(decision.kernel, config, tensors, exact.rows, causal=False, scale=scale)
-    theirs = errors_of(twin, exact.out, exact.v_mean, v.dtype)
+    theirs = errors_of(twin, exact.out, exact.mean, v.dtype)
     return {
         "kernel": kernel,
         "ran": decision.label,
@@ -100,7 +100,7 @@ def judge_peer(call: peer_kernels.Run, tensors: Tensors, args: argparse.Namespac
     rows = twin_rows(q.shape[2], count=args.rows, granule=1, causal=False)
     exact = reference(q, k, v, rows=rows)
     out = call()
-    errors = errors_of(out[:, :, exact.rows].float(), exact.out, exact.v_mean, out.dtype)
+    errors = errors_of(out[:, :, exact.rows].float(), exact.out, exact.mean, out.dtype)
     wanted = ("rel_l1", "centred_rel_l1", "gain", "rounding_floor")
     return {
         "out_dtype": str(out.dtype).removeprefix("torch."),

@@ -27,12 +27,12 @@ from gpu_options import gpu_parser, on_gpu
 import sage_plugin
 from sage_plugin import device as devices
 from sage_plugin.capture.call import canonical
+from sage_plugin.families.attention.replay import AttentionReplay
 from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.measure.inputs import in_layout
 from sage_plugin.measure.timing import TimingLimits, measure
 from sage_plugin.plugin.context import CallEvent
 from sage_plugin.plugin.policy.rules import SCHEMA_VERSION, Policy, Rule, read
-from sage_plugin.replay.call import ReplayCall
 from sage_plugin.tune.policy.option import Option
 
 Facts = dict[str, Any]
@@ -97,14 +97,14 @@ def calls_alone(event: CallEvent, options: Sequence[Option]) -> dict[str, Callab
     if isinstance(call, str):
         raise SystemExit(f"the model's call cannot be replayed: {call}")
     tensors = tuple(in_layout(tensor, call.shape.layout) for tensor in (call.q, call.k, call.v))
-    timed = ReplayCall(tensors, call.mask, call.shape)
+    timed = AttentionReplay(tensors, call.mask, call.shape)
     found = {HOST: timed.whole()}
     facts = devices.facts(event.q.device)
     for option in options:
         runnable = option.runnable(call.shape, facts, None)
         if isinstance(runnable, str):
             raise SystemExit(f"{option.label}: {runnable}")
-        found[option.label] = timed.whole(runnable.decision, runnable.config)
+        found[option.label] = timed.whole(*runnable)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Measures every kernel on real tensors and derives the gates of `sage_plugin/accuracy/gate.py`.
+"""Measures every kernel on real tensors and derives `sage_plugin/families/attention/gates.py`.
 
 Three tables go into one JSON file: the errors of the kernels on every capture of the real models
 and of the demo, and on random tensors; the same with each quantisation option changed; and those of

@@ -23,13 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import demo_digits as digits
 import diffusers
 import numpy as np
 import torch
 
-from sage_plugin.demo import digits
 from sage_plugin.demo.film import save_clips
-from sage_plugin.demo.legibility import read_digits
 from sage_plugin.demo.model import (
     TRAINING_FILE,
     DemoModel,
@@ -280,7 +279,7 @@ def render(
         generator = torch.Generator().manual_seed(0)
         frames = pipe(asked * repeats, size, steps, guidance, generator).frames
         seconds = time.monotonic() - start
-        read = read_digits(frames, size, glyphs)
+        read = digits.read_digits(frames, size, glyphs)
         right = (read == torch.tensor(asked * repeats)).float().mean().item()
         name = f"{size.name}_steps{steps}_guidance{round(guidance * 10)}"
         legibility[name] = {"read_correctly": round(right, 3), "clips": len(read)}

@@ -1,11 +1,4 @@
-"""The accuracy limits of each kernel, and what breaks them.
-
-They come from real tensors: the worst errors of each kernel's emulation on every attention layer of
-SmolLM2, MiniLM and Whisper and on calls of the demo model, and a margin. `benchmarks/set_gates.py`
-measures and derives them, `docs/accuracy.md` explains the rule and shows what they refuse. A gate
-judges what quantisation loses; whether the device code computes what it should is judged against
-the kernel's own emulation, which is far stricter.
-"""
+"""Accuracy limits: what they are, what breaks them, and the worst of several captures."""
 
 from __future__ import annotations
 
@@ -14,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sage_plugin.errors import UsageError
-from sage_plugin.kernels.attention.dispatch import resolve_kernel
 from sage_plugin.schema import ErrorMetrics, JsonRecord
 
 
@@ -38,65 +30,12 @@ class Gate(JsonRecord):
     max_bad_values: int = 0
 
 
-HOST = Gate(
-    min_cosine=0.999983,
-    min_row_cosine_p10=0.999978,
-    max_worst_head_rel_l1=0.0057,
-)
-FAV2 = Gate(
-    min_cosine=0.9999979,
-    min_row_cosine_p10=0.9999972,
-    max_worst_head_rel_l1=0.0021,
-    max_centred_rel_l1=0.0037,
-)
-SAGE = Gate(
-    min_cosine=0.9979,
-    min_row_cosine_p10=0.9933,
-    max_worst_head_rel_l1=0.052,
-    max_centred_rel_l1=0.034,
-)
-FAV3_SAGE = Gate(
-    min_cosine=0.9915,
-    min_row_cosine_p10=0.985,
-    max_worst_head_rel_l1=0.098,
-    max_centred_rel_l1=0.11,
-)
-FAV3_FP8 = Gate(
-    min_cosine=0.953,
-    min_row_cosine_p10=0.83,
-    max_worst_head_rel_l1=0.25,
-    max_centred_rel_l1=0.13,
-)
-
-_GATES = {
-    "torch": HOST,
-    "sdpa": HOST,
-    "fav2": FAV2,
-    "sage": SAGE,
-    "fav3_sage": FAV3_SAGE,
-    "fav3_fp8": FAV3_FP8,
-}
-
-
-def gate_for(kernel: str) -> Gate:
-    """The gate of a kernel, by its name or an alias of it.
-
-    Raises:
-        UnknownKernelError: no kernel has this name.
-
-    Example:
-        >>> gate_for("qk_int8").max_worst_head_rel_l1
-        0.052
-    """
-    return _GATES[resolve_kernel(kernel)]
-
-
 def failures(gate: Gate, metrics: ErrorMetrics) -> list[str]:
-    """One sentence, with value and limit, for each limit that is broken; empty where it passes.
+    """List a sentence, with value and limit, for each limit that is broken; empty if it passes.
 
     Example:
         >>> bad = ErrorMetrics(1, 0, 1, 1, 0, 1, 0, 0, 1, 0, bad_values=3)
-        >>> failures(HOST, bad)[0]
+        >>> failures(Gate(0.99), bad)[0]
         '3 NaN or infinite values in the output, allowed are 0'
     """
     found = []
@@ -151,7 +90,7 @@ _WORST: dict[str, Callable[[Sequence[float]], float] | Callable[[Sequence[str]],
 
 
 def worst(metrics: Sequence[ErrorMetrics]) -> ErrorMetrics:
-    """The worst value of each metric over several captures: passes a gate only if all pass.
+    """Take the worst value of each metric over several captures: passes a gate only if all pass.
 
     Raises:
         UsageError: there are none.

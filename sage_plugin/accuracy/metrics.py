@@ -1,4 +1,4 @@
-"""Error of an output against a reference, head by head in fp64 (design section 7)."""
+"""Error of an output against a reference, head by head in fp64."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 
 import torch
 
-from sage_plugin.accuracy.output import checked_output
-from sage_plugin.accuracy.reference import reference
-from sage_plugin.schema import ErrorMetrics, LaunchConfig
+from sage_plugin.accuracy.output import CheckedOutput, ExactRows
+from sage_plugin.schema import ErrorMetrics
 
 TINY = 1e-30
 """Stands for a reference that sums to zero, so that every metric stays a finite number."""
@@ -23,7 +22,7 @@ def compare(
     bad_values: int | None = None,
     suspect: str = "",
 ) -> ErrorMetrics:
-    """Metrics of an output, or of sampled rows of it.
+    """Judge an output, or sampled rows of it.
 
     NaN and infinite values are counted and enter the other metrics as zero, so that those stay
     finite numbers that JSON can hold.
@@ -130,50 +129,13 @@ def _p10(values: torch.Tensor) -> float:
     return values.kthvalue(max(1, math.ceil(0.1 * values.numel()))).values.item()
 
 
-def attention_errors(
-    kernel: str,
-    variant: str,
-    launch: LaunchConfig | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    mask: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-) -> ErrorMetrics:
-    """Run a kernel and judge it against the oracle, on sampled rows of every head.
-
-    The metrics are those of the result before its last rounding (`out_dtype=torch.float32`); NaN
-    and infinite values are counted over all rows of both that result and the one in V's dtype.
-
-    Args:
-        kernel: kernel name.
-        variant: variant name.
-        launch: launch config, `None` for the one that the runtime would find.
-        q: (B, Hq, Sq, D), indexed bhsd; k and v likewise.
-        k: keys.
-        v: values.
-        causal: bottom-right aligned causal mask.
-        scale: factor of the scores, `1/sqrt(D)` if `None`.
-        mask: (B or 1, Hq or 1, Sq or 1, Sk) or `None`.
-        rows: query rows to judge, the same for each head; at most 256 sampled ones where `None`.
-
-    Example:
-        >>> x = torch.ones(1, 1, 4, 64)
-        >>> attention_errors("torch", "host", None, x, x, x, causal=False, scale=None).bad_values
-        0
-    """
-    exact = reference(q, k, v, causal=causal, scale=scale, mask=mask, rows=rows)
-    result = checked_output(
-        kernel, variant, launch, q, k, v, causal=causal, scale=scale, exact=exact, mask=mask
-    )
+def errors_of(checked: CheckedOutput, exact: ExactRows, *, dtype: torch.dtype) -> ErrorMetrics:
+    """Judge a checked output by the exact rows, or by another output's if they are put there."""
     return compare(
-        result.out,
+        checked.out,
         exact.out,
-        v_mean=exact.v_mean,
-        rounding=v.dtype,
-        bad_values=result.bad_values,
-        suspect=result.suspect,
+        v_mean=exact.mean,
+        rounding=dtype,
+        bad_values=checked.bad_values,
+        suspect=checked.suspect,
     )

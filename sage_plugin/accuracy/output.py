@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from sage_plugin.accuracy.fingerprint import fingerprint
-from sage_plugin.accuracy.reference import Reference
-from sage_plugin.kernels.attention import api
-from sage_plugin.schema import LaunchConfig
 
 ROUNDINGS = 4
 """The output in its own dtype may differ from the rounded fp32 one by this many epsilons, in
-relative L1: torch's own attention rounds inside, too."""
+relative L1: torch's own kernels round inside, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactRows:
+    """Rows of an exact output, to judge by.
+
+    Attributes:
+        rows: the rows, the same for each head.
+        out: (B, H, R, Dv), fp32.
+        mean: what an output without content would be, (B, H, R or 1, Dv), fp32: the error is also
+            taken relative to the distance from it.
+    """
+
+    rows: torch.Tensor
+    out: torch.Tensor
+    mean: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +35,9 @@ class CheckedOutput:
     """Sampled rows of a kernel's result before its last rounding.
 
     Attributes:
-        out: (B, Hq, R, Dv), fp32.
+        out: (B, H, R, Dv), fp32.
         bad_values: NaN and infinite values over all rows, in fp32 and in the kernel's own dtype.
-        suspect: a sentence where the run is wrong in a way that no metric shows, else empty.
+        suspect: a sentence if the run is wrong in a way that no metric shows, else empty.
     """
 
     out: torch.Tensor
@@ -33,58 +46,35 @@ class CheckedOutput:
 
 
 def checked_output(
-    kernel: str,
-    variant: str,
-    launch: LaunchConfig | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    run: Callable[[torch.dtype], torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    exact: ExactRows,
     *,
-    causal: bool,
-    scale: float | None,
-    exact: Reference,
-    mask: torch.Tensor | None = None,
+    size: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> CheckedOutput:
-    """Run a kernel twice, in fp32 and in V's dtype, and keep the rows that `exact` has.
+    """Run a kernel in fp32 and in its own dtype, and keep the rows that `exact` has.
 
     Args:
-        kernel: kernel name; variant and launch as in `attention`.
-        variant: variant name, `"host"` for torch's own kernels.
-        launch: launch config or `None`.
-        q: (B, Hq, Sq, D), indexed bhsd; k and v likewise.
-        k: keys.
-        v: values.
-        causal: bottom-right aligned causal mask.
-        scale: factor of the scores or `None`.
-        exact: the oracle's rows for the same inputs.
-        mask: (B or 1, Hq or 1, Sq or 1, Sk) or `None`.
+        run: gives the output (B, H, S, Dv) in a dtype.
+        inputs: what it reads, by name; changes of them are noticed.
+        exact: exact rows for the same inputs.
+        size: of the output.
+        dtype: the kernel's own.
     """
-    inputs = {"q": q, "k": k, "v": v} | ({} if mask is None else {"mask": mask})
     before = {name: fingerprint(tensor) for name, tensor in inputs.items()}
     rows: dict[torch.dtype, torch.Tensor] = {}
     bad_values = 0
-    for dtype in dict.fromkeys((torch.float32, v.dtype)):  # once where they are the same
-        poison((*q.shape[:3], v.shape[3]), dtype, q.device)
-        out: torch.Tensor = api.attention(  # type: ignore[assignment]
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=causal,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-            kernel=kernel,
-            variant=variant,
-            launch=launch,
-            out_dtype=dtype,
-        )
+    for kind in dict.fromkeys((torch.float32, dtype)):  # once if they are the same
+        poison(size, kind, exact.out.device)
+        out = run(kind)
         bad_values += sum(int((~torch.isfinite(head)).sum().item()) for head in out)
-        rows[dtype] = out[:, :, exact.rows]
+        rows[kind] = out[:, :, exact.rows]
         del out
     changed = [name for name, tensor in inputs.items() if fingerprint(tensor) != before[name]]
     reasons = [f"it changed its input {name}" for name in changed]
-    reasons += _odd_values(rows[v.dtype], inputs, exact)
-    reasons += _odd_rounding(rows[torch.float32], rows[v.dtype])
+    reasons += _odd_values(rows[dtype], inputs, exact, size)
+    reasons += _odd_rounding(rows[torch.float32], rows[dtype])
     return CheckedOutput(out=rows[torch.float32], bad_values=bad_values, suspect="; ".join(reasons))
 
 
@@ -99,14 +89,17 @@ def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _odd_values(
-    out: torch.Tensor, inputs: dict[str, torch.Tensor], exact: Reference
+    out: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    exact: ExactRows,
+    size: tuple[int, ...],
 ) -> Iterator[str]:
     """Outputs that take no account of the data, unless the exact one looks the same."""
     rounded = exact.out.to(out.dtype)
     if _constant(out) and not _constant(rounded):
         yield "its output is constant"
     for name, tensor in inputs.items():
-        if name != "mask" and tensor.shape == inputs["q"].shape and out.shape[3] == tensor.shape[3]:
+        if tuple(tensor.shape) == size:
             rows = tensor[:, :, exact.rows].to(out.dtype)
             if torch.equal(out, rows) and not torch.equal(rounded, rows):
                 yield f"its output is its input {name}"

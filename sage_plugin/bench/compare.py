@@ -6,6 +6,7 @@ The first kernel is timed twice, as two candidates: how far it differs from itse
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,17 +15,17 @@ from statistics import median
 import torch
 
 from sage_plugin import device as devices
-from sage_plugin.accuracy.gate import failures, gate_for
-from sage_plugin.accuracy.reference import Reference, reference
-from sage_plugin.bench.candidate import Candidate, candidate, errors_against
-from sage_plugin.bench.cost import flops
+from sage_plugin.accuracy.gate import failures
+from sage_plugin.accuracy.metrics import errors_of
+from sage_plugin.accuracy.output import ExactRows
+from sage_plugin.bench.candidate import Candidate, candidate
 from sage_plugin.bench.difference import difference
 from sage_plugin.bench.rows import EMULATION_NOTE, KernelRow, Table
 from sage_plugin.errors import SageError, UnsupportedInputError
-from sage_plugin.kernels.attention import dispatch
+from sage_plugin.families import Family
+from sage_plugin.families.family import ReplayCall
 from sage_plugin.measure.clocks import snapshot, stamp
 from sage_plugin.measure.timing import Samples, TimingLimits, measure
-from sage_plugin.replay.call import ReplayCall
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import CallShape, DeviceFacts
 
@@ -92,8 +93,8 @@ def _table(case: ReplayInputs, plan: BenchPlan, device: torch.device) -> Table:
     judged = case.load(device)
     timed = case.timed(judged, device)
     shape = timed.shape
-    exact = reference(*judged.tensors, causal=shape.causal, scale=shape.scale, mask=judged.mask)
-    ready, failed = _candidates(plan, judged, timed, exact, facts)
+    exact = judged.exact()
+    ready, failed = _candidates(case.family, plan, judged, timed, exact, facts)
     if not ready:
         raise UnsupportedInputError(f"{case.name}: no kernel could run it: {'; '.join(failed)}")
     before = snapshot(device)
@@ -101,8 +102,8 @@ def _table(case: ReplayInputs, plan: BenchPlan, device: torch.device) -> Table:
     after = snapshot(device)
     aa_ratio = _ratio(samples[ready[0].label], samples[f"{ready[0].label} {AGAIN}"])
     trust = stamp(aa_ratio, before, after)
-    base = _base(plan, shape, facts, ready)
-    operations = flops(shape, timed.mask)
+    base = _base(case.family, plan, shape, facts, ready)
+    operations = timed.flops()
     rows = tuple(
         _row(case, shape, operations, one, base, samples, exact, trust, plan) for one in ready
     )
@@ -119,21 +120,26 @@ def _table(case: ReplayInputs, plan: BenchPlan, device: torch.device) -> Table:
 
 
 def _candidates(
-    plan: BenchPlan, judged: ReplayCall, timed: ReplayCall, exact: Reference, facts: DeviceFacts
+    family: Family,
+    plan: BenchPlan,
+    judged: ReplayCall,
+    timed: ReplayCall,
+    exact: ExactRows,
+    facts: DeviceFacts,
 ) -> tuple[list[Candidate], list[str]]:
     """The kernels that run, the reference among them, and why the others do not."""
     wanted = plan.kernels if plan.reference is None else (plan.reference, *plan.kernels)
     ready: dict[str, Candidate] = {}
     failed = []
     for kernel, variant in wanted:
-        decision = dispatch.decide(timed.shape, facts, kernel=kernel, variant=variant)
+        decision = family.decide(timed.shape, facts, kernel=kernel, variant=variant)
         name = kernel if variant == "auto" else f"{kernel}:{variant}"
         if decision.reason is not None:
             failed.append(f"{name} cannot run this call: {decision.reason}")
         elif decision.label not in ready:
             try:
                 ready[decision.label] = candidate(
-                    decision, judged, timed, exact, facts, config_dir=plan.config_dir
+                    family, decision, judged, timed, exact, facts, config_dir=plan.config_dir
                 )
             except SageError as error:
                 failed.append(str(error))
@@ -148,10 +154,10 @@ def _timed(ready: list[Candidate], plan: BenchPlan, device: torch.device) -> dic
     """One interleaved measurement of all calls, with quantisation and alone, and the self-test."""
     functions: dict[str, Callable[[], object]] = {}
     for one in ready:
-        functions[one.label] = one.call
-        if one.alone is not None:
-            functions[f"{one.label} {ALONE}"] = one.alone
-    functions[f"{ready[0].label} {AGAIN}"] = ready[0].call
+        functions[one.label] = one.timed.whole
+        if one.timed.quantizes:
+            functions[f"{one.label} {ALONE}"] = one.timed.alone
+    functions[f"{ready[0].label} {AGAIN}"] = ready[0].timed.whole
     return measure(
         functions,
         device=device,
@@ -166,13 +172,17 @@ def _ratio(one: Samples, other: Samples) -> float:
 
 
 def _base(
-    plan: BenchPlan, shape: CallShape, facts: DeviceFacts, ready: Iterable[Candidate]
+    family: Family,
+    plan: BenchPlan,
+    shape: CallShape,
+    facts: DeviceFacts,
+    ready: Iterable[Candidate],
 ) -> Candidate | None:
     """The candidate that is the reference, kernel and variant; it stands first where it ran."""
     if plan.reference is None:
         return None
     kernel, variant = plan.reference
-    wanted = dispatch.decide(shape, facts, kernel=kernel, variant=variant)
+    wanted = family.decide(shape, facts, kernel=kernel, variant=variant)
     if wanted.reason is not None:
         return None
     return next((one for one in ready if one.label == wanted.label), None)
@@ -185,11 +195,11 @@ def _row(
     one: Candidate,
     base: Candidate | None,
     samples: dict[str, Samples],
-    exact: Reference,
+    exact: ExactRows,
     trust: str,
     plan: BenchPlan,
 ) -> KernelRow:
-    against = exact.out if base is None else base.checked.out
+    rows = exact if base is None else dataclasses.replace(exact, out=base.checked.out)
     dtype = getattr(torch, shape.dtype)
     alone = samples.get(f"{one.label} {ALONE}")
     low = center = high = None
@@ -208,17 +218,15 @@ def _row(
         time=samples[one.label].timing(),
         kernel_time=None if alone is None else alone.timing(),
         flops=operations,
-        moved_bytes=one.moved_bytes,
+        moved_bytes=one.timed.moved_bytes,
         errors=one.errors,
         reference="" if base is None else base.label,
-        reference_errors=(
-            None if base is None else errors_against(one.checked, against, exact, dtype=dtype)
-        ),
+        reference_errors=None if base is None else errors_of(one.checked, rows, dtype=dtype),
         speedup=center,
         speedup_low=low,
         speedup_high=high,
-        gate=tuple(failures(gate_for(one.decision.kernel), one.errors)),
+        gate=tuple(failures(case.family.gate_for(one.decision.kernel), one.errors)),
         stamp=trust,
         note=EMULATION_NOTE if one.decision.variant == "emulation" else "",
-        difference=difference(one.checked.out, against) if plan.differences else None,
+        difference=difference(one.checked.out, rows.out) if plan.differences else None,
     )

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import torch
 
 from sage_plugin.bench.compare import CPU_LIMITS
-from sage_plugin.bench.cost import flops
 from sage_plugin.replay.inputs import ReplayInputs
 
 PATIENCE_S = 60.0
@@ -31,11 +30,6 @@ def cpu_seconds(
 ) -> float:
     """Predicted seconds for all cases on this CPU, good to a factor of two or three.
 
-    Args:
-        cases: the inputs.
-        kernels: kernel and variant names.
-        flops_per_s: speed of matrix products; measured where `None`.
-
     Example:
         >>> cpu_seconds([], [("sage", "auto")], flops_per_s=1e9)
         0.0
@@ -44,7 +38,7 @@ def cpu_seconds(
     slower = [_slower(kernel, variant) for kernel, variant in kernels]
     total = 0.0
     for case in cases:
-        once = flops(case.saved_shape) / rate
+        once = case.family.flops(case.saved_shape) / rate
         # Each call is timed with and without quantisation, and the first one again.
         round_s = once * (2 * sum(slower) + max(slower, default=0.0))
         rounds_s = min(CPU_LIMITS.budget_s, CPU_LIMITS.max_samples * round_s)

@@ -104,9 +104,6 @@ def labels(kernels: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 def checked_policy(text: str) -> Policy:
     """Return a policy that is not of another model than the embedded one.
 
-    Args:
-        text: a preset or a file.
-
     Raises:
         ConfigError: there is no such file or preset, or it is not a sound policy.
         UsageError: it is for another model.

@@ -28,6 +28,10 @@ MAX_SEED = 2**63 - 1
 SOME_FAILED = 4
 """Exit code of a command that did a part of what it was asked for."""
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FOLDER]", help=f"Captures (default {DEFAULT_FOLDER})."),
+]
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
 ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs that comes first.")]
 Kernels = Annotated[
@@ -181,8 +185,9 @@ class DrawnInputOptions(ShapeOptions):
         Raises:
             UsageError: options that exclude each other, or a value that is not allowed.
         """
+        from sage_plugin.families import ATTENTION
         from sage_plugin.measure.inputs import DISTRIBUTIONS, presets
-        from sage_plugin.replay.inputs import ReplayInputs, describe
+        from sage_plugin.replay.inputs import ReplayInputs
 
         check_seed(self.seed)
         of_values = ("--dtype", "--mask", "--inputs-distribution", "--preset")
@@ -203,7 +208,7 @@ class DrawnInputOptions(ShapeOptions):
                 dtype = dtype_name(self.dtype)
                 named = {n: dataclasses.replace(one, dtype=dtype) for n, one in named.items()}
         else:
-            named = {describe(shape): shape for shape in self.shapes()} if sizes else {}
+            named = {ATTENTION.describe(shape): shape for shape in self.shapes()} if sizes else {}
         for shape in named.values():
             if shape.dv != shape.head_dim:
                 raise UsageError(
@@ -224,6 +229,27 @@ class DrawnInputOptions(ShapeOptions):
         check_seed(self.seed)
         if given := self.given():
             raise UsageError(f"{given[0]} does not change captures: leave it out, or the captures")
+
+
+def folder_of(words: Sequence[str] | None, inputs: DrawnInputOptions) -> Path | None:
+    """Return the folder among a command's words; numbers behind --seq-len are further lengths.
+
+    Raises:
+        UsageError: more than one folder.
+
+    Example:
+        >>> inputs = DrawnInputOptions(seq_len=["8192"])
+        >>> folder_of(["16384"], inputs), inputs.seq_len
+        (None, ['8192', '16384'])
+    """
+    names = list(words or ())
+    if inputs.seq_len:
+        further = [name for name in names if name.replace(",", "").isdigit()]
+        inputs.seq_len.extend(further)
+        names = [name for name in names if name not in further]
+    if len(names) > 1:
+        raise UsageError(f"{', '.join(names)}: give one folder of captures")
+    return Path(names[0]) if names else None
 
 
 def _or(value: int | None, default: int) -> int:

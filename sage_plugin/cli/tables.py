@@ -30,14 +30,7 @@ def grid(*columns: str, padding: int = 0) -> Table:
 def fitted(
     rows: Sequence[Row], label: Column[Row], groups: Sequence[Sequence[Column[Row]]], width: int
 ) -> list[RenderableType]:
-    """Return one table of all columns if it fits the width, else one per group of columns.
-
-    Args:
-        rows: one line each.
-        label: the first column of each table.
-        groups: columns that stay together.
-        width: characters of a line.
-    """
+    """Return one table of all columns if it fits the width, else one per group of columns."""
     whole = _filled(rows, [label, *(column for group in groups for column in group)])
     if Console(width=1000).measure(whole).maximum <= width:
         return [whole]

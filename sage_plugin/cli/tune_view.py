@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sage_plugin.cli import tables
-from sage_plugin.replay.inputs import describe
+from sage_plugin.families import ATTENTION
 from sage_plugin.schema import CallShape, LaunchConfig, RegistryEntry, Trial
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ProgressView:
         """A new line, that starts where an earlier run stopped."""
         self._best, self._failed = float("inf"), 0
         state = f"{done} from an earlier run" if done else ""
-        name = f"{study.key.kernel} {describe(study.timed.shape)}"
+        name = f"{study.key.kernel} {ATTENTION.describe(study.timed.shape)}"
         self._task = self._progress.add_task(name, total=total, completed=done, state=state)
 
     def trial_finished(self, study: Study, trial: Trial) -> None:
@@ -118,7 +118,7 @@ def outcome_notes(outcomes: Sequence[Outcome]) -> list[str]:
     """Sentences below the table."""
     notes = []
     for outcome in outcomes:
-        where = f"{outcome.study.kernel} {describe(outcome.study.timed.shape)}"
+        where = f"{outcome.study.kernel} {ATTENTION.describe(outcome.study.timed.shape)}"
         notes += [f"{where}: {note}" for note in outcome.notes]
         if outcome.written.startswith("kept") and not outcome.written.endswith("already there"):
             notes.append(f"{where}: {outcome.written}")
@@ -148,7 +148,7 @@ def plan_table(plan: TuningPlan) -> Table:
 
 def _lines(shape: CallShape) -> str:
     """A call's shape on two lines, for narrow columns."""
-    return describe(shape).replace(" ", "\n", 1)
+    return ATTENTION.describe(shape).replace(" ", "\n", 1)
 
 
 def config_text(config: LaunchConfig) -> str:

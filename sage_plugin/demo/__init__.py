@@ -2,7 +2,7 @@
 
 The weights ship inside the package, so the whole path (record, tune, bench, patch) can be shown on
 a real diffusion model without a download. Nothing here needs a GPU; `diffusers` is imported by
-`model` and `pipeline` only, Pillow by `film` only, `scikit-learn` by `digits.load_glyphs` only. The
+`model` and `pipeline` only, Pillow by `film` only. The
 runtime (`kernels`, `plugin`, `registry`) never imports this package.
 """
 

@@ -92,11 +92,7 @@ def read_config(folder: Path | None = None) -> dict[str, Any]:
 
 
 def build_model(config: Mapping[str, Any] | None = None) -> DemoModel:
-    """Build the model with random weights, float32, on the CPU.
-
-    Args:
-        config: Settings as in `config.json`; the shipped ones when left out.
-    """
+    """Build the model with random weights, float32, on the CPU."""
     config = read_config() if config is None else config
     return DemoModel(
         CogVideoXTransformer3DModel(**config["transformer"]),
@@ -106,15 +102,7 @@ def build_model(config: Mapping[str, Any] | None = None) -> DemoModel:
 
 
 def save_model(model: DemoModel, folder: Path) -> Path:
-    """Write `model.safetensors` (float16) and `config.json`, each whole or not at all.
-
-    Args:
-        model: What to save, in any data type and on any device.
-        folder: Where the files go; it is made if it is missing.
-
-    Returns:
-        The path of the weights.
-    """
+    """Write `model.safetensors` (float16) and `config.json`, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {
         name: tensor.detach().to("cpu", torch.float16).contiguous()
@@ -133,11 +121,6 @@ def load_model(
     dtype: torch.dtype = torch.float32,
 ) -> DemoModel:
     """Load the trained model, ready for inference.
-
-    Args:
-        folder: Where `config.json` and `model.safetensors` lie; the shipped ones when left out.
-        device: Where the modules go.
-        dtype: Data type of the weights after loading.
 
     Raises:
         DemoError: If the weights are missing, damaged or do not fit the settings.

@@ -82,16 +82,6 @@ def snapshot(device: torch.device | str | int) -> ClockSnapshot | None:
 def stamp(aa_ratio: float | None, before: ClockSnapshot | None, after: ClockSnapshot | None) -> str:
     """How far a table can be trusted.
 
-    Args:
-        aa_ratio: median of a function over the median of itself, timed interleaved; `None` where it
-            was not taken.
-        before: state before the timing.
-        after: state after it.
-
-    Returns:
-        `"throttled"` where the card protected itself, else `"noisy"` where the self-test is missing
-        or off by 1 % or more, else `"clean"`.
-
     Example:
         >>> stamp(1.002, None, None), stamp(0.97, None, None)
         ('clean', 'noisy')

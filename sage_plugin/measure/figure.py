@@ -19,15 +19,6 @@ def save(
 ) -> str:
     """Draw a figure and save it whole or not at all, on any machine: no display is needed.
 
-    Args:
-        draw: fills an empty figure; not called where matplotlib is missing.
-        path: the PNG; its folder is made.
-        width: inches, 150 dots each.
-        height: inches.
-
-    Returns:
-        Empty, or why no plot was saved.
-
     Raises:
         OutputError: the file cannot be written.
 

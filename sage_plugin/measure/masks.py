@@ -21,14 +21,6 @@ def synthetic_mask(
     the shorter side and at most 128 wide, are visible with even odds, and those that hold a row's
     own key (bottom-right aligned) always, so that no row is without a key.
 
-    Args:
-        shape: the call.
-        device: where the mask shall lie.
-        seed: of the draw.
-
-    Returns:
-        The mask, `None` where the call has none.
-
     Raises:
         UsageError: the mask kind is unknown.
 

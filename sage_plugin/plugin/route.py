@@ -15,7 +15,7 @@ import torch
 from torch.utils._device import DeviceContext
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention.api import run, run_op
+from sage_plugin.kernels.attention.api import run_op
 from sage_plugin.kernels.attention.call import (
     TENSOR_SUBCLASS,
     AttentionCall,
@@ -307,7 +307,8 @@ def _run_resolved(
     """Run the kernel and count; `None` if the host's attention shall take the call instead."""
     try:
         if can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):
-            result = run(executor, call)
+            out, lse = executor.run(call)
+            result = out if lse is None else (out, lse)
         else:
             launch = executor.launch if choice.launch else None
             result = run_op(

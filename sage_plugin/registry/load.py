@@ -29,9 +29,6 @@ OPTIONAL_CONFIG_FIELDS = ("pv_flush", "maxnreg", "waves_per_eu", "matrix_instr_n
 def read(path: str | Path) -> RegistryFile:
     """Read one registry file.
 
-    Args:
-        path: a `<device_slug>/<family>.json`.
-
     Raises:
         ConfigError: missing, unreadable, too large, not strict JSON, of another schema version,
             with an unknown, missing or wrongly typed field, or with an unsound entry.
@@ -115,14 +112,6 @@ def search_path(
     slug: str, family: str = "attention", config_dir: str | Path | None = None
 ) -> list[tuple[str, Path]]:
     """The files that are looked at for a device, first one first, whether they exist or not.
-
-    Args:
-        slug: device slug.
-        family: op family.
-        config_dir: folder given by the caller; it comes before all others.
-
-    Returns:
-        Pairs of label (`"argument"`, `"env"`, `"user"`, `"shipped"`) and path.
 
     Example:
         >>> search_path("nvidia-l4", config_dir="/tmp/mine")[0]

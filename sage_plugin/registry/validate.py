@@ -26,14 +26,6 @@ def problems(
 ) -> list[str]:
     """Everything that is wrong with one registry file.
 
-    Args:
-        path: the file.
-        facts: this machine's device; a file of the same name must agree with it.
-        illegal: says why a config cannot run a key on a device, or `None` where it can.
-
-    Returns:
-        One sentence per problem; empty for a sound file.
-
     Example:
         >>> problems("no/such/attention.json")
         ['no/such/attention.json: no such file']

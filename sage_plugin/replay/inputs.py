@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from sage_plugin.capture.store.reader import CaptureFolder
-from sage_plugin.measure.inputs import synthetic
-from sage_plugin.measure.masks import synthetic_mask
-from sage_plugin.replay.call import ReplayCall
-from sage_plugin.schema import CallKey, CallShape, CaptureRecord
+from sage_plugin.families import Family, family
+from sage_plugin.families.family import ReplayCall
+from sage_plugin.schema import ATTENTION, CallShape, CaptureRecord
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayInputs:
-    """Q, K and V of one call, and its mask, before they are loaded.
+    """The tensors of one call before they are loaded.
 
     Attributes:
         shape: the full call.
@@ -26,6 +28,7 @@ class ReplayInputs:
         record: the capture's manifest line, `None` for drawn values.
         distribution: of drawn values, a name of `measure.inputs.DISTRIBUTIONS`.
         seed: of drawn values.
+        drawn_family: op family of drawn values.
     """
 
     shape: CallShape
@@ -34,6 +37,7 @@ class ReplayInputs:
     record: CaptureRecord | None = None
     distribution: str = "normal"
     seed: int = 0
+    drawn_family: str = ATTENTION
 
     @property
     def synthetic(self) -> bool:
@@ -56,65 +60,39 @@ class ReplayInputs:
         return "" if self.record is None else self.record.sha256
 
     @property
+    def family(self) -> Family:
+        """The op family of the call."""
+        return family(self.drawn_family if self.record is None else self.record.family)
+
+    @property
     def saved_shape(self) -> CallShape:
         """The shape of what a capture holds of its call; the full shape of drawn values."""
-        if self.record is None:
-            return self.shape
-        group = self.shape.heads_q // self.shape.heads_k
-        batch, heads = len(self.record.batch_indices), len(self.record.head_indices)
-        return dataclasses.replace(self.shape, batch=batch, heads_q=heads * group, heads_k=heads)
+        return self.shape if self.record is None else self.family.saved_shape(self.record)
 
     def load(self, device: torch.device | str) -> ReplayCall:
-        """What errors are judged on: a capture as it was saved, or the drawn call.
+        """Load what errors are judged on: a capture as it was saved, or the drawn call.
 
         Raises:
             CaptureError: the capture is damaged.
         """
         if self.record is None:
-            tensors = synthetic(
-                self.shape, device=device, seed=self.seed, distribution=self.distribution
-            )
-            mask = synthetic_mask(self.shape, device=device, seed=self.seed)
-            return ReplayCall(tensors, mask, self.shape)
-        call = CaptureFolder(Path(self.folder), (self.record,)).load(self.record, str(device))
-        return ReplayCall((call.q, call.k, call.v), call.mask, self.saved_shape)
+            return self.family.drawn(self.shape, device, self.seed, self.distribution)
+        folder = CaptureFolder(Path(self.folder), (self.record,))
+        return self.family.captured(folder, self.record, device)
 
     def timed(self, judged: ReplayCall, device: torch.device | str) -> ReplayCall:
-        """What is timed: on a GPU the full call, on a CPU what was saved."""
+        """Return what is timed: on a GPU the full call, on a CPU what was saved."""
         if self.record is None:
             return judged
         on_cpu = torch.device(device).type == "cpu"
         return judged.full_size(judged.shape if on_cpu else self.shape)
 
 
-def describe(shape: CallShape) -> str:
-    """Write a shape in a few words: batch, heads, length and channels, `query:key` if they differ.
-
-    Example:
-        >>> from sage_plugin.measure.inputs import presets
-        >>> describe(presets()["cogvideox-2b"])
-        '2x30x17776x64 bf16 bhsd'
-    """
-
-    def pair(query: int, key: int) -> str:
-        return f"{query}" if query == key else f"{query}:{key}"
-
-    heads, seq = pair(shape.heads_q, shape.heads_k), pair(shape.seq_q, shape.seq_k)
-    sizes = f"{shape.batch}x{heads}x{seq}x{shape.head_dim}"
-    return f"{sizes} {short_dtype(shape.dtype)} {shape.layout}{mask_words(shape)}"
-
-
-def mask_words(call: CallShape | CallKey) -> str:
-    """Write what hides keys from queries: ` causal`, and the kind of mask, if there are any."""
-    causal = " causal" if call.causal else ""
-    return causal + ("" if call.mask_kind == "none" else f" {call.mask_kind}")
-
-
-def short_dtype(name: str) -> str:
-    """Shorten torch's name of a floating-point dtype.
-
-    Example:
-        >>> short_dtype("bfloat16"), short_dtype("float32")
-        ('bf16', 'fp32')
-    """
-    return name.replace("bfloat", "bf").replace("float", "fp")
+def runs(call: Callable[[], object]) -> bool:
+    """Tell whether a call runs at its full size, which may take more memory than there is."""
+    try:
+        call()
+    except (RuntimeError, ValueError):
+        logger.debug("a call cannot be timed", exc_info=True)
+        return False
+    return True

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_plugin.accuracy.gate import Gate, failures, gate_for, worst
+from sage_plugin.accuracy.gate import Gate, failures, worst
 from sage_plugin.accuracy.metrics import compare
 from sage_plugin.errors import UnknownKernelError, UsageError
+from sage_plugin.families.attention.gates import gate_for
 from sage_plugin.schema import KERNELS, ErrorMetrics, RegistryFile
 from tests.real.rule import gate_of
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from sage_plugin.accuracy.metrics import attention_errors, compare
+from sage_plugin.accuracy.metrics import compare
+from sage_plugin.families.attention.replay import attention_errors
 from sage_plugin.measure.inputs import self_attention, synthetic
 
 

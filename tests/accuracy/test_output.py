@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from sage_plugin.accuracy import output
-from sage_plugin.accuracy.gate import failures, gate_for
-from sage_plugin.accuracy.metrics import attention_errors
+from sage_plugin.accuracy.gate import failures
+from sage_plugin.families.attention import replay
+from sage_plugin.families.attention.gates import gate_for
+from sage_plugin.families.attention.replay import attention_errors
 from sage_plugin.kernels.attention.api import attention
 from sage_plugin.measure.inputs import self_attention, synthetic
 from sage_plugin.measure.masks import synthetic_mask
@@ -18,7 +20,7 @@ SHAPE = self_attention(1, 2, 64, 32)
 
 
 def judged(monkeypatch, fake, *, distribution="normal", shape=SHAPE):
-    monkeypatch.setattr(output.api, "attention", fake)
+    monkeypatch.setattr(replay, "attention", fake)
     q, k, v = synthetic(shape, device="cpu", distribution=distribution)
     found = attention_errors("fav2", "auto", None, q, k, v, causal=False, scale=None)
     return found, failures(gate_for("fav2"), found)
@@ -127,7 +129,7 @@ def test_a_masked_call_is_judged_with_its_mask(monkeypatch, kind):
     mask = synthetic_mask(shape, device="cpu")
 
     def judge(fake):
-        monkeypatch.setattr(output.api, "attention", fake)
+        monkeypatch.setattr(replay, "attention", fake)
         return attention_errors("fav2", "auto", None, q, k, v, causal=True, scale=None, mask=mask)
 
     found = judge(attention)

@@ -7,11 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from sage_plugin.bench import candidate, compare
+from sage_plugin.bench import compare
 from sage_plugin.bench.compare import BenchPlan, run_case
-from sage_plugin.bench.cost import flops
 from sage_plugin.bench.suite import captured
 from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.families import ATTENTION
+from sage_plugin.families.attention import replay
+from sage_plugin.families.attention.cost import flops
+from sage_plugin.families.attention.replay import AttentionReplay
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.measure.inputs import self_attention
@@ -106,13 +109,11 @@ def test_a_reference_that_is_among_the_kernels_is_run_once(scripted):
 
 def test_a_reference_is_found_by_its_variant_too(scripted, monkeypatch):
     scripted({})
-    real = candidate.implementation
+    real = replay.implementation
     monkeypatch.setattr(
-        candidate, "implementation", lambda kernel, _, fp8: real(kernel, "emulation", fp8)
+        replay, "implementation", lambda kernel, _, fp8: real(kernel, "emulation", fp8)
     )
-    monkeypatch.setattr(
-        candidate, "checked_output", _through(candidate.checked_output, variant="emulation")
-    )
+    monkeypatch.setattr(AttentionReplay, "checked", _emulated(AttentionReplay.checked))
     plan = BenchPlan(kernels=(("sage", "emulation"),), reference=("sage", "portable"))
     table = run_case(case_of(), plan, device=CPU)
     assert [row.label for row in table.rows] == ["sage:portable", "sage:emulation"]
@@ -120,23 +121,24 @@ def test_a_reference_is_found_by_its_variant_too(scripted, monkeypatch):
     assert [row.speedup for row in table.rows] == [None, 1.0]
 
 
-def _through(real, *, variant):
-    return lambda kernel, _, *args, **options: real(kernel, variant, *args, **options)
+def _emulated(real):
+    def checked(call, decision, config, exact):
+        return real(call, dataclasses.replace(decision, variant="emulation"), config, exact)
+
+    return checked
 
 
 def test_another_variant_does_not_stand_in_for_a_reference_that_failed(scripted, monkeypatch):
     scripted({})
-    real = candidate.implementation
+    real = replay.implementation
 
     def broken(kernel, variant, fp8):
         if variant == "portable":
             raise RuntimeError("no GPU")
         return real(kernel, variant, fp8)
 
-    monkeypatch.setattr(candidate, "implementation", broken)
-    monkeypatch.setattr(
-        candidate, "checked_output", _through(candidate.checked_output, variant="emulation")
-    )
+    monkeypatch.setattr(replay, "implementation", broken)
+    monkeypatch.setattr(AttentionReplay, "checked", _emulated(AttentionReplay.checked))
     plan = BenchPlan(kernels=(("sage", "emulation"),), reference=("sage", "portable"))
     (row,) = run_case(case_of(), plan, device=CPU).rows
     assert (row.label, row.reference, row.reference_errors) == ("sage:emulation", "", None)
@@ -163,7 +165,7 @@ def test_masked_inputs_run_on_every_kernel_with_their_mask(
     assert {row.flops for row in table.rows} == {flops(shape, mask)}
     assert flops(shape, mask) < flops(shape)
     unmasked = AttentionParams(shape.scale, causal, "bshd")
-    monkeypatch.setattr(candidate, "AttentionParams", lambda *_, **__: unmasked)
+    monkeypatch.setattr(replay, "AttentionParams", lambda *_, **__: unmasked)
     other = run_case(case, plan, device=CPU)
     read = {row.kernel: row.moved_bytes for row in other.rows}
     assert all(row.moved_bytes > read[row.kernel] for row in table.rows), "the timed calls, too"
@@ -171,10 +173,12 @@ def test_masked_inputs_run_on_every_kernel_with_their_mask(
 
 def test_a_kernel_that_forgets_its_mask_fails_its_gate(scripted, monkeypatch):
     scripted({})
-    real = candidate.checked_output
-    monkeypatch.setattr(
-        candidate, "checked_output", lambda *args, **o: real(*args, **(o | {"mask": None}))
-    )
+    real = AttentionReplay.checked
+
+    def forgetful(call, *args):
+        return real(dataclasses.replace(call, mask=None), *args)
+
+    monkeypatch.setattr(AttentionReplay, "checked", forgetful)
     case = case_of(dataclasses.replace(SHAPE, mask_kind="key_bias"))
     (row,) = run_case(case, BenchPlan(kernels=(("fav2", "auto"),)), device=CPU).rows
     assert any("relative L1" in sentence for sentence in row.gate)
@@ -191,14 +195,14 @@ def test_memory_that_does_not_hold_an_input_is_a_sentence(monkeypatch):
 
 def test_a_failing_kernel_does_not_end_the_table(scripted, monkeypatch):
     scripted({})
-    real = candidate.implementation
+    real = replay.implementation
 
     def broken(kernel, variant, fp8):
         if kernel == "sage":
             raise RuntimeError("ptxas died\nwith a long story")
         return real(kernel, variant, fp8)
 
-    monkeypatch.setattr(candidate, "implementation", broken)
+    monkeypatch.setattr(replay, "implementation", broken)
     table = run_case(case_of(), BenchPlan(kernels=EVERY), device=CPU)
     assert len(table.rows) == 4
     assert table.failed == ("sage failed: RuntimeError: ptxas died",)
@@ -212,13 +216,13 @@ def test_no_kernel_at_all_is_an_error_with_the_reasons():
 
 def test_a_wrong_kernel_fails_its_gate(scripted, monkeypatch):
     scripted({})
-    real = candidate.checked_output
+    real = AttentionReplay.checked
 
     def wrong(*args, **options):
         found = real(*args, **options)
         return dataclasses.replace(found, out=found.out * torch.linspace(-1, 1, 32))
 
-    monkeypatch.setattr(candidate, "checked_output", wrong)
+    monkeypatch.setattr(AttentionReplay, "checked", wrong)
     row = run_case(case_of(), BenchPlan(kernels=(("sage", "auto"),)), device=CPU).rows[0]
     assert any("cosine of the worst head" in sentence for sentence in row.gate)
 
@@ -232,7 +236,8 @@ def test_the_config_of_the_runtime_is_judged_and_timed(scripted, monkeypatch):
         seen.append(config_dir)
         return dispatch.ResolvedConfig(config, "exact", "a file")
 
-    monkeypatch.setattr(candidate.dispatch, "find_launch", found)
+    patched = dataclasses.replace(ATTENTION, find_launch=found)
+    monkeypatch.setattr(ReplayInputs, "family", property(lambda inputs: patched))
     plan = BenchPlan(kernels=(("sage", "auto"),), config_dir="somewhere")
     row = run_case(case_of(), plan, device=CPU).rows[0]
     assert (row.config, row.config_source, seen) == (config, "exact", ["somewhere"])

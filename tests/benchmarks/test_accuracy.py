@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sage_plugin.accuracy.reference import reference
+from sage_plugin.families.attention.reference import reference
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.measure.inputs import self_attention
@@ -49,8 +49,8 @@ def test_a_cell_compares_in_the_dtype_of_the_peer(
 ) -> None:
     exact = torch.full((1, 1, 2, 4), 1.001)
     held = reference(exact, exact, exact)
-    held = type(held)(rows=held.rows, out=exact, v_mean=torch.zeros(1, 1, 1, 4))
-    fine = accuracy.errors_of(exact, exact, held.v_mean, torch.float32)
+    held = type(held)(rows=held.rows, out=exact, mean=torch.zeros(1, 1, 1, 4))
+    fine = accuracy.errors_of(exact, exact, held.mean, torch.float32)
     ours = accuracy.Judged(exact, fine, "sage:emulation", LAUNCH, 1.0)
     peer = peer_kernels.Peer("p", "p", lambda *a, **k: None, ("sage",))
     theirs = dict(fine, centred_rel_l1=0.0005, worst_head_centred_rel_l1=0.0005)

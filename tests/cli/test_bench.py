@@ -9,8 +9,9 @@ import json
 
 import pytest
 
-from sage_plugin.bench import candidate, compare
+from sage_plugin.bench import compare
 from sage_plugin.cli import console
+from sage_plugin.families.attention import replay
 from sage_plugin.kernels.attention.dispatch import kernels_of
 from sage_plugin.measure.timing import TimingLimits
 from sage_plugin.schema import KERNELS
@@ -44,7 +45,7 @@ def test_a_capture_folder_is_the_default_input(tmp_path, monkeypatch):
     assert "emulation: not a speed" in result.stdout
     assert "against fav2:emulation" in " ".join(result.stdout.split())
     assert "All 2 inputs" in result.stdout
-    assert "Next: sage tune --from-captures captured_inputs" in result.stderr
+    assert "Next: sage tune captured_inputs, since some configs are defaults" in result.stderr
 
 
 def test_csv_on_stdout_is_nothing_but_csv():
@@ -146,7 +147,7 @@ def test_the_widest_table_fits_the_terminal(monkeypatch, columns, reference):
     assert max(map(len, shown.splitlines())) <= columns
     assert "…" not in shown
     kernel_lines = [line for line in shown.splitlines() if line.startswith("fav3_fp8")]
-    assert len(kernel_lines) == (1 if columns == 100 else 2)
+    assert len(kernel_lines) == (2 if columns == 80 and reference else 1)
 
 
 def test_gate_passes_with_exit_0():
@@ -154,13 +155,13 @@ def test_gate_passes_with_exit_0():
 
 
 def test_gate_fails_a_wrong_kernel_with_exit_1_after_writing(monkeypatch):
-    real = candidate.checked_output
+    real = replay.AttentionReplay.checked
 
-    def wrong(kernel, *args, **options):
-        found = real(kernel, *args, **options)
-        return dataclasses.replace(found, out=-found.out) if kernel == "sage" else found
+    def wrong(call, decision, *args):
+        found = real(call, decision, *args)
+        return dataclasses.replace(found, out=-found.out) if decision.kernel == "sage" else found
 
-    monkeypatch.setattr(candidate, "checked_output", wrong)
+    monkeypatch.setattr(replay.AttentionReplay, "checked", wrong)
     failed = bench(*TINY, "--gate", "--csv", "-")
     assert failed.exit_code == 1
     assert error_of(failed).startswith("accuracy gate: sage:emulation on 1x2x48x32")
@@ -173,14 +174,14 @@ def test_gate_fails_a_wrong_kernel_with_exit_1_after_writing(monkeypatch):
 
 
 def test_a_named_kernel_that_cannot_run_is_exit_4(monkeypatch):
-    real = candidate.implementation
+    real = replay.implementation
 
     def broken(kernel, variant, fp8):
         if kernel == "fav3_fp8":
             raise RuntimeError("no kernel image")
         return real(kernel, variant, fp8)
 
-    monkeypatch.setattr(candidate, "implementation", broken)
+    monkeypatch.setattr(replay, "implementation", broken)
     assert bench(*TINY).exit_code == 0
     named = bench(*TINY, "--kernel", "fav3_fp8", "--kernel", "sage")
     assert named.exit_code == 4

@@ -9,9 +9,9 @@ import torch
 
 from sage_plugin.cli.options import DrawnInputOptions, ShapeOptions
 from sage_plugin.errors import UsageError
+from sage_plugin.families.attention.labels import describe
 from sage_plugin.measure.inputs import presets, self_attention
 from sage_plugin.measure.masks import synthetic_mask
-from sage_plugin.replay.inputs import describe
 
 
 def test_a_shape_has_the_defaults_of_its_query_side():

@@ -19,7 +19,7 @@ from sage_plugin.cli import tune as tune_command
 from sage_plugin.errors import UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load
-from sage_plugin.tune.configs import child_runner
+from sage_plugin.tune.configs import subprocess_runner
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 from tests.cli import program
@@ -42,7 +42,7 @@ def script(monkeypatch):
     """Let a scripted runner stand in for the child process."""
 
     def use(runner: ScriptedRunner) -> ScriptedRunner:
-        monkeypatch.setattr(child_runner, "ChildRunner", lambda **_: runner)
+        monkeypatch.setattr(subprocess_runner, "SubprocessRunner", lambda **_: runner)
         return runner
 
     return use
@@ -288,7 +288,7 @@ def test_a_real_ctrl_c_ends_the_children_and_can_be_resumed(tmp_path):
     assert process.returncode == 130
     assert "Next: sage tune -sq 64" in out
     assert 1 <= len(Ledger(ledger).all()) < 16
-    assert not (Path("tuning_runs/r") / run_folder.IN_FLIGHT).exists()
+    assert not (Path("tuning_runs/r") / run_folder.CRASH_MARKER).exists()
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_tuning_on_captures_imports_no_host_library(folder):
     code = (
         "import sys; from sage_plugin.cli import app\n"
         "app(['tune', '--from-captures', '--dry-run'], standalone_mode=False)\n"
-        "import sage_plugin.tune.configs.trial, sage_plugin.tune.configs.child_runner\n"
+        "import sage_plugin.tune.configs.trial, sage_plugin.tune.configs.subprocess_runner\n"
         "print('hosts', sorted({'diffusers', 'transformers'} & set(sys.modules)))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -12,12 +12,11 @@ pytest.importorskip("diffusers")
 
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from sage_plugin.demo.digits import load_glyphs
-from sage_plugin.demo.legibility import read_digits
 from sage_plugin.demo.model import build_model, shipped_folder
 from sage_plugin.demo.pipeline import DigitVideoPipeline, load_pipeline
 from sage_plugin.demo.sizes import SIZES
 from sage_plugin.errors import UsageError
+from tests.script import loaded
 
 TINY = replace(SIZES["small"], frames=2)
 needs_weights = pytest.mark.skipif(
@@ -109,11 +108,13 @@ def test_bad_requests(pipe: DigitVideoPipeline, options: dict[str, Any], message
 def test_generated_digits_can_be_read() -> None:
     """All ten digits at the shipped size and default steps; the slow test of this folder."""
     pytest.importorskip("sklearn")
+    digits = loaded("demo_digits")
     pipe = load_pipeline()
     pipe.set_progress_bar_config(disable=True)
-    size = replace(SIZES["small"], frames=8)  # half the length: a quarter of the attention
-    frames = run(pipe, digit=list(range(10)), size=size, num_inference_steps=8)
-    read = read_digits(frames, size, load_glyphs())
+    # A quarter of the length, a sixteenth of the attention.
+    size = replace(SIZES["small"], frames=4)
+    frames = run(pipe, digit=list(range(10)), size=size, num_inference_steps=6)
+    read = digits.read_digits(frames, size, digits.load_glyphs())
     assert (read == torch.arange(10)).sum() >= 8
     background = frames.flatten(2).median(-1).values
     assert background.max() < 0.1

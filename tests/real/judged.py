@@ -11,7 +11,7 @@ import torch
 import sage_plugin
 from sage_plugin import device as devices
 from sage_plugin.accuracy.metrics import compare
-from sage_plugin.accuracy.reference import sample_rows, visible_mean
+from sage_plugin.families.attention.reference import sample_rows, visible_mean
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.contract import AttentionParams

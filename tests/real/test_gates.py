@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from sage_plugin.accuracy.gate import failures, gate_for
+from sage_plugin.accuracy.gate import failures
+from sage_plugin.families.attention.gates import gate_for
 from tests.real import captured, faults, judged, weights
 
 if weights.missing():

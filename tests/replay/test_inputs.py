@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sage_plugin.capture.store.reader import open_captures
+from sage_plugin.families.attention.replay import AttentionReplay
 from sage_plugin.measure.inputs import self_attention, synthetic
-from sage_plugin.replay.call import ReplayCall
 from sage_plugin.replay.inputs import ReplayInputs
 from tests.bench.folders import SHAPE, write
 
@@ -68,7 +68,7 @@ def test_full_size_repeats_saved_heads_with_their_groups():
     saved_shape = dataclasses.replace(LONG, heads_q=4, heads_k=2, seq_q=8, seq_k=8)
     q, k, v = synthetic(saved_shape, device="cpu")
     full = dataclasses.replace(saved_shape, batch=2, heads_q=10, heads_k=5, layout="bshd")
-    big_q, big_k, big_v = ReplayCall((q, k, v), None, saved_shape).full_size(full).tensors
+    big_q, big_k, big_v = AttentionReplay((q, k, v), None, saved_shape).full_size(full).tensors
     assert big_q.shape == (2, 10, 8, 32)
     assert big_k.shape == big_v.shape == (2, 5, 8, 32)
     assert big_q.transpose(1, 2).is_contiguous()
@@ -85,7 +85,7 @@ def test_mask_entries_stay_with_their_heads_and_batch_items(rows, batch, own_hea
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
     mask = torch.randn(batch, 4 if own_heads else 1, rows, 7)
     saved = dataclasses.replace(full, batch=2, heads_q=4, heads_k=2)
-    timed = ReplayCall((q, k, k), mask, saved).full_size(full)
+    timed = AttentionReplay((q, k, k), mask, saved).full_size(full)
     found, big_q = timed.mask, timed.tensors[0]
     assert found.shape == (4 if batch > 1 else 1, 12 if own_heads else 1, rows, 7)
     for b in range(4):
@@ -100,5 +100,5 @@ def test_one_entry_for_all_is_not_copied():
     tensors = synthetic(LONG, device="cpu")
     mask = torch.ones(1, 1, 5, 7, dtype=torch.bool)
     twice = dataclasses.replace(LONG, heads_q=4, heads_k=4)
-    assert ReplayCall(tensors, mask, LONG).full_size(twice).mask is mask
-    assert ReplayCall(tensors, None, LONG).full_size(twice).mask is None
+    assert AttentionReplay(tensors, mask, LONG).full_size(twice).mask is mask
+    assert AttentionReplay(tensors, None, LONG).full_size(twice).mask is None

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from sage_plugin.accuracy.gate import gate_for
+from sage_plugin.families.attention.gates import gate_for
 from sage_plugin.measure.timing import Samples
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import CallShape, LaunchConfig, Trial
@@ -14,7 +14,7 @@ from sage_plugin.tune.configs import trial as trials
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
 from sage_plugin.tune.configs.search import SearchLimits
-from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Study, Timer
 from tests.registry import samples
 
@@ -139,18 +139,18 @@ class ScriptedRunner:
             extra={"ratio": ratio},
         )
 
-    def race(self, study: Study, contest: Contest) -> tuple[Trial, ...]:
-        self.raced.append(contest.configs)
-        bad = [c for c in contest.configs if c in self.fails_in_race]
+    def race(self, study: Study, race: Race) -> tuple[Trial, ...]:
+        self.raced.append(race.configs)
+        bad = [c for c in race.configs if c in self.fails_in_race]
         if bad:
             status = self.fails_in_race[bad[0]]
             return tuple(
-                Trial(study.id, c, "final", status, reason="the race died") for c in contest.configs
+                Trial(study.id, c, "final", status, reason="the race died") for c in race.configs
             )
-        names = {f"{i}": config for i, config in enumerate(contest.configs)}
-        names[trials.AGAIN] = contest.configs[0]
+        names = {f"{i}": config for i, config in enumerate(race.configs)}
+        names[trials.AGAIN] = race.configs[0]
         times = self._times(names, study.timer.race_rounds)
-        return trials._finals(study, contest, times, False)
+        return trials._finals(study, race, times, False)
 
     def close(self) -> None:
         self.closed = True

@@ -9,7 +9,7 @@ import pytest
 from sage_plugin.errors import ConfigError
 from sage_plugin.schema import LaunchConfig
 from sage_plugin.tune.configs import promote, search
-from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.runner import Race
 from tests.registry import samples
 from tests.tune import scripted
 from tests.tune.scripted import ScriptedRunner
@@ -22,12 +22,12 @@ def verdict(count: int, runner: ScriptedRunner, *, min_gain: float) -> promote.S
     study = STUDIES[count]
     screens = {c: runner.screen(study, c, study.default) for c in study.space}
     configs = search.finalists(screens, study.default, None)
-    finals = {t.config: t for t in runner.race(study, Contest(configs, None, 1.0))}
+    finals = {t.config: t for t in runner.race(study, Race(configs, None, 1.0))}
     return promote.decide(study, screens, finals, min_gain=min_gain, run="r")
 
 
-def test_D3_the_winner_of_many_equal_configs_is_the_default():
-    seeds = 100
+def test_the_winner_of_many_equal_configs_is_the_default():
+    seeds = 60
     kept = sum(
         verdict(40, ScriptedRunner(noise=0.02, seed=s), min_gain=0.01).kind == "confirmed"
         for s in range(seeds)
@@ -35,8 +35,8 @@ def test_D3_the_winner_of_many_equal_configs_is_the_default():
     assert kept >= 0.95 * seeds
 
 
-def test_D8_a_config_equal_to_the_default_is_hardly_ever_promoted():
-    seeds = 200
+def test_a_config_equal_to_the_default_is_hardly_ever_promoted():
+    seeds = 120
     kinds = [
         verdict(2, ScriptedRunner(noise=0.02, seed=s), min_gain=0.0).kind for s in range(seeds)
     ]
@@ -96,7 +96,7 @@ def test_a_ledger_of_other_content_is_refused_in_one_sentence():
     study, runner = STUDIES[6], ScriptedRunner()
     screens = {c: runner.screen(study, c, study.default) for c in study.space}
     configs = search.finalists(screens, study.default, None)
-    finals = {t.config: t for t in runner.race(study, Contest(configs, None, 1.0))}
+    finals = {t.config: t for t in runner.race(study, Race(configs, None, 1.0))}
     blank = {c: dataclasses.replace(trial, errors=None) for c, trial in screens.items()}
     with pytest.raises(ConfigError, match=r"holds no errors of it: .* tune again with --fresh"):
         promote.decide(study, blank, finals, min_gain=0.0, run="r")

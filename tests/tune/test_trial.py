@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from sage_plugin.accuracy import output
-from sage_plugin.replay import call as replay_call
+from sage_plugin.families.attention import replay as replay_call
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.tune.configs import trial
 from sage_plugin.tune.configs.inputs import from_captures, from_drawn
 from sage_plugin.tune.configs.plan import TuningRequest, build
 from sage_plugin.tune.configs.trial import RaceJob, ScreenJob
-from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Timer
 from tests.tune import captures
 from tests.tune.captures import DENSE, GROUPED, MASKED, SELF
@@ -55,23 +55,22 @@ def test_synthetic_inputs_and_every_layout_run(shape):
 
 def test_report_59_the_worst_head_of_the_worst_capture_is_gated(study, monkeypatch):
     seen = []
-    real = replay_call.attention_errors
+    real = replay_call.AttentionReplay.errors
 
-    def watched(*args, **keywords):
-        seen.append(args[3].shape[1])
-        return real(*args, **keywords)
+    def watched(call, *args):
+        seen.append(call.tensors[1].shape[1])
+        return real(call, *args)
 
-    monkeypatch.setattr(replay_call, "attention_errors", watched)
+    monkeypatch.setattr(replay_call.AttentionReplay, "errors", watched)
     ScreenJob(study, study.default, study.default)()
     assert sorted(seen) == [1, 2], "saved heads of both captures"
 
 
 def cheat(monkeypatch, attention) -> None:
-    monkeypatch.setattr(output.api, "attention", attention)
     monkeypatch.setattr(replay_call, "attention", attention)
 
 
-def test_E1_a_kernel_that_writes_nothing_fails_the_gate(study, monkeypatch):
+def test_a_kernel_that_writes_nothing_fails_the_gate(study, monkeypatch):
     def nothing(q, k, v, *, out_dtype=None, **_):
         # The memory that a lazy kernel hands back was filled with NaN beforehand.
         return torch.full_like(q, float("nan"), dtype=out_dtype or v.dtype)
@@ -83,7 +82,7 @@ def test_E1_a_kernel_that_writes_nothing_fails_the_gate(study, monkeypatch):
     assert found.time is None, "what fails its gate is not timed"
 
 
-def test_E1_memory_is_poisoned_before_the_check(study, monkeypatch):
+def test_memory_is_poisoned_before_the_check(study, monkeypatch):
     poisoned = []
     real = output.poison
     monkeypatch.setattr(output, "poison", lambda *a: (poisoned.append(a[0]), real(*a)))
@@ -91,10 +90,10 @@ def test_E1_memory_is_poisoned_before_the_check(study, monkeypatch):
     assert len(poisoned) >= 2 * len(study.sources)
 
 
-def test_E3_a_candidate_that_scribbles_on_its_inputs_is_found_and_the_next_is_judged_fairly(
+def test_a_candidate_that_scribbles_on_its_inputs_is_found_and_the_next_is_judged_fairly(
     study, monkeypatch
 ):
-    real = output.api.attention
+    real = replay_call.attention
 
     def scribbling(q, k, v, *args, **keywords):
         result = real(q, k, v, *args, **keywords)
@@ -108,20 +107,20 @@ def test_E3_a_candidate_that_scribbles_on_its_inputs_is_found_and_the_next_is_ju
     assert ScreenJob(study, study.default, study.default)().status == "ok"
 
 
-def test_E3_scribbling_only_while_it_is_timed_is_found_too(study, monkeypatch):
-    real = replay_call.attention
+def test_scribbling_only_while_it_is_timed_is_found_too(study, monkeypatch):
+    real = replay_call.AttentionReplay.whole
 
-    def scribbling(q, k, v, *args, **keywords):
-        v.mul_(1.01)
-        return real(q, k, v, *args, **keywords)
+    def scribbling(call, *args):
+        run = real(call, *args)
+        return lambda: (call.tensors[2].mul_(1.01), run())
 
-    monkeypatch.setattr(replay_call, "attention", scribbling)
+    monkeypatch.setattr(replay_call.AttentionReplay, "whole", scribbling)
     assert ScreenJob(study, study.space[1], study.default)().status == "mutates_input"
 
 
 def test_a_race_times_all_in_one_measurement_and_the_first_twice(study):
-    contest = Contest(study.space, study.space[2], budget_s=0.1)
-    finals = RaceJob(study, contest)()
+    race = Race(study.space, study.space[2], budget_s=0.1)
+    finals = RaceJob(study, race)()
     assert [final.config for final in finals] == list(study.space)
     assert len({final.time.n for final in finals}) == 1
     assert finals[0].extra["gain"] == finals[0].extra["gain_low"] == 0.0
@@ -143,7 +142,7 @@ def test_a_race_goes_on_where_the_host_s_attention_fails(study, monkeypatch):
         return real(*args, kernel=kernel, **keywords)
 
     monkeypatch.setattr(replay_call, "attention", failing)
-    finals = RaceJob(study, Contest(study.space[:2], None, budget_s=0.1))()
+    finals = RaceJob(study, Race(study.space[:2], None, budget_s=0.1))()
     assert asked.count("sdpa") == 1
     assert [final.status for final in finals] == ["ok", "ok"]
     assert [final.host_time for final in finals] == [None, None]
@@ -164,7 +163,8 @@ def test_masked_captures_are_judged_and_timed_with_their_mask(masked, monkeypatc
 
     loaded = trial._loaded(masked)
     timed = trial._call(masked, loaded.timed, masked.default)()
-    alone, _ = trial._kernel_call(masked, loaded.timed, masked.default)()
+    split = loaded.timed.split(trial._decision(masked), masked.default, masked.facts)
+    alone, _ = split.alone()
     assert torch.equal(timed, alone)
     cheat(monkeypatch, unmasked)
     assert ScreenJob(masked, masked.default, masked.default)().status == "gate_failed"
@@ -211,7 +211,8 @@ def test_synthetic_masks_reach_the_gate(kind, monkeypatch):
 def test_the_launch_alone_gives_what_the_whole_call_gives(study):
     loaded = trial._loaded(study)
     whole = trial._call(study, loaded.timed, study.space[1])()
-    alone, _ = trial._kernel_call(study, loaded.timed, study.space[1])()
+    split = loaded.timed.split(trial._decision(study), study.space[1], study.facts)
+    alone, _ = split.alone()
     assert torch.equal(whole, alone)
 
 
@@ -224,7 +225,7 @@ def test_inputs_stay_for_the_next_candidate_of_the_same_study(study, monkeypatch
     assert len(loads) == len(study.sources)
 
 
-def test_D7_a_capture_that_changed_on_disk_is_refused(study):
+def test_a_capture_that_changed_on_disk_is_refused(study):
     from sage_plugin.errors import CaptureError
 
     path = next(iter((captures.Path(study.timed.folder)).glob("*.safetensors")))

@@ -15,7 +15,7 @@ import pytest
 
 from sage_plugin.errors import TuningError
 from sage_plugin.tune.run import worker
-from sage_plugin.tune.run.worker import Lane
+from sage_plugin.tune.run.worker import WorkerProcess
 from tests.tune import jobs
 
 
@@ -37,11 +37,11 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
 
 @pytest.fixture
 def lane():
-    with Lane(timeout_s=60) as lane:
+    with WorkerProcess(timeout_s=60) as lane:
         yield lane
 
 
-def test_C1_six_ways_to_fail_and_the_lane_goes_on(lane):
+def test_six_ways_to_fail_and_the_lane_goes_on(lane):
     expected = [
         (jobs.raise_value_error, "raised", "ValueError", "not what it seems"),
         (jobs.raise_runtime_error, "raised", "RuntimeError", "illegal memory access"),
@@ -63,7 +63,7 @@ def test_C1_six_ways_to_fail_and_the_lane_goes_on(lane):
     assert lane.started == 4
 
 
-def test_C2_a_child_killed_from_outside_in_the_middle_of_a_job(lane, tmp_path):
+def test_a_child_killed_from_outside_in_the_middle_of_a_job(lane, tmp_path):
     note = tmp_path / "pids"
 
     def kill() -> None:
@@ -80,9 +80,9 @@ def test_C2_a_child_killed_from_outside_in_the_middle_of_a_job(lane, tmp_path):
     os.kill(int(note.read_text().split()[1]), signal.SIGKILL)
 
 
-def test_C3_a_hung_jobs_process_tree_is_gone_before_the_next_job(tmp_path):
+def test_a_hung_jobs_process_tree_is_gone_before_the_next_job(tmp_path):
     note = tmp_path / "pids"
-    with Lane(timeout_s=2.0) as lane:
+    with WorkerProcess(timeout_s=2.0) as lane:
         lane.run(jobs.answer)
         reply = lane.run(jobs.Hang(note))
         child, grandchild = map(int, note.read_text().split())
@@ -93,8 +93,8 @@ def test_C3_a_hung_jobs_process_tree_is_gone_before_the_next_job(tmp_path):
         assert lane.run(jobs.answer).value == 42
 
 
-def test_B10_a_child_is_replaced_after_some_jobs():
-    with Lane(timeout_s=60, jobs_per_child=2) as lane:
+def test_a_child_is_replaced_after_some_jobs():
+    with WorkerProcess(timeout_s=60, jobs_per_child=2) as lane:
         pids = [lane.run(jobs.pid).value for _ in range(5)]
     assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
     assert all(gone(pid) for pid in pids)
@@ -102,7 +102,7 @@ def test_B10_a_child_is_replaced_after_some_jobs():
 
 def test_output_goes_to_the_log_and_the_job_stands_in_a_folder_of_its_own(tmp_path, capfd):
     log = tmp_path / "worker.log"
-    with Lane(timeout_s=60, log=log) as lane:
+    with WorkerProcess(timeout_s=60, log=log) as lane:
         folder = Path(lane.run(jobs.say_hello).value)
         assert folder.name.startswith("sage-tune-")
         assert folder.is_dir()
@@ -118,11 +118,11 @@ def test_the_child_dies_with_its_parent(tmp_path):
     script.write_text(
         textwrap.dedent(f"""
         from pathlib import Path
-        from sage_plugin.tune.run.worker import Lane
+        from sage_plugin.tune.run.worker import WorkerProcess
         from tests.tune import jobs
 
         if __name__ == "__main__":
-            Lane(timeout_s=600).run(jobs.Hang(Path({str(note)!r})))
+            WorkerProcess(timeout_s=600).run(jobs.Hang(Path({str(note)!r})))
         """)
     )
     root = Path(__file__).resolve().parents[2]
@@ -142,7 +142,7 @@ def test_the_child_dies_with_its_parent(tmp_path):
 
 def test_a_child_that_cannot_start_is_an_error(tmp_path):
     with (
-        Lane(timeout_s=60, preload="no_such_module_anywhere") as lane,
+        WorkerProcess(timeout_s=60, preload="no_such_module_anywhere") as lane,
         pytest.raises(TuningError, match="exited with code 1"),
     ):
         lane.run(jobs.answer)

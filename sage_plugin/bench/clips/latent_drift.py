@@ -32,10 +32,6 @@ class LatentDrift:
     def distance(self, step: int, latents: torch.Tensor) -> float:
         """Return the L2 norm of the difference over the L2 norm of the baseline's latents.
 
-        Args:
-            step: denoising step, from 0.
-            latents: the latents at its end, shaped as the baseline's.
-
         Raises:
             UsageError: the baseline's run had no such step.
         """

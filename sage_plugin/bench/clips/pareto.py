@@ -53,15 +53,8 @@ def pareto_front(kernels: Sequence[Point]) -> tuple[Point, ...]:
 def gain_over_front(policy: Point, kernels: Sequence[Point]) -> float | None:
     """Return how many dB a policy lies above the front, negative if below.
 
-    Left of the front it is compared with the fastest corner, right of it with the slowest.
-
-    Args:
-        policy: the policy's place in the plane.
-        kernels: the places of the single kernels.
-
-    Returns:
-        `None` if no kernel has a place in the plane; infinite if the policy drew the baseline's
-        own clip.
+    Left of the front it is compared with the fastest corner, right of it with the slowest. `None`
+    if no kernel has a place in the plane; infinite if the policy drew the baseline's own clip.
 
     Example:
         >>> kernels = [Point("a", 1.0, 30.0), Point("b", 2.0, 40.0)]

@@ -24,10 +24,6 @@ def save(comparison: ClipComparison, path: Path) -> str:
 
     Without times there is only the panel of the errors.
 
-    Args:
-        comparison: the comparison.
-        path: the PNG.
-
     Raises:
         OutputError: it cannot be written.
     """

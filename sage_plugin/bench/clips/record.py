@@ -97,10 +97,6 @@ class ClipComparison(JsonRecord):
 def json_text(comparison: ClipComparison, facts: Mapping[str, Any]) -> str:
     """Write a comparison as one JSON object; equal clips have the PSNR `"inf"`.
 
-    Args:
-        comparison: the comparison.
-        facts: what it was made with, in JSON types.
-
     Example:
         >>> json.loads(json_text(ClipComparison((), None, "", ()), {"seed": 0}))["seed"]
         0

@@ -57,11 +57,6 @@ def run_configs(
 ) -> list[RunConfig]:
     """List the baseline first, each kernel once, and the policy last.
 
-    Args:
-        kernels: as `patch` takes them; one with the baseline's name is the baseline.
-        policy: the policy, `None` for none.
-        baseline: what tables call the library's own attention.
-
     Example:
         >>> [config.name for config in run_configs(["sdpa", "sage", "sage"])]
         ['sdpa', 'sage']

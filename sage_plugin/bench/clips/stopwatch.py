@@ -110,9 +110,6 @@ class Stopwatch:
 def run_time(watches: Sequence[Stopwatch]) -> RunTime:
     """Sum up the runs of one config.
 
-    Args:
-        watches: stopped, one per run.
-
     Raises:
         UsageError: the runs reported no steps, or not the same number of them.
     """

@@ -10,7 +10,8 @@ from pathlib import Path
 from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError
-from sage_plugin.kernels.attention.dispatch import Decision, call_key
+from sage_plugin.families import ATTENTION
+from sage_plugin.kernels.contract import Decision
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import CallKey, CallShape, CaptureRecord
 
@@ -38,9 +39,8 @@ class InputGroup:
 
     @property
     def cost(self) -> int:
-        """What this key costs a model: its calls times the pairs of query and key of one."""
-        shape = self.shape
-        return max(1, self.calls) * shape.batch * shape.heads_q * shape.seq_q * shape.seq_k
+        """What this key costs a model: its calls times the operations of one."""
+        return max(1, self.calls) * ATTENTION.flops(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,6 @@ def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY
 
     Each capture that is used is read once here: one with other contents than were recorded would
     fail every trial of its key. Such captures are left out and counted in a note.
-
-    Args:
-        folder: what `sage capture` or `record` wrote.
-        max_per_key: captures used of each key, spread over layers and steps.
 
     Raises:
         CaptureError: the folder is missing, empty or foreign, or every capture in it is damaged.
@@ -116,7 +112,7 @@ def from_drawn(inputs: Iterable[ReplayInputs]) -> TuningInputs:
 
 
 def _shape_key(shape: CallShape) -> CallKey:
-    return call_key(shape, Decision("any", "any"))
+    return ATTENTION.call_key(shape, Decision("any", "any"))
 
 
 def _saved_heads(record: CaptureRecord) -> tuple[int, str]:

@@ -66,15 +66,7 @@ def outcome_of(
     screens: dict[LaunchConfig, Trial],
     finals: dict[LaunchConfig, Trial],
 ) -> Outcome:
-    """Put together what a study came to.
-
-    Args:
-        study: the tuning problem.
-        verdict: the decision.
-        written: what the registry did with its entry.
-        screens: trials of the first stage.
-        finals: trials of the race.
-    """
+    """Put together what a study came to."""
     counts = dict(Counter(trial.status for trial in screens.values()))
     if verdict.entry is None:
         return Outcome(study, verdict.kind, None, written, counts, notes=(verdict.reason,))

@@ -167,11 +167,6 @@ def _study(
 def refuse_gpu_variant(kernel: str, variant: str, facts: DeviceFacts) -> None:
     """Refuse a variant that is tuned on a GPU only, before anything runs on a CPU.
 
-    Args:
-        kernel: kernel name.
-        variant: variant name, `"auto"` where the device chooses.
-        facts: the device.
-
     Raises:
         UsageError: the device is a CPU and the variant is of a GPU.
     """

@@ -44,13 +44,6 @@ def decide(
     A winner is a config whose gain over the default is above `min_gain` even at the lower end of
     its interval, and above what the default gains over itself. Otherwise the default stays. The
     config that the registry holds now keeps its place against one that is not surely faster.
-
-    Args:
-        study: the tuning problem.
-        screens: first-stage trials, which hold the errors.
-        finals: the trials of the race; they decide the times.
-        min_gain: smallest gain worth an entry, 0.01 for 1 %.
-        run: name of the run, for the evidence.
     """
     raced = [trial for trial in finals.values() if trial.status == "ok" and trial.time]
     if not raced:
@@ -62,7 +55,7 @@ def decide(
     better = [t for t in raced if t is not default and t.extra.get("gain_low", 0.0) > needed]
     if not better:
         return StudyVerdict(CONFIRMED, _entry(study, default, default, screens, run))
-    return StudyVerdict(TUNED, _entry(study, _stable_best(better), default, screens, run))
+    return StudyVerdict(TUNED, _entry(study, _prefer_incumbent(better), default, screens, run))
 
 
 def failure_summary(trials: list[Trial]) -> str:
@@ -84,12 +77,12 @@ def _fastest(trials: list[Trial]) -> Trial:
     return min(trials, key=lambda trial: trial.time.median_ms if trial.time else float("inf"))
 
 
-def _stable_best(better: list[Trial]) -> Trial:
+def _prefer_incumbent(better: list[Trial]) -> Trial:
     best = _fastest(better)
     if best.extra.get("gain_low_over_incumbent", 1.0) > 0:
         return best
-    held = [trial for trial in better if trial.extra.get("incumbent")]
-    return held[0] if held else best
+    incumbents = [trial for trial in better if trial.extra.get("incumbent")]
+    return incumbents[0] if incumbents else best
 
 
 def _entry(

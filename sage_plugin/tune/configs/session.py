@@ -11,7 +11,8 @@ from sage_plugin.errors import TuningError
 from sage_plugin.registry import lookup
 from sage_plugin.registry.merge import merge
 from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
-from sage_plugin.tune.configs import promote, race, search
+from sage_plugin.tune.configs import promote, search
+from sage_plugin.tune.configs.final import MIN_BUDGET_S, run_final
 from sage_plugin.tune.configs.outcome import (
     Outcome,
     TuneReport,
@@ -21,10 +22,10 @@ from sage_plugin.tune.configs.outcome import (
 )
 from sage_plugin.tune.configs.plan import TuningPlan
 from sage_plugin.tune.run import run_folder
-from sage_plugin.tune.run.crash_marker import InFlight
+from sage_plugin.tune.run.crash_marker import CrashMarker
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.observer import Observer, Silent
-from sage_plugin.tune.run.runner import Contest, Runner
+from sage_plugin.tune.run.runner import Race, Runner
 from sage_plugin.tune.run.study import Study
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def tune(
 
     Example:
         >>> plan = build(Request(from_captures("captured_inputs")))  # doctest: +SKIP
-        >>> report = tune(plan, ChildRunner(timeout_s=300))  # doctest: +SKIP
+        >>> report = tune(plan, SubprocessRunner(timeout_s=300))  # doctest: +SKIP
         >>> report.outcomes[0].verdict  # doctest: +SKIP
         'tuned'
     """
@@ -96,7 +97,7 @@ class _Session:
     def __init__(self, plan: TuningPlan, runner: Runner, observer: Observer) -> None:
         self.plan, self.runner, self.observer = plan, runner, observer
         self.ledger = Ledger(plan.run_folder / run_folder.LEDGER)
-        self._in_flight = InFlight(plan.run_folder / run_folder.IN_FLIGHT)
+        self._crash_marker = CrashMarker(plan.run_folder / run_folder.CRASH_MARKER)
         self._started = time.monotonic()
 
     def run(self, study: Study, studies_left: int) -> Outcome:
@@ -148,11 +149,11 @@ class _Session:
         screens: dict[LaunchConfig, Trial] = {}
         for config in queue:
             # What the registry holds has to be measured before it can lose its place.
-            owed = config in (study.default, incumbent)
-            if not owed and search.exhausted(screens.values(), limits):
+            mandatory = config in (study.default, incumbent)
+            if not mandatory and search.exhausted(screens.values(), limits):
                 break
             if config not in known:
-                if screens and not owed and time.monotonic() > deadline:
+                if screens and not mandatory and time.monotonic() > deadline:
                     continue
                 known[config] = self._try(study, config, screens.get(study.default))
             screens[config] = known[config]
@@ -161,12 +162,12 @@ class _Session:
     def _try(self, study: Study, config: LaunchConfig, default: Trial | None) -> Trial:
         usable = default is None or default.status == "ok"
         try:
-            trial = self._in_flight.begin(study.id, config)
+            trial = self._crash_marker.begin(study.id, config)
             if trial is None:
                 trial = self.runner.screen(study, config, study.default if usable else None)
             trial = self.ledger.append(trial)
         finally:
-            self._in_flight.end()
+            self._crash_marker.end()
         self.observer.trial_finished(study, trial)
         return trial
 
@@ -189,9 +190,9 @@ class _Session:
         self.observer.race_started(study, len(configs))
         request = self.plan.request
         longest_s = min(study.timer.race_s, share_s * RACE_SHARE, request.timeout_s / 2)
-        contest = Contest(configs, incumbent, max(race.MIN_BUDGET_S, longest_s), request.seed)
+        race = Race(configs, incumbent, max(MIN_BUDGET_S, longest_s), request.seed)
         finished = {"finished_at": time.time()}
-        settled = race.settle(self.runner, study, contest)
+        settled = run_final(self.runner, study, race)
         return {
             config: self.ledger.append(dataclasses.replace(trial, extra=trial.extra | finished))
             for config, trial in settled.items()

@@ -6,23 +6,20 @@ the next candidate of the same study.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from sage_plugin.accuracy.gate import failures, worst
-from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import AttentionParams, Decision, bhsd
+from sage_plugin.families.family import ReplayCall
+from sage_plugin.kernels.contract import Decision
 from sage_plugin.measure import clocks
 from sage_plugin.measure.statistics import gain_interval
 from sage_plugin.measure.timing import Samples, measure
-from sage_plugin.replay.call import ReplayCall, runs
+from sage_plugin.replay.inputs import runs
 from sage_plugin.schema import LaunchConfig, Trial
-from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Study
 
 BASE, NEW, AGAIN, HOST_CALL = "base", "new", "again", "host"
@@ -34,14 +31,14 @@ class Loaded:
 
     judged: tuple[ReplayCall, ...]
     timed: ReplayCall
-    prints: tuple[int, ...]
+    fingerprints: tuple[int, ...]
 
     def changed(self) -> bool:
         """Whether somebody wrote into the inputs since they were loaded."""
-        return self.prints != _prints(self.judged, self.timed)
+        return self.fingerprints != _fingerprints(self.judged, self.timed)
 
 
-_held: tuple[str, Loaded] | None = None
+_loaded_study: tuple[str, Loaded] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,8 @@ class ScreenJob:
     def __call__(self) -> Trial:
         """Run in the child."""
         loaded = _loaded(self.study)
-        key = self.study.key
-        errors = worst([j.errors(key.kernel, key.variant, self.config) for j in loaded.judged])
+        decision = _decision(self.study)
+        errors = worst([judged.errors(decision, self.config) for judged in loaded.judged])
         broken = failures(self.study.gate, errors)
         trial = Trial(self.study.id, self.config, "screen", "ok", errors=errors)
         if loaded.changed():
@@ -87,17 +84,19 @@ class RaceJob:
     """Time the finalists of a study interleaved, the first one twice, and the host's attention."""
 
     study: Study
-    contest: Contest
+    race: Race
 
     def __call__(self) -> tuple[Trial, ...]:
         """Run in the child."""
-        study, contest, timer = self.study, self.contest, self.study.timer
+        study, race, timer = self.study, self.race, self.study.timer
         loaded = _loaded(study)
-        calls = {f"{i}": _call(study, loaded.timed, c) for i, c in enumerate(contest.configs)}
-        calls[AGAIN] = _call(study, loaded.timed, contest.configs[0])
+        calls = {f"{i}": _call(study, loaded.timed, c) for i, c in enumerate(race.configs)}
+        calls[AGAIN] = _call(study, loaded.timed, race.configs[0])
         if study.device != "cpu":
-            for i, config in enumerate(contest.configs):
-                calls[f"{i}/kernel"] = _kernel_call(study, loaded.timed, config)
+            for i, config in enumerate(race.configs):
+                calls[f"{i}/kernel"] = loaded.timed.split(
+                    _decision(study), config, study.facts
+                ).alone
         host = _call(study, loaded.timed, None)
         if runs(host):
             calls[HOST_CALL] = host
@@ -108,29 +107,29 @@ class RaceJob:
             method=timer.method,
             min_samples=timer.race_rounds,
             max_samples=timer.race_rounds,
-            budget_s=contest.budget_s,
-            seed=contest.seed,
+            budget_s=race.budget_s,
+            seed=race.seed,
         )
         after = clocks.snapshot(study.device)
         throttled = clocks.stamp(1.0, before, after) == "throttled"
         if loaded.changed():
             raise RuntimeError("a finalist wrote into its inputs while it was timed")
-        return _finals(study, contest, samples, throttled)
+        return _finals(study, race, samples, throttled)
 
 
 def _finals(
-    study: Study, contest: Contest, samples: dict[str, Samples], throttled: bool
+    study: Study, race: Race, samples: dict[str, Samples], throttled: bool
 ) -> tuple[Trial, ...]:
     """One trial per finalist from the samples of their race."""
     # Several challengers share the risk of a false winner (Bonferroni).
-    confidence = 1 - 0.05 / max(1, len(contest.configs) - 1)
+    confidence = 1 - 0.05 / max(1, len(race.configs) - 1)
     base = samples["0"]
     aa_ratio = statistics.median(samples[AGAIN].ms) / statistics.median(base.ms)
     shared = {"aa_ratio": aa_ratio, "throttled": float(throttled)}
-    incumbent = contest.incumbent
-    held = contest.configs.index(incumbent) if incumbent in contest.configs else None
+    incumbent = race.incumbent
+    held = race.configs.index(incumbent) if incumbent in race.configs else None
     finals = []
-    for i, config in enumerate(contest.configs):
+    for i, config in enumerate(race.configs):
         extra = dict(shared)
         gain = gain_interval(base.ms, samples[f"{i}"].ms, confidence)
         extra |= dict(zip(("gain", "gain_low", "gain_high"), gain, strict=True))
@@ -154,48 +153,36 @@ def _finals(
 
 
 def _loaded(study: Study) -> Loaded:
-    global _held
-    if _held is None or _held[0] != study.id:
-        _held = None  # the old tensors go before the new ones come
+    global _loaded_study
+    if _loaded_study is None or _loaded_study[0] != study.id:
+        _loaded_study = None  # the old tensors go before the new ones come
         judged = tuple(source.load(study.device) for source in study.sources)
         at = study.sources.index(study.timed)
         timed = study.timed.timed(judged[at], study.device)
-        _held = (study.id, Loaded(judged, timed, _prints(judged, timed)))
-    return _held[1]
+        _loaded_study = (study.id, Loaded(judged, timed, _fingerprints(judged, timed)))
+    return _loaded_study[1]
 
 
-def _prints(judged: tuple[ReplayCall, ...], timed: ReplayCall) -> tuple[int, ...]:
-    return tuple(number for one in (*judged, timed) for number in one.prints())
+def _fingerprints(judged: tuple[ReplayCall, ...], timed: ReplayCall) -> tuple[int, ...]:
+    return tuple(number for one in (*judged, timed) for number in one.fingerprints())
 
 
 def _mutated(trial: Trial) -> Trial:
     """The verdict on a candidate that wrote into its inputs; they are loaded anew for the next."""
-    global _held
-    _held = None
+    global _loaded_study
+    _loaded_study = None
     return dataclasses.replace(
         trial, status="mutates_input", reason="its inputs were not the same after the run"
     )
 
 
+def _decision(study: Study) -> Decision:
+    return Decision(study.key.kernel, study.key.variant)
+
+
 def _call(study: Study, timed: ReplayCall, config: LaunchConfig | None) -> Callable[[], object]:
-    """The call as a patched model makes it, quantisation included; the host's without a config."""
-    decision = None if config is None else Decision(study.key.kernel, study.key.variant)
-    return timed.whole(decision, config)
-
-
-def _kernel_call(study: Study, timed: ReplayCall, config: LaunchConfig) -> Callable[[], object]:
-    """The attention launch alone, on operands that were quantised before."""
-    key = study.key
-    fp8 = getattr(torch, study.facts.fp8_dtype or "float8_e4m3fn")
-    built = implementation(key.kernel, key.variant, fp8)
-    problem = AttentionParams(study.timed.shape.scale, key.causal, key.layout, timed.mask)
-    tensors = (bhsd(tensor, key.layout) for tensor in timed.tensors)  # its own inverse
-    on_device = (
-        contextlib.nullcontext() if study.device == "cpu" else torch.cuda.device(study.device)
-    )
-    with on_device:
-        operands = built.prepare(*tensors, problem=problem, launch=config)
-    return lambda: built.launch(operands)
+    """The call as a patched model makes it, with quantization; the baseline without a config."""
+    return timed.whole(None if config is None else _decision(study), config)
 
 
 def _ratio(samples: dict[str, Samples], *, compared: bool) -> float:

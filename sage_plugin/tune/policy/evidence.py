@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_plugin import device as devices
-from sage_plugin.accuracy.gate import failures, gate_for
+from sage_plugin.accuracy.gate import failures
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
+from sage_plugin.families import ATTENTION
+from sage_plugin.families.family import ReplayCall
 from sage_plugin.measure.timing import TimingLimits, measure
 from sage_plugin.plugin.policy.rules import HOST
-from sage_plugin.replay.call import ReplayCall, runs
-from sage_plugin.replay.inputs import ReplayInputs
+from sage_plugin.replay.inputs import ReplayInputs, runs
 from sage_plugin.schema import (
     CallShape,
     CaptureRecord,
@@ -43,12 +44,6 @@ TIMING = TimingLimits(
 class PolicyEvidence:
     """Measures options on one device.
 
-    Args:
-        captures: the folder whose captures are replayed.
-        device: torch's name of the device.
-        config_dir: folder of configs searched first.
-        ledger: file of the measurements; it need not exist.
-
     Attributes:
         facts: the device.
     """
@@ -67,8 +62,8 @@ class PolicyEvidence:
         runnable = option.runnable(record.shape, self.facts, self._config_dir)
         if isinstance(runnable, str):
             return runnable
-        study = digest([ERRORS, record.sha256, runnable.decision.label, self._identity])
-        trial = self._ledger.trials(study, ERRORS).get(runnable.config)
+        study = digest([ERRORS, record.sha256, runnable[0].label, self._identity])
+        trial = self._ledger.trials(study, ERRORS).get(runnable[1])
         if trial is None or trial.status == "run_error":  # which may have had another cause
             trial = self._ledger.append(self._judged(study, record, runnable))
         if trial.status != "ok" or trial.errors is None:
@@ -82,15 +77,12 @@ class PolicyEvidence:
         """Milliseconds of a call of this shape, by label, `sdpa` for the host's attention.
 
         All are timed interleaved, with quantisation; what cannot run is left out.
-
-        Args:
-            shape: the full call.
-            record: a capture of it, `None` where there is none and its inputs are drawn.
-            options: what to time.
         """
         runnable = {o.label: o.runnable(shape, self.facts, self._config_dir) for o in options}
-        able = {label: r for label, r in runnable.items() if isinstance(r, Runnable)}
-        wanted = sorted((label, r.decision.label, r.config.text()) for label, r in able.items())
+        able = {label: r for label, r in runnable.items() if not isinstance(r, str)}
+        wanted = sorted(
+            (label, decision.label, config.text()) for label, (decision, config) in able.items()
+        )
         study = digest([TIMES, shape.to_json(), wanted, self._identity])
         known = list(self._ledger.trials(study, TIMES).values())
         if not able:
@@ -99,16 +91,16 @@ class PolicyEvidence:
         return {name.removeprefix(MS): ms for name, ms in trial.extra.items()}
 
     def _judged(self, study: str, record: CaptureRecord, runnable: Runnable) -> Trial:
-        decision, config = runnable.decision, runnable.config
+        decision, config = runnable
         try:
-            errors = self._saved(record).errors(decision.kernel, decision.variant, config)
+            errors = self._saved(record).errors(decision, config)
         except (RuntimeError, ValueError) as error:  # one option must not end the search
             if isinstance(error, CaptureError):
                 raise
             logger.debug("%s failed on %s", decision.label, record.file, exc_info=True)
             reason = f"{decision.label} failed: {(str(error).splitlines() or ['no message'])[0]}"
             return Trial(study, config, ERRORS, "run_error", reason=reason[:500])
-        broken = failures(gate_for(decision.kernel), errors)
+        broken = failures(ATTENTION.gate_for(decision.kernel), errors)
         status = "gate_failed" if broken else "ok"
         return Trial(study, config, ERRORS, status, reason="; ".join(broken), errors=errors)
 
@@ -133,9 +125,9 @@ class PolicyEvidence:
         self._loaded = None
         inputs = ReplayInputs(shape) if record is None else self._inputs(record)
         timed = inputs.timed(inputs.load(self._device), self._device)
-        calls = {label: timed.whole(one.decision, one.config) for label, one in able.items()}
+        calls = {label: timed.whole(*one) for label, one in able.items()}
         calls = {HOST: timed.whole(), **calls}
         calls = {label: call for label, call in calls.items() if runs(call)}
         samples = measure(calls, device=self._device, limits=TIMING) if calls else {}
         extra = {f"{MS}{name}": sample.timing().median_ms for name, sample in samples.items()}
-        return Trial(study, next(iter(able.values())).config, TIMES, "ok", extra=extra)
+        return Trial(study, next(iter(able.values()))[1], TIMES, "ok", extra=extra)

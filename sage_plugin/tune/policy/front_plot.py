@@ -1,4 +1,4 @@
-"""The plot of a search: milliseconds of attention a run against the error, and what was chosen."""
+"""The plot of a search: milliseconds of attention per run against the error, and the choice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_plugin.measure import figure
-from sage_plugin.plugin.policy.rules import PredictedRun
 from sage_plugin.tune.policy.search import PolicySearchResult
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def save(found: PolicySearchResult, path: Path) -> str:
-    """Save the plot as a PNG; a sentence where there is none, because matplotlib is missing.
+    """Save the plot as a PNG; return why there is none if matplotlib is missing.
 
     Raises:
         OutputError: it cannot be written.
@@ -33,7 +32,7 @@ def _draw(canvas: Figure, found: PolicySearchResult) -> None:
         color="tab:blue",
         label="best choices, layer by layer",
     )
-    for run in _runs(found):
+    for run in found.prediction.runs[:-1]:
         axes.plot(run.ms, run.error, "s", color="tab:gray", markersize=5)
         axes.annotate(f" {run.name}", (run.ms, run.error), fontsize=8, va="bottom", rotation=20)
     chosen = found.assignment
@@ -45,9 +44,3 @@ def _draw(canvas: Figure, found: PolicySearchResult) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-
-
-def _runs(found: PolicySearchResult) -> tuple[PredictedRun, ...]:
-    prediction = found.policy.prediction
-    assert prediction is not None, "a searched policy holds a prediction"
-    return tuple(run for run in prediction.runs if run.name != "policy")

@@ -1,9 +1,9 @@
-"""The cells that a policy chooses for: a layer in a band of denoising steps, with its calls."""
+"""The cells that a policy chooses for: a layer in a range of denoising steps, with its calls."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sage_plugin.capture.store.manifest import CallCounts
@@ -16,29 +16,56 @@ MOST_CALLS = 10**12
 """More calls than any recording sees."""
 
 Place = tuple[int, int]
-"""Number of the layer and of the band, from 0."""
+"""Number of the layer and of the step range, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One option in one cell.
+
+    Attributes:
+        label: the option, `sdpa` for the baseline.
+        error: centred error of the worst head of the worst capture, of one call.
+        ms: of all calls of the cell in one run.
+        captures: files of the captures behind the error.
+    """
+
+    label: str
+    error: float
+    ms: float
+    captures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyCell:
-    """One layer in one band.
+    """One layer in one step range.
 
     Attributes:
+        place: numbers of the layer and of the range.
         layer: module path, with the component in front.
-        band: the band of steps as a policy writes it, empty for all.
+        steps: the range as a policy writes it, empty for all.
         calls: shapes of its calls that a kernel may take, with their number in one run.
         records: the captures taken in it.
+        estimates: what may run there, the baseline first; empty until it is estimated.
+        weight: how much an error in it counts, 1 on average.
     """
 
+    place: Place
     layer: str
-    band: str
+    steps: str
     calls: tuple[tuple[CallShape, float], ...]
     records: tuple[CaptureRecord, ...] = ()
+    estimates: tuple[Estimate, ...] = ()
+    weight: float = 1.0
 
     @property
-    def weight(self) -> float:
+    def calls_per_run(self) -> float:
         """Its calls in one run that a kernel may take."""
         return sum(calls for _, calls in self.calls)
+
+    def of(self, label: str) -> Estimate:
+        """Return what an option does here; the baseline if it may not run."""
+        return next((e for e in self.estimates if e.label == label), self.estimates[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +74,15 @@ class Grid:
 
     Attributes:
         layers: paths in the order of the model.
-        bands: the bands as a policy writes them; one empty text where there are none.
-        cells: by layer and band; a layer without calls in a band has no cell there.
-        steps: denoising steps of a run, `None` where none were counted.
+        step_ranges: as a policy writes them; one empty text if there are none.
+        cells: by layer and step range; a layer without calls in a range has no cell there.
+        steps: denoising steps of a run, `None` if none were counted.
         total_calls: attention calls of a run, those included that no kernel may take.
         min_seq: calls with fewer queries or keys are in no cell.
     """
 
     layers: tuple[str, ...]
-    bands: tuple[str, ...]
+    step_ranges: tuple[str, ...]
     cells: dict[Place, PolicyCell]
     steps: int | None
     total_calls: float
@@ -77,12 +104,12 @@ class Grid:
 
 
 def pairs(shape: CallShape) -> int:
-    """Query-key pairs of a call, hidden ones included."""
+    """Count the query-key pairs of a call, hidden ones included."""
     return shape.batch * shape.heads_q * shape.seq_q * shape.seq_k
 
 
 def kind(layer: str) -> str:
-    """A layer's path without its numbers: layers of one kind stand at the same place of a block.
+    """Return a layer's path without its numbers: a kind stands at one place of a block.
 
     Example:
         >>> kind("transformer.blocks.12.attn1")
@@ -93,11 +120,6 @@ def kind(layer: str) -> str:
 
 def grid_of(captures: CaptureFolder, *, step_ranges: int, min_seq: int) -> Grid:
     """Sort the captures and the counted calls of a folder into cells.
-
-    Args:
-        captures: the folder.
-        step_ranges: how many ranges of steps, if the recording counted steps.
-        min_seq: calls with fewer queries or keys stay with the host's attention.
 
     Raises:
         CaptureError: the folder has no calls by layer, or none that a kernel may take.
@@ -120,11 +142,12 @@ def grid_of(captures: CaptureFolder, *, step_ranges: int, min_seq: int) -> Grid:
     calls = _calls(counts, layers, parsed, min_seq)
     records: dict[Place, list[CaptureRecord]] = {}
     for record in captures.records:
-        band = _band_at(parsed, record.denoising_step or 0, counts.denoising_steps)
+        number = _range_at(parsed, record.denoising_step or 0, counts.denoising_steps)
         if record.layer in layers:
-            records.setdefault((layers.index(record.layer), band), []).append(record)
+            records.setdefault((layers.index(record.layer), number), []).append(record)
     cells = {
         place: PolicyCell(
+            place,
             layers[place[0]],
             names[place[1]],
             tuple(sorted(by_shape.items(), key=lambda item: -pairs(item[0]))),
@@ -153,7 +176,7 @@ def _plausible(counts: CallCounts) -> bool:
 
 
 def _calls(
-    counts: CallCounts, layers: Sequence[str], bands: Sequence[Band], min_seq: int
+    counts: CallCounts, layers: Sequence[str], ranges: Sequence[Band], min_seq: int
 ) -> dict[Place, dict[CallShape, float]]:
     """Calls in one run by place and shape, of those that a kernel may take."""
     found: dict[Place, dict[CallShape, float]] = {}
@@ -163,20 +186,18 @@ def _calls(
         shape = counts.shapes[row.shape].shape
         if min(shape.seq_q, shape.seq_k) < min_seq:
             continue
-        for step, calls in _by_step(row.calls):
-            band = _band_at(bands, step, counts.denoising_steps)
-            by_shape = found.setdefault((layers.index(row.layer), band), {})
+        for step, calls in enumerate(row.calls):
+            if calls <= 0:
+                continue
+            number = _range_at(ranges, step, counts.denoising_steps)
+            by_shape = found.setdefault((layers.index(row.layer), number), {})
             by_shape[shape] = by_shape.get(shape, 0.0) + calls / max(1, counts.runs)
     return found
 
 
-def _by_step(calls: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return ((step, n) for step, n in enumerate(calls) if n > 0)
-
-
-def _band_at(bands: Sequence[Band], step: int, total: int | None) -> int:
-    """Number of the band that a step lies in; the last one for a step past the end."""
-    for number, band in enumerate(bands):
-        if band.contains(step, total):
+def _range_at(ranges: Sequence[Band], step: int, total: int | None) -> int:
+    """Number of the range that a step lies in; the last one for a step past the end."""
+    for number, steps in enumerate(ranges):
+        if steps.contains(step, total):
             return number
-    return len(bands) - 1
+    return len(ranges) - 1

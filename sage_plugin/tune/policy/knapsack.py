@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -20,47 +19,32 @@ MOST = 100_000
 """Steps of the grid, fewest of them for each group, and most of all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """What choosing it brings and costs."""
+Alternative = tuple[float, float]
+"""What choosing it brings, and what it weighs."""
 
-    value: float
-    weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """One alternative for each group.
-
-    Attributes:
-        picks: number of the alternative chosen in each group.
-        value: sum of their values.
-        weight: sum of their weights, at most the capacity.
-        bound: no choice that fits has a greater value than this.
-    """
-
-    picks: tuple[int, ...]
-    value: float
-    weight: float
-    bound: float
+Sums = tuple[tuple[int, ...], float, float]
+"""A number of an alternative per group, the sum of their values, and of their weights."""
 
 
 def solve(
     groups: Sequence[Sequence[Alternative]], capacity: float, *, grid: int | None = None
-) -> Solution | None:
-    """Choose one alternative in each group; `None` where the lightest ones together do not fit.
+) -> tuple[tuple[int, ...], float] | None:
+    """Choose one alternative in each group; `None` if the lightest ones together do not fit.
 
     Args:
         groups: alternatives of each group, weights of 0 or more.
         capacity: what the weights may come to.
         grid: steps of the grid, by default enough to lose at most half a percent of the capacity.
 
+    Returns:
+        The number of the alternative in each group, and the value that no choice can surpass.
+
     Example:
-        >>> light, heavy = Alternative(0.0, 0.0), Alternative(5.0, 2.0)
-        >>> solve([(light, heavy), (light, heavy)], 3.0).picks
-        (1, 0)
+        >>> light, heavy = (0.0, 0.0), (5.0, 2.0)
+        >>> solve([(light, heavy), (light, heavy)], 3.0)
+        ((1, 0), 7.5)
     """
-    base = [min(alternative.weight for alternative in group) for group in groups]
+    base = [min(weight for _, weight in group) for group in groups]
     room = capacity - math.fsum(base)
     if room < -1e-9 * max(1.0, abs(capacity)):
         return None
@@ -68,22 +52,19 @@ def solve(
     steps = grid or min(MOST, max(GRID, PER_GROUP * len(groups)))
     size = steps if room > 0 else 0
     sums = [
-        _sums(groups, _dynamic(groups, base, room, size, rounded))
+        sum_of(groups, _dynamic(groups, base, room, size, rounded))
         for rounded in (math.ceil, math.floor)
     ]
     # Rounded down, weights may come to more than there is room for; rounded up they never do.
     fitting = [one for one in sums[1:] if one[2] <= capacity]
-    picks, value, weight = max((sums[0], *fitting), key=lambda one: one[1])
-    return Solution(picks, value, weight, max(value, _relaxed(groups, base, room)))
+    picks, value, _ = max((sums[0], *fitting), key=lambda one: one[1])
+    return picks, max(value, _relaxed(groups, base, room))
 
 
-def _sums(
-    groups: Sequence[Sequence[Alternative]], picks: tuple[int, ...]
-) -> tuple[tuple[int, ...], float, float]:
-    """The picks with the sums of their values and weights."""
+def sum_of(groups: Sequence[Sequence[Alternative]], picks: tuple[int, ...]) -> Sums:
+    """Sum values and weights of what was picked."""
     chosen = [group[pick] for group, pick in zip(groups, picks, strict=True)]
-    value = math.fsum(alternative.value for alternative in chosen)
-    return picks, value, math.fsum(alternative.weight for alternative in chosen)
+    return picks, math.fsum(value for value, _ in chosen), math.fsum(w for _, w in chosen)
 
 
 def _dynamic(
@@ -98,11 +79,11 @@ def _dynamic(
     table = []
     for group, lightest in zip(groups, base, strict=True):
         rows = []
-        for alternative in group:
-            steps = _steps(alternative.weight - lightest, room, size, rounded)
+        for value, weight in group:
+            steps = _steps(weight - lightest, room, size, rounded)
             row = torch.full_like(best, -math.inf)
             if steps <= size:
-                row[steps:] = best[: size + 1 - steps] + alternative.value
+                row[steps:] = best[: size + 1 - steps] + value
             rows.append(row)
         best, picked = torch.stack(rows).max(dim=0)
         table.append(picked.to(torch.int16))
@@ -112,7 +93,7 @@ def _dynamic(
     ):
         pick = int(picked[place])
         picks.append(pick)
-        place -= _steps(group[pick].weight - lightest, room, size, rounded)
+        place -= _steps(group[pick][1] - lightest, room, size, rounded)
     return tuple(reversed(picks))
 
 
@@ -129,12 +110,10 @@ def _relaxed(groups: Sequence[Sequence[Alternative]], base: Sequence[float], roo
     """The value if alternatives could be chosen in part: steps along hulls, the steepest first."""
     value, steps = 0.0, []
     for group, lightest in zip(groups, base, strict=True):
-        hull = _hull(group, lightest)
-        value += hull[0].value
-        steps += [
-            ((b.value - a.value) / (b.weight - a.weight), b.weight - a.weight)
-            for a, b in itertools.pairwise(hull)
-        ]
+        hull = _hull(group)
+        assert hull[0][1] == lightest
+        value += hull[0][0]
+        steps += [(_slope(a, b), b[1] - a[1]) for a, b in itertools.pairwise(hull)]
     for slope, weight in sorted(steps, reverse=True):
         part = min(weight, room)
         value += slope * part
@@ -144,18 +123,17 @@ def _relaxed(groups: Sequence[Sequence[Alternative]], base: Sequence[float], roo
     return value
 
 
-def _hull(group: Sequence[Alternative], lightest: float) -> list[Alternative]:
+def _hull(group: Sequence[Alternative]) -> list[Alternative]:
     """The upper left hull of a group, from its best lightest alternative to its most valued."""
     hull: list[Alternative] = []
-    for one in sorted(group, key=lambda a: (a.weight, -a.value)):
-        if hull and one.value <= hull[-1].value:
+    for one in sorted(group, key=lambda a: (a[1], -a[0])):
+        if hull and one[0] <= hull[-1][0]:
             continue
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-2], one):
             hull.pop()
         hull.append(one)
-    assert hull[0].weight == lightest
     return hull
 
 
 def _slope(a: Alternative, b: Alternative) -> float:
-    return (b.value - a.value) / (b.weight - a.weight)
+    return (b[0] - a[0]) / (b[1] - a[1])

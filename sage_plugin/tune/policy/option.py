@@ -17,12 +17,8 @@ MAX_DIGITS = 6
 QUANTIZED = ("sage", "fav3_sage", "fav3_fp8")
 
 
-@dataclass(frozen=True, slots=True)
-class Runnable:
-    """An option made concrete for one shape: what `attention()` is called with."""
-
-    decision: Decision
-    config: LaunchConfig
+Runnable = tuple[Decision, LaunchConfig]
+"""An option made concrete for one shape: what `attention()` is called with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +87,7 @@ class Option:
     def runnable(
         self, shape: CallShape, facts: DeviceFacts, config_dir: str | None
     ) -> Runnable | str:
-        """What a call of this shape would run, or why it cannot.
-
-        Args:
-            shape: the full call.
-            facts: the device.
-            config_dir: folder of configs searched first.
-        """
+        """Return what a call of this shape would run, or why it cannot."""
         decision = ATTENTION.decide(shape, facts, kernel=self.kernel, variant=self.variant)
         if decision.reason is not None:
             return str(decision.reason)
@@ -108,11 +98,11 @@ class Option:
         except ConfigError as error:
             return str(error)
         reason = ATTENTION.illegal_reason(config, key, facts)
-        return Runnable(decision, config) if reason is None else reason
+        return (decision, config) if reason is None else reason
 
 
 def default_options(facts: DeviceFacts, head_dim: int) -> tuple[Option, ...]:
-    """The kernels that a device runs, the quantised ones also with rotated Q and K.
+    """List the kernels that a device runs, the quantized ones also with rotated Q and K.
 
     A rotation spreads outliers over a head's channels: it costs time and saves error.
 

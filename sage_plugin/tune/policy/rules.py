@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from sage_plugin.plugin.policy.rules import HOST, Rule
-from sage_plugin.tune.policy.estimates import CellEstimates, Estimate
-from sage_plugin.tune.policy.grid import Grid, Place
+from sage_plugin.tune.policy.grid import Estimate, Grid, Place, PolicyCell
 from sage_plugin.tune.policy.option import Option
 
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A cell and the estimate that was chosen for it."""
-
-    cell: CellEstimates
-    pick: Estimate
-
-    @property
-    def saved_ms(self) -> float:
-        """Milliseconds saved in a run over the host's attention."""
-        return self.cell.estimates[0].ms - self.pick.ms
+Picks = Sequence[tuple[PolicyCell, Estimate]]
 
 
-def rules_of(grid: Grid, chosen: Sequence[Chosen], options: Iterable[Option]) -> tuple[Rule, ...]:
-    """Rules that say the same as the choice, layers and bands of one option joined.
+def rules_of(grid: Grid, chosen: Picks, options: Iterable[Option]) -> tuple[Rule, ...]:
+    """Write rules that say the same as the choice, layers and steps of one option joined.
 
-    What stays with the host's attention needs no rule. Rules never overlap, so that their order
-    does not matter; the greatest saving comes first.
+    What stays with the baseline needs no rule. Rules never overlap, so that their order does not
+    matter; the greatest saving comes first.
     """
     by_label = {option.label: option for option in options}
-    at = {one.cell.place: one for one in chosen}
-    groups: dict[tuple[str, int, int], list[Chosen]] = {}
+    at = {cell.place: (cell, pick) for cell, pick in chosen}
+    groups: dict[tuple[str, int, int], list[tuple[PolicyCell, Estimate]]] = {}
     for layer in range(len(grid.layers)):
-        for label, first, last in _runs(at, layer, len(grid.bands)):
-            members = [at[layer, band] for band in range(first, last + 1) if (layer, band) in at]
+        for label, first, last in _runs(at, layer, len(grid.step_ranges)):
+            members = [at[layer, r] for r in range(first, last + 1) if (layer, r) in at]
             groups.setdefault((label, first, last), []).extend(members)
     rules = [
         _rule(by_label[label], grid, first, last, members)
@@ -44,37 +31,39 @@ def rules_of(grid: Grid, chosen: Sequence[Chosen], options: Iterable[Option]) ->
     return tuple(sorted(rules, key=lambda rule: -(rule.saved_ms or 0.0)))
 
 
-def _runs(at: Mapping[Place, Chosen], layer: int, bands: int) -> Iterator[tuple[str, int, int]]:
-    """Unbroken bands of a layer with one option: its label, the first and the last band.
+def _runs(
+    at: Mapping[Place, tuple[PolicyCell, Estimate]], layer: int, ranges: int
+) -> Iterator[tuple[str, int, int]]:
+    """Unbroken step ranges of a layer with one option: its label, the first and the last range.
 
-    A band without calls does not break one.
+    A range without calls does not break one.
     """
     label, first, last = HOST, 0, 0
-    for band in range(bands):
-        one = at.get((layer, band))
-        if one is None:
+    for number in range(ranges):
+        if (layer, number) not in at:
             continue
-        if one.pick.label != label:
+        picked = at[layer, number][1].label
+        if picked != label:
             if label != HOST:
                 yield label, first, last
-            label, first = one.pick.label, band
-        last = band
+            label, first = picked, number
+        last = number
     if label != HOST:
         yield label, first, last
 
 
-def _rule(option: Option, grid: Grid, first: int, last: int, members: Sequence[Chosen]) -> Rule:
-    shapes = [shape for one in members for shape, _ in one.cell.cell.calls]
-    begin = grid.bands[first].partition(":")[0]
-    end = grid.bands[last].partition(":")[2]
+def _rule(option: Option, grid: Grid, first: int, last: int, members: Picks) -> Rule:
+    shapes = [shape for cell, _ in members for shape, _ in cell.calls]
+    begin = grid.step_ranges[first].partition(":")[0]
+    end = grid.step_ranges[last].partition(":")[2]
     return Rule(
         kernel=option.name,
-        layers=tuple(dict.fromkeys(one.cell.cell.layer for one in members)),
+        layers=tuple(dict.fromkeys(cell.layer for cell, _ in members)),
         steps=f"{begin}:{end}" if begin or end else "",
         # Much shorter calls than those that were measured are not what was chosen for.
         min_seq=max(grid.min_seq, min(min(shape.seq_q, shape.seq_k) for shape in shapes) // 2),
         launch=option.fields,
-        saved_ms=round(sum(one.saved_ms for one in members), 4),
-        error=round(max(one.pick.error for one in members), 6),
-        captures=tuple(sorted({file for one in members for file in one.pick.captures})),
+        saved_ms=round(sum(cell.estimates[0].ms - pick.ms for cell, pick in members), 4),
+        error=round(max(pick.error for _, pick in members), 6),
+        captures=tuple(sorted({file for _, pick in members for file in pick.captures})),
     )

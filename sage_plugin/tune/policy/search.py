@@ -1,4 +1,4 @@
-"""The search of a policy: replay the captures on every option, choose, and foresee the result."""
+"""The search of a policy: replay the captures on every option, choose, predict the result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sage_plugin import device as devices
+from sage_plugin import files
 from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError, TuningError, UsageError
@@ -22,21 +23,14 @@ from sage_plugin.plugin.policy.rules import (
     checked,
 )
 from sage_plugin.schema import CallShape, DeviceFacts
-from sage_plugin.tune.policy import results, sensitivity_file, times_file
-from sage_plugin.tune.policy.choice import (
-    Assignment,
-    PolicyProblem,
-    front_of,
-    least_error,
-    most_saved,
-)
-from sage_plugin.tune.policy.estimates import CellErrors, CellEstimates, estimates_of, worst_of
+from sage_plugin.tune.policy import sensitivity_file, times_file
+from sage_plugin.tune.policy.choice import Assignment, PolicyProblem
+from sage_plugin.tune.policy.estimates import Judged, estimated, worst_of
 from sage_plugin.tune.policy.evidence import PolicyEvidence
 from sage_plugin.tune.policy.grid import Grid, Place, grid_of
 from sage_plugin.tune.policy.option import Option, default_options
 from sage_plugin.tune.policy.request import PolicyRequest
 from sage_plugin.tune.policy.rules import rules_of
-from sage_plugin.tune.policy.weights import weights_of
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.study import digest
 
@@ -44,7 +38,7 @@ MAX_TIMED = 12
 """Shapes that are timed, the most expensive ones; others go by the nearest of them."""
 
 Progress = Callable[[str, int, int], None]
-"""Told what is done, how many of them are, and how many there are."""
+"""Called with what is done, how many of them are, and how many there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +46,9 @@ class PolicySearchResult:
     """What a search came to.
 
     Attributes:
-        policy: the rules with their predictions.
+        policy: the rules.
+        prediction: what the policy, the baseline and each option everywhere would come to.
+        problem: the cells with what was estimated in each.
         assignment: what was chosen, cell by cell.
         front: assignments from no error to the most.
         grid: the cells.
@@ -64,6 +60,8 @@ class PolicySearchResult:
     """
 
     policy: Policy
+    prediction: Prediction
+    problem: PolicyProblem
     assignment: Assignment
     front: tuple[Assignment, ...]
     grid: Grid
@@ -88,17 +86,17 @@ class _Search:
     notes: list[str] = field(default_factory=list)
     judged: int = 0
 
-    def errors(self) -> dict[Place, CellErrors]:
-        """Every option on the captures of every cell."""
+    def judged_cells(self) -> dict[Place, Judged]:
+        """Judge every option on the captures of every cell."""
         chosen = {
             place: pick(cell.records, self.request.captures_per_cell)
             for place, cell in self.grid.captured.items()
         }
         total = sum(map(len, chosen.values()))
-        found: dict[Place, CellErrors] = {}
+        found: dict[Place, Judged] = {}
         for place, records in chosen.items():
             values: dict[str, list[float | str]] = {option.label: [] for option in self.options}
-            files = []
+            sound = []
             for record in records:
                 self.judged += 1
                 self.progress("captures judged", self.judged, total)
@@ -107,20 +105,17 @@ class _Search:
                 except CaptureError as error:
                     self.notes.append(f"left out: {error}")
                     continue
-                files.append(record.file)
+                sound.append(record.file)
                 for label, error_or_reason in judged.items():
                     values[label].append(error_or_reason)
-            if not files:
-                continue
-            found[place] = CellErrors(
-                tuple(files),
-                {label: worst_of(errors) for label, errors in values.items()},
-            )
+            if sound:
+                worst = {label: worst_of(errors) for label, errors in values.items()}
+                found[place] = (tuple(sound), worst)
         self._note_refusals(found)
         return found
 
     def times(self) -> dict[CallShape, dict[str, float]]:
-        """Milliseconds of a call of each shape on every option that can run it."""
+        """Return milliseconds of a call of each shape on every option that can run it."""
         shapes = self.grid.shapes
         known = self._measured(shapes[:MAX_TIMED]) if self.elsewhere is None else self.elsewhere
         times = {shape: times_file.scaled(known, shape) for shape in shapes}
@@ -143,9 +138,9 @@ class _Search:
             self.progress("shapes timed", number, len(shapes))
         return found
 
-    def _note_refusals(self, found: dict[Place, CellErrors]) -> None:
+    def _note_refusals(self, found: dict[Place, Judged]) -> None:
         for option in self.options:
-            values = [one.errors[option.label] for one in found.values()]
+            values = [errors[option.label] for _, errors in found.values()]
             reasons = [value for value in values if isinstance(value, str)]
             if reasons:
                 self.notes.append(
@@ -161,7 +156,7 @@ def search(
 
     Args:
         request: what is searched for.
-        progress: told how far it is.
+        progress: called with how far it is.
 
     Raises:
         UsageError: an option is out of range, or a CPU without times of a GPU.
@@ -188,6 +183,7 @@ def search(
     device, elsewhere = facts.name, None
     if request.times is not None:
         device, elsewhere = times_file.read(request.times)
+    measured = None if request.sensitivity is None else sensitivity_file.read(request.sensitivity)
     options = _options(request, facts, grid, elsewhere)
     folder = request.runs_dir / (request.run_name or _run_name(captures, facts))
     config_dir = None if request.config_dir is None else str(request.config_dir)
@@ -203,24 +199,30 @@ def search(
                 f"patch(min_seq={request.min_seq})"
             )
         times = running.times()
-        errors = running.errors()
-    cells = estimates_of(grid, errors, times, options)
+        cells = estimated(grid, running.judged_cells(), times, options)
     if not cells:
         raise TuningError(
             f"no call of {request.folder} has times"
             + (f": {request.times} was measured on other shapes" if request.times else "")
         )
-    problem = _problem(request, grid, cells, running.notes)
+    if measured is not None:
+        cells = sensitivity_file.weighted(measured, cells, str(request.sensitivity))
+        running.notes.append(
+            f"errors are weighted by the sensitivity of the clip, as {request.sensitivity} says"
+        )
+    problem = PolicyProblem(cells, grid.total_calls, request.max_layer_error)
     if request.max_ms is not None:
-        assignment = least_error(problem, request.max_ms)
+        assignment = problem.least_error(request.max_ms)
     else:
-        assignment = most_saved(problem, request.max_error or 0.0)
-    results.write(folder / run_folder.RESULTS, problem, assignment)
+        assignment = problem.most_saved(request.max_error or 0.0)
+    files.write_json(folder / run_folder.RESULTS, problem.to_json(assignment))
     prediction = _prediction(problem, assignment, grid, options, device)
     return PolicySearchResult(
-        policy=_policy(captures, assignment, grid, options, prediction),
+        policy=_policy(captures, problem, assignment, grid, options, prediction),
+        prediction=prediction,
+        problem=problem,
         assignment=assignment,
-        front=front_of(problem),
+        front=problem.front(),
         grid=grid,
         device=device,
         judged=running.judged,
@@ -252,19 +254,6 @@ def _run_name(captures: CaptureFolder, facts: DeviceFacts) -> str:
     return f"policy-{facts.slug}-{digest(sorted(r.sha256 for r in captures.records))[:8]}"
 
 
-def _problem(
-    request: PolicyRequest, grid: Grid, cells: tuple[CellEstimates, ...], notes: list[str]
-) -> PolicyProblem:
-    weights: Sequence[float] = [1.0] * len(cells)
-    if request.sensitivity is not None:
-        measured = sensitivity_file.read(request.sensitivity)
-        weights = weights_of(measured, cells, str(request.sensitivity))
-        notes.append(
-            f"errors are weighted by the sensitivity of the clip, as {request.sensitivity} says"
-        )
-    return PolicyProblem(cells, tuple(weights), grid.total_calls, request.max_layer_error)
-
-
 def _prediction(
     problem: PolicyProblem,
     assignment: Assignment,
@@ -281,15 +270,17 @@ def _prediction(
 
 def _policy(
     captures: CaptureFolder,
+    problem: PolicyProblem,
     assignment: Assignment,
     grid: Grid,
     options: Sequence[Option],
     prediction: Prediction,
 ) -> Policy:
     classes = {record.model_class for record in captures.records}
+    chosen = list(zip(problem.cells, assignment.picks, strict=True))
     policy = Policy(
         SCHEMA_VERSION,
-        rules_of(grid, assignment.chosen, options),
+        rules_of(grid, chosen, options),
         model=classes.pop() if len(classes) == 1 else "",
         note=f"searched by `sage policy search` for {prediction.device}",
         prediction=prediction,

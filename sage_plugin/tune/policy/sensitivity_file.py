@@ -7,12 +7,14 @@ one layer at a time on a kernel, in one range of steps, and writes how far it is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.schema import JsonRecord
+from sage_plugin.tune.policy.grid import PolicyCell
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 4 * 2**20
@@ -66,3 +68,40 @@ def read(path: Path) -> Sensitivities:
     if not found.cells or any(not 0 <= one.rmse < math.inf for one in found.cells):
         raise ConfigError(f"{path}: needs cells, each with an rmse of 0 or more")
     return found
+
+
+def weighted(
+    measured: Sensitivities, cells: Sequence[PolicyCell], where: str
+) -> tuple[PolicyCell, ...]:
+    """Weigh each cell by how much a unit of attention error in its calls moves the clip.
+
+    Raises:
+        ConfigError: a cell has none: they were measured on other layers or step ranges.
+    """
+    known = {(one.layer, one.steps): one.rmse for one in measured.cells}
+    raw = []
+    for cell in cells:
+        rmse = known.get((cell.layer, cell.steps))
+        if rmse is None:
+            ranges = len({steps for _, steps in known})
+            raise ConfigError(
+                f"{where}: no sensitivity to {cell.layer} at steps {cell.steps or 'all'}; it was "
+                f"measured in {ranges} ranges: search with --step-ranges {ranges}, on the same "
+                "model"
+            )
+        error = cell.of(measured.kernel).error * cell.calls_per_run
+        raw.append(rmse / error if error > 0 else math.nan)
+    usual = [value for value in raw if not math.isnan(value)]
+    if not usual:
+        raise ConfigError(
+            f"{where}: measured with {measured.kernel}, which no layer may run here or nobody "
+            f"asked for: add --kernel {measured.kernel}, or measure with another kernel"
+        )
+    # A cell where that option may not run is as sensitive as the most sensitive one.
+    full = [max(usual) if math.isnan(value) else value for value in raw]
+    calls = [cell.calls_per_run for cell in cells]
+    mean = math.fsum(w * n for w, n in zip(full, calls, strict=True)) / math.fsum(calls)
+    return tuple(
+        replace(cell, weight=weight / mean if mean > 0 else 1.0)
+        for cell, weight in zip(cells, full, strict=True)
+    )

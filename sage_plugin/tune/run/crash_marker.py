@@ -17,12 +17,8 @@ ATTEMPTS = 2
 MAX_BYTES = 64 * 2**10
 
 
-class InFlight:
-    """The note of one run folder.
-
-    Args:
-        path: the file that holds it; it need not exist, and a damaged one counts as none.
-    """
+class CrashMarker:
+    """The note of one run folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,10 +26,6 @@ class InFlight:
 
     def begin(self, study: str, config: LaunchConfig) -> Trial | None:
         """Note that a config is about to run.
-
-        Returns:
-            `None`, or the trial to record instead of running it, where that has ended a session
-            too often.
 
         Raises:
             OutputError: the note cannot be written.

@@ -27,9 +27,6 @@ LATEST_S = 253_402_300_799.0
 class Ledger:
     """Trials by study, stage and config; a later line replaces an earlier one of the same three.
 
-    Args:
-        path: `ledger.jsonl` of a run folder; it need not exist.
-
     Raises:
         OutputError: the file exists and cannot be read.
 
@@ -55,9 +52,6 @@ class Ledger:
 
     def append(self, trial: Trial) -> Trial:
         """Add a trial and wait until it is on the disk.
-
-        Returns:
-            The trial as it was written: numbers that JSON cannot hold are left out of it.
 
         Raises:
             OutputError: the file cannot be written.

@@ -30,7 +30,7 @@ LEDGER, TRIALS, RESULTS, METADATA = (
     "run_metadata.json",
 )
 MAX_HOLDER_BYTES = 4096
-LOG, LOCK, HOLDER, IN_FLIGHT = "worker.log", ".lock", ".holder.json", ".in_flight.json"
+LOG, LOCK, HOLDER, CRASH_MARKER = "worker.log", ".lock", ".holder.json", ".in_flight.json"
 
 
 def check_name(name: str | None) -> None:

@@ -10,7 +10,7 @@ from sage_plugin.tune.run.study import Study
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class Race:
     """The finalists of a study.
 
     Attributes:
@@ -36,7 +36,7 @@ class Runner(Protocol):
         milliseconds where there is no base to compare with.
         """
 
-    def race(self, study: Study, contest: Contest) -> tuple[Trial, ...]:
+    def race(self, study: Study, race: Race) -> tuple[Trial, ...]:
         """Time the finalists interleaved; one trial each, in their order.
 
         `extra` holds `gain`, `gain_low` and `gain_high` over the first, `aa_ratio` (the first

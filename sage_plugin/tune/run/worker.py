@@ -57,17 +57,11 @@ class Reply:
     message: str = ""
 
 
-class Lane:
+class WorkerProcess:
     """One child at a time, one job at a time: jobs that are timed never share the device.
 
-    Args:
-        timeout_s: longest that a job may run.
-        log: file that takes the child's output; `None` throws it away.
-        preload: module that the child imports before its first job's clock starts.
-        jobs_per_child: jobs after which the child is replaced.
-
     Example:
-        >>> with Lane(timeout_s=60) as lane:  # doctest: +SKIP
+        >>> with WorkerProcess(timeout_s=60) as lane:  # doctest: +SKIP
         ...     lane.run(job).status
         'done'
     """
@@ -88,7 +82,7 @@ class Lane:
         self._jobs = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:

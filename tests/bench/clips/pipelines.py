@@ -26,6 +26,16 @@ class ToyPipeline(DiffusionPipeline):
         super().__init__()
         self.register_modules(transformer=transformer, scheduler=scheduler)
 
+    @torch.no_grad()
+    def __call__(self, steps, on_step):
+        x = torch.randn(1, TOKENS, DIM, generator=torch.Generator().manual_seed(0))
+        self.scheduler.set_timesteps(steps)
+        for timestep in self.scheduler.timesteps:
+            out = self.transformer(x)
+            x = self.scheduler.step(out, timestep, x, return_dict=False)[0]
+            on_step(x)
+        return (x / 8 + 0.5).clamp(0, 1).reshape(2, 8, 8, 8)
+
 
 def toy():
     return ToyPipeline(ToyTransformer(), FlowMatchEulerDiscreteScheduler())
@@ -33,16 +43,4 @@ def toy():
 
 def drawing(pipe, steps=STEPS):
     """A draw callable of the toy: (F, H, W, C) = (2, 8, 8, 8)."""
-
-    @torch.no_grad()
-    def draw(on_step):
-        x = torch.randn(1, TOKENS, DIM, generator=torch.Generator().manual_seed(0))
-        pipe.scheduler.set_timesteps(steps)
-        for timestep in pipe.scheduler.timesteps:
-            out = pipe.transformer(x)
-            x = pipe.scheduler.step(out, timestep, x, return_dict=False)[0]
-            on_step(x)
-        clip = (x / 8 + 0.5).clamp(0, 1).reshape(2, 8, 8, 8)
-        return np.asarray(clip, dtype=np.float32)
-
-    return draw
+    return lambda on_step: np.asarray(pipe(steps, on_step), dtype=np.float32)

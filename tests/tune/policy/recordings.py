@@ -136,8 +136,10 @@ def grid(
                 continue
             band = Band.parse(text)
             calls = sum(band.contains(step, steps) for step in range(steps or 1))
-            cells[layer, number] = PolicyCell(names[layer], text, ((SHAPE, float(calls)),))
-    total = sum(cell.weight for cell in cells.values())
+            cells[layer, number] = PolicyCell(
+                (layer, number), names[layer], text, ((SHAPE, float(calls)),)
+            )
+    total = sum(cell.calls_per_run for cell in cells.values())
     return Grid(names, tuple(bands), cells, steps, total)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sage_plugin.tune.policy.estimates import CellErrors, estimates_of, neighbors, worst_of
+from sage_plugin.tune.policy.estimates import estimated, neighbors, worst_of
 from sage_plugin.tune.policy.grid import PolicyCell
 from sage_plugin.tune.policy.option import Option
 from tests.tune.policy import recordings
@@ -20,7 +20,7 @@ TIMES = {SHAPE: {"sdpa": 4.0, "sage": 3.0, "fav3_fp8": 1.0}}
 
 
 def errors(**by_label):
-    return CellErrors(("a.safetensors",), {"sage": 0.01, "fav3_fp8": 0.1, **by_label})
+    return ("a.safetensors",), {"sage": 0.01, "fav3_fp8": 0.1, **by_label}
 
 
 def table(found):
@@ -32,7 +32,7 @@ def table(found):
 
 def test_times_are_those_of_all_calls_and_errors_those_of_one():
     grid = recordings.grid(1, BANDS, 4)
-    found = estimates_of(grid, dict.fromkeys(grid.cells, errors()), TIMES, OPTIONS)
+    found = estimated(grid, dict.fromkeys(grid.cells, errors()), TIMES, OPTIONS)
     assert table(found) == {
         (0, 0): {"sdpa": (0.0, 8.0), "sage": (0.01, 6.0), "fav3_fp8": (0.1, 2.0)},
         (0, 1): {"sdpa": (0.0, 4.0), "sage": (0.01, 3.0), "fav3_fp8": (0.1, 1.0)},
@@ -43,18 +43,18 @@ def test_times_are_those_of_all_calls_and_errors_those_of_one():
 
 def test_several_shapes_of_a_cell_are_added_up_and_all_must_be_timed():
     grid = recordings.grid(1, ("",), None)
-    cell = PolicyCell(grid.layers[0], "", ((SHAPE, 3.0), (CROSS, 2.0)))
+    cell = PolicyCell((0, 0), grid.layers[0], "", ((SHAPE, 3.0), (CROSS, 2.0)))
     grid = dataclasses.replace(grid, cells={(0, 0): cell})
     times = {**TIMES, CROSS: {"sdpa": 1.0, "sage": 0.5}}
-    (found,) = estimates_of(grid, {(0, 0): errors()}, times, OPTIONS)
+    (found,) = estimated(grid, {(0, 0): errors()}, times, OPTIONS)
     assert {e.label: e.ms for e in found.estimates} == {"sdpa": 14.0, "sage": 10.0}
-    assert cell.weight == 5.0
-    assert estimates_of(grid, {(0, 0): errors()}, TIMES, OPTIONS) == ()
+    assert cell.calls_per_run == 5.0
+    assert estimated(grid, {(0, 0): errors()}, TIMES, OPTIONS) == ()
 
 
 def test_an_option_that_is_out_in_one_capture_is_out_in_the_cell():
     grid = recordings.grid(1, ("",), None)
-    (found,) = estimates_of(grid, {(0, 0): errors(sage="gate")}, TIMES, OPTIONS)
+    (found,) = estimated(grid, {(0, 0): errors(sage="gate")}, TIMES, OPTIONS)
     assert [e.label for e in found.estimates] == ["sdpa", "fav3_fp8"]
     assert found.of("sage") == found.estimates[0]
 
@@ -69,9 +69,9 @@ def test_a_cell_without_capture_takes_the_worst_of_its_neighbors():
     judged = {
         (0, 0): errors(sage=0.05),
         (2, 1): errors(fav3_fp8=0.12),
-        (1, 2): dataclasses.replace(errors(sage=0.02), files=("b.safetensors",)),
+        (1, 2): (("b.safetensors",), errors(sage=0.02)[1]),
     }
-    found = {one.place: one for one in estimates_of(grid, judged, TIMES, OPTIONS)}
+    found = {one.place: one for one in estimated(grid, judged, TIMES, OPTIONS)}
     # (1, 1) lies between (1, 2) and (2, 1); (0, 0) is no neighbour of it.
     middle = found[1, 1]
     assert (middle.of("sage").error, middle.of("fav3_fp8").error) == (0.02, 0.12)
@@ -83,14 +83,14 @@ def test_a_cell_without_capture_takes_the_worst_of_its_neighbors():
 
 def test_an_option_that_is_out_in_a_neighbor_is_out():
     grid = recordings.grid(2, ("",), None)
-    (_, other) = estimates_of(grid, {(0, 0): errors(fav3_fp8="gate")}, TIMES, OPTIONS)
+    (_, other) = estimated(grid, {(0, 0): errors(fav3_fp8="gate")}, TIMES, OPTIONS)
     assert [e.label for e in other.estimates] == ["sdpa", "sage"]
 
 
 def test_a_layer_of_another_kind_is_no_neighbor_and_keeps_the_hosts_attention():
     grid = recordings.grid(2, ("",), None)
     grid = dataclasses.replace(grid, layers=(grid.layers[0], "transformer.blocks.1.attn2"))
-    (_, other) = estimates_of(grid, {(0, 0): errors()}, TIMES, OPTIONS)
+    (_, other) = estimated(grid, {(0, 0): errors()}, TIMES, OPTIONS)
     assert [e.label for e in other.estimates] == ["sdpa"]
 
 
@@ -126,5 +126,5 @@ def test_neighbors_are_the_nearest_captured_ones_on_each_side(captured, place):
 def test_a_captured_cell_takes_its_own_errors_alone(place):
     grid = recordings.grid(3, BANDS, 4)
     judged = dict.fromkeys(grid.cells, errors(sage=0.2)) | {place: errors(sage=0.001)}
-    found = {one.place: one for one in estimates_of(grid, judged, TIMES, OPTIONS)}
+    found = {one.place: one for one in estimated(grid, judged, TIMES, OPTIONS)}
     assert found[place].of("sage").error == 0.001

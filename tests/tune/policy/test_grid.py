@@ -56,8 +56,8 @@ def test_every_call_of_a_run_is_in_exactly_one_cell(data, steps, bands, runs):
     ]
     rows[0] = dataclasses.replace(rows[0], calls=(1,) * steps)
     grid = grid_of(folder_of(counts_of(rows, steps, runs)), step_ranges=bands, min_seq=16)
-    assert len(grid.bands) == min(bands, steps)
-    parsed = [Band.parse(band) for band in grid.bands]
+    assert len(grid.step_ranges) == min(bands, steps)
+    parsed = [Band.parse(band) for band in grid.step_ranges]
     lengths = [sum(band.contains(step, steps) for step in range(steps)) for band in parsed]
     for step in range(steps):
         assert sum(band.contains(step, steps) for band in parsed) == 1
@@ -69,7 +69,7 @@ def test_every_call_of_a_run_is_in_exactly_one_cell(data, steps, bands, runs):
             cell = grid.cells.get((LAYERS.index(row.layer), number))
             have = dict(cell.calls).get(SHAPES[row.shape], 0.0) if cell else 0.0
             assert math.isclose(have, want if SHAPES[row.shape] != SHORT else 0.0)
-    assert all(cell.weight > 0 for cell in grid.cells.values())
+    assert all(cell.calls_per_run > 0 for cell in grid.cells.values())
     assert math.isclose(grid.total_calls, sum(sum(row.calls) for row in rows) / runs)
 
 
@@ -79,7 +79,7 @@ def test_captures_lie_in_the_cell_of_their_layer_and_step(tmp_path):
     assert {place: [r.denoising_step for r in cell.records] for place, cell in grid.captured.items()
     } == {(0, 0): [0, 1], (2, 1): [3]}  # fmt: skip
     assert set(grid.cells) == {(layer, band) for layer in range(3) for band in range(2)}
-    assert (grid.layers, grid.bands, grid.steps) == (LAYERS, (":50%", "50%:"), 4)
+    assert (grid.layers, grid.step_ranges, grid.steps) == (LAYERS, (":50%", "50%:"), 4)
     assert grid.cells[1, 0].calls == ((SHAPE, 2.0 * recordings.PER_STEP),)
     assert grid.total_calls == 3 * 4 * recordings.PER_STEP
 
@@ -87,16 +87,16 @@ def test_captures_lie_in_the_cell_of_their_layer_and_step(tmp_path):
 def test_calls_are_those_of_one_run(tmp_path):
     recordings.write(tmp_path / "c", runs=3, uncounted=9)
     grid = grid_of(open_captures(tmp_path / "c"), step_ranges=4, min_seq=16)
-    assert {cell.weight for cell in grid.cells.values()} == {float(recordings.PER_STEP)}
+    assert {cell.calls_per_run for cell in grid.cells.values()} == {float(recordings.PER_STEP)}
     assert grid.total_calls == 3 * 4 * recordings.PER_STEP + 3
 
 
 def test_a_model_without_timesteps_has_one_band(tmp_path):
     recordings.write(tmp_path / "c", {(1, 0): "normal"}, steps=None)
     grid = grid_of(open_captures(tmp_path / "c"), step_ranges=5, min_seq=16)
-    assert (grid.bands, grid.steps) == (("",), None)
+    assert (grid.step_ranges, grid.steps) == (("",), None)
     assert list(grid.captured) == [(1, 0)]
-    assert grid.cells[0, 0].weight == recordings.PER_STEP
+    assert grid.cells[0, 0].calls_per_run == recordings.PER_STEP
 
 
 def test_short_calls_are_in_no_cell_and_shapes_come_the_most_expensive_first(tmp_path):
@@ -110,7 +110,7 @@ def test_short_calls_are_in_no_cell_and_shapes_come_the_most_expensive_first(tmp
 def test_a_step_past_the_end_is_in_the_last_band():
     rows = [LayerCalls("a", 0, (1, 1, 1, 7))]
     grid = grid_of(folder_of(counts_of(rows, 2)), step_ranges=2, min_seq=16)
-    assert [grid.cells[0, band].weight for band in range(2)] == [1.0, 9.0]
+    assert [grid.cells[0, band].calls_per_run for band in range(2)] == [1.0, 9.0]
 
 
 def test_a_capture_of_an_unknown_layer_or_shape_is_no_evidence():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sage_plugin.plugin.policy.rules import SCHEMA_VERSION, Policy, checked
 from sage_plugin.plugin.policy.step_range import equal_bands
-from sage_plugin.tune.policy.estimates import CellEstimates, Estimate
+from sage_plugin.tune.policy.grid import Estimate
 from sage_plugin.tune.policy.option import Option
-from sage_plugin.tune.policy.rules import Chosen, rules_of
+from sage_plugin.tune.policy.rules import rules_of
 from tests.tune.policy import recordings
 from tests.tune.policy.recordings import SHAPE
 
@@ -21,10 +23,9 @@ PICKS = {"sdpa": Estimate("sdpa", 0.0, 4.0)} | {
 
 
 def chosen_of(grid, labels):
-    host = PICKS["sdpa"]
     return [
-        Chosen(CellEstimates(place, cell, (host, PICKS[label])), PICKS[label])
-        for (place, cell), label in zip(grid.cells.items(), labels, strict=False)
+        (dataclasses.replace(cell, estimates=(PICKS["sdpa"], PICKS[label])), PICKS[label])
+        for cell, label in zip(grid.cells.values(), labels, strict=False)
     ]
 
 
@@ -45,17 +46,15 @@ def test_every_layer_and_step_gets_what_was_chosen_from_one_rule_at_most(data, l
         for step in range(steps or 1):
             fits = [r for r in rules if r.names(layer) and r.band.contains(step, steps)]
             assert len(fits) <= 1
-            for one in chosen:
-                band = one.cell.cell.band
-                if one.cell.cell.layer == layer and _within(band, step, steps):
+            for cell, pick in chosen:
+                if cell.layer == layer and _within(cell.steps, step, steps):
                     name = (fits[0].kernel, fits[0].launch) if fits else ("sdpa", {})
-                    option = Option("sdpa") if one.pick.label == "sdpa" else Option.parse(
-                        one.pick.label
-                    )  # fmt: skip
+                    host = pick.label == "sdpa"
+                    option = Option("sdpa") if host else Option.parse(pick.label)
                     assert name == (option.name, option.fields)
                     assert not fits or fits[0].fits(SHAPE.seq_q, SHAPE.seq_k)
     saved = sum(rule.saved_ms for rule in rules)
-    assert abs(saved - sum(one.saved_ms for one in chosen)) < 1e-3
+    assert abs(saved - sum(4.0 - pick.ms for _, pick in chosen)) < 1e-3
     assert [r.saved_ms for r in rules] == sorted((r.saved_ms for r in rules), reverse=True)
 
 

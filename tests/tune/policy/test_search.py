@@ -8,10 +8,9 @@ import json
 
 import pytest
 
-from sage_plugin.accuracy.metrics import attention_errors
 from sage_plugin.errors import CaptureError, ConfigError, SageError, TuningError, UsageError
+from sage_plugin.families.attention.replay import AttentionReplay, attention_errors
 from sage_plugin.plugin.policy.rules import read
-from sage_plugin.replay import call as replay_call
 from sage_plugin.tune.policy import front_plot
 from sage_plugin.tune.policy.search import search
 from tests.tune.policy import recordings
@@ -34,9 +33,15 @@ def refuse_to_measure(monkeypatch):
         def fail(*_args, **_more):
             raise AssertionError("measured again")
 
-        monkeypatch.setattr(replay_call, "attention_errors", fail)
+        monkeypatch.setattr(AttentionReplay, "errors", fail)
 
     return use
+
+
+def chosen(found):
+    """Each cell with what was chosen for it, by place."""
+    pairs = zip(found.problem.cells, found.assignment.picks, strict=True)
+    return {cell.place: (cell, pick) for cell, pick in pairs}
 
 
 def exact_errors():
@@ -69,9 +74,9 @@ def test_the_search_finds_what_trying_everything_finds(folder, budget):
     best = min(ms for ms, error in every(errors) if error <= budget)
     assert found.assignment.ms == pytest.approx(best)
     assert found.assignment.error <= budget
-    for one in found.assignment.chosen:
-        assert one.pick.error == pytest.approx(errors[one.cell.place][one.pick.label])
-        assert one.pick.ms == pytest.approx(CELL_CALLS * MS[one.pick.label])
+    for cell, pick in chosen(found).values():
+        assert pick.error == pytest.approx(errors[cell.place][pick.label])
+        assert pick.ms == pytest.approx(CELL_CALLS * MS[pick.label])
     prediction = found.policy.prediction
     assert (prediction.device, prediction.steps, prediction.calls) == (recordings.DEVICE, 4, 30)
     assert prediction.of("sdpa").ms == 24.0
@@ -84,7 +89,7 @@ def test_the_search_finds_what_trying_everything_finds(folder, budget):
     assert found.policy.model == "Toy"
     assert sum(r.saved_ms for r in found.policy.rules) == pytest.approx(24.0 - best)
     cells = json.loads((found.run_folder / "results.json").read_text())["cells"]
-    assert [c["chosen"] for c in cells] == [c.pick.label for c in found.assignment.chosen]
+    assert [c["chosen"] for c in cells] == [pick.label for pick in found.assignment.picks]
 
 
 def test_the_dual_finds_the_least_error_within_a_time(folder):
@@ -104,24 +109,20 @@ def test_a_second_search_measures_nothing(folder, refuse_to_measure):
 
 
 def test_ctrl_c_leaves_what_was_measured_and_the_next_goes_on(folder, monkeypatch):
-    measured = []
+    real, measured = AttentionReplay.errors, []
 
-    def stop(*args, **more):
+    def stop(*args):
         if len(measured) == 4:
             raise KeyboardInterrupt
         measured.append(args[0])
-        return attention_errors(*args, **more)
+        return real(*args)
 
-    monkeypatch.setattr(replay_call, "attention_errors", stop)
+    monkeypatch.setattr(AttentionReplay, "errors", stop)
     with pytest.raises(KeyboardInterrupt):
         search(recordings.request(folder))
     assert len(recordings.ledger_lines(folder)) == 4
     after = []
-    monkeypatch.setattr(
-        replay_call,
-        "attention_errors",
-        lambda *a, **m: after.append(a) or attention_errors(*a, **m),
-    )
+    monkeypatch.setattr(AttentionReplay, "errors", lambda *a: after.append(a) or real(*a))
     search(recordings.request(folder))
     assert len(after) == 6 * len(KERNELS) - 4
 
@@ -131,12 +132,8 @@ def test_damaged_lines_of_the_ledger_are_measured_again(folder, monkeypatch):
     path = folder / "runs" / "r" / "ledger.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join(["{", *lines[1:-1], lines[-1][:40]]))
-    after = []
-    monkeypatch.setattr(
-        replay_call,
-        "attention_errors",
-        lambda *a, **m: after.append(a) or attention_errors(*a, **m),
-    )
+    real, after = AttentionReplay.errors, []
+    monkeypatch.setattr(AttentionReplay, "errors", lambda *a: after.append(a) or real(*a))
     assert search(recordings.request(folder)).policy == first.policy
     assert len(after) == 2
 
@@ -148,11 +145,11 @@ def test_a_kernel_that_fails_its_gate_on_a_capture_is_never_chosen_there(
     recordings.write(tmp_path / "captures", {**EVERYWHERE, (1, 3): distribution})
     recordings.times(tmp_path / "times.json")
     found = search(recordings.request(tmp_path, max_error=1.0, kernels=KERNELS))
-    at = {one.cell.place: one for one in found.assignment.chosen}
-    labels = {e.label for e in at[1, 1].cell.estimates}
+    at = chosen(found)
+    labels = {e.label for e in at[1, 1][0].estimates}
     assert not labels & out
-    assert at[1, 1].pick.label not in out
-    assert at[0, 1].pick.label == "fav3_fp8"
+    assert at[1, 1][1].label not in out
+    assert at[0, 1][1].label == "fav3_fp8"
     assert any(note.startswith("sage is out in 1 of 6") for note in found.notes)
 
 
@@ -161,7 +158,7 @@ def test_a_cell_without_capture_takes_the_worst_of_its_neighbors(tmp_path):
     recordings.write(tmp_path / "captures", captured)
     recordings.times(tmp_path / "times.json")
     found = search(recordings.request(tmp_path, max_error=1.0))
-    at = {one.cell.place: one.cell for one in found.assignment.chosen}
+    at = {place: cell for place, (cell, _) in chosen(found).items()}
     near = [at[0, 0], at[2, 0], at[1, 1]]
     for kernel in KERNELS:
         worst = max(one.of(kernel).error for one in near)
@@ -171,10 +168,10 @@ def test_a_cell_without_capture_takes_the_worst_of_its_neighbors(tmp_path):
 
 def test_no_layer_passes_the_cap(folder):
     found = search(recordings.request(folder, max_error=1.0, max_layer_error=0.02))
-    assert {one.pick.label for one in found.assignment.chosen} == {"sage"}
+    assert {pick.label for pick in found.assignment.picks} == {"sage"}
 
 
-def effects(path, rmse, kernel="sage"):
+def sensitivity_file(path, rmse, kernel="sage"):
     rows = [
         {"layer": layer, "steps": steps, "rmse": rmse(i, j)}
         for i, layer in enumerate(LAYERS)
@@ -184,18 +181,18 @@ def effects(path, rmse, kernel="sage"):
     return path
 
 
-def test_effects_keep_kernels_out_of_where_the_clip_feels_them(folder):
-    path = effects(folder / "effects.json", lambda i, j: 1.0 if (i, j) == (1, 0) else 1e-3)
+def test_kernels_stay_out_of_where_the_clip_is_sensitive(folder):
+    path = sensitivity_file(folder / "s.json", lambda i, j: 1.0 if (i, j) == (1, 0) else 1e-3)
     found = search(recordings.request(folder, max_error=0.005, sensitivity=path))
-    at = {one.cell.place: one.pick.label for one in found.assignment.chosen}
+    at = {place: pick.label for place, (_, pick) in chosen(found).items()}
     assert at.pop((1, 0)) == "sdpa"
     assert set(at.values()) == {"fav3_fp8"}
     weights = json.loads((found.run_folder / "results.json").read_text())["cells"]
     assert sum(c["weight"] * c["calls"] for c in weights) == pytest.approx(24.0)
 
 
-def test_effects_of_other_bands_are_refused(folder):
-    path = effects(folder / "effects.json", lambda i, j: 1.0)
+def test_sensitivities_of_other_ranges_are_refused(folder):
+    path = sensitivity_file(folder / "s.json", lambda i, j: 1.0)
     with pytest.raises(ConfigError, match="search with --step-ranges 2"):
         search(recordings.request(folder, sensitivity=path, step_ranges=4))
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sage_plugin.accuracy import fingerprint as fingerprints
-from sage_plugin.accuracy import reference as references
 from sage_plugin.accuracy.fingerprint import fingerprint
-from sage_plugin.accuracy.reference import reference, sample_rows, visible_mean
+from sage_plugin.families.attention import reference as references
+from sage_plugin.families.attention.reference import reference, sample_rows, visible_mean
 from sage_plugin.measure.inputs import self_attention, synthetic
 
 

@@ -8,8 +8,14 @@ import itertools
 import pytest
 import torch
 
-from sage_plugin.bench import cost
-from sage_plugin.bench.cost import flops, is_quantized, moved_bytes, visible_pairs, weighed_pairs
+from sage_plugin.families.attention import cost
+from sage_plugin.families.attention.cost import (
+    flops,
+    moved_bytes,
+    quantizes,
+    visible_pairs,
+    weighed_pairs,
+)
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams, PlainOperands
@@ -74,7 +80,7 @@ def test_a_mask_is_read_once_as_it_lies_and_is_no_quantization(kernel, size):
         masked, _ = cpu_bytes(kernel, shape, mask)
         assert masked - plain == mask.numel() * mask.element_size()
         problem = AttentionParams(shape.scale, shape.causal, shape.layout, mask)
-        assert not is_quantized(PlainOperands(mask, mask, mask, problem, None))
+        assert not quantizes(PlainOperands(mask, mask, mask, problem, None))
 
 
 @pytest.mark.parametrize("kernel", ["sage", "fav3_fp8"])
@@ -114,7 +120,7 @@ def test_a_portable_kernel_reads_terms_of_keys_in_place_of_one_bias_a_key(causal
         torch.zeros(1000, dtype=torch.int8), *numbers, AttentionParams(1.0, causal, "bhsd", mask)
     )
     assert moved_bytes(operands, shape) == read + 2 * 4 * 150 * 32 * 2
-    assert is_quantized(operands)
+    assert quantizes(operands)
 
 
 def cpu_bytes(kernel, shape, mask=None):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_plugin.accuracy import reference as references
-from sage_plugin.accuracy.reference import reference, visible_mean
+from sage_plugin.families.attention import reference as references
+from sage_plugin.families.attention.reference import reference, visible_mean
 from sage_plugin.kernels.contract import AttentionParams
 from tests.kernels.calls import Shape, draw
 from tests.kernels.problems import MASKS, mask_of

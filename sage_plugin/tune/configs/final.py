@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 
 from sage_plugin.schema import LaunchConfig, Trial
-from sage_plugin.tune.run.runner import Contest, Runner
+from sage_plugin.tune.run.runner import Race, Runner
 from sage_plugin.tune.run.study import Study
 
 MIN_BUDGET_S = 1.0
 
 
-def settle(runner: Runner, study: Study, contest: Contest) -> dict[LaunchConfig, Trial]:
+def run_final(runner: Runner, study: Study, race: Race) -> dict[LaunchConfig, Trial]:
     """Race the finalists; where the race breaks, race each one alone with the first.
 
     A process that dies says nothing about which of its configs was to blame. Pairs do, and a pair
     is still an interleaved comparison with the baseline.
     """
-    settled = _raced(runner, study, contest)
+    settled = _raced(runner, study, race)
     if all(trial.status == "ok" for trial in settled.values()):
         return settled
-    first, *challengers = contest.configs
-    budget_s = max(MIN_BUDGET_S, contest.budget_s / len(contest.configs))
-    apart = dataclasses.replace(contest, incumbent=None, budget_s=budget_s)
+    first, *challengers = race.configs
+    budget_s = max(MIN_BUDGET_S, race.budget_s / len(race.configs))
+    apart = dataclasses.replace(race, incumbent=None, budget_s=budget_s)
     if len(challengers) > 1:
         for challenger in challengers:
             pair = _raced(runner, study, dataclasses.replace(apart, configs=(first, challenger)))
@@ -34,5 +34,5 @@ def settle(runner: Runner, study: Study, contest: Contest) -> dict[LaunchConfig,
     return settled
 
 
-def _raced(runner: Runner, study: Study, contest: Contest) -> dict[LaunchConfig, Trial]:
-    return {trial.config: trial for trial in runner.race(study, contest)}
+def _raced(runner: Runner, study: Study, race: Race) -> dict[LaunchConfig, Trial]:
+    return {trial.config: trial for trial in runner.race(study, race)}

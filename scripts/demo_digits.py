@@ -1,4 +1,4 @@
-"""The training data: handwritten digits that move at constant speed and bounce off the edges.
+"""The training data of the demo model: handwritten digits that bounce off the edges.
 
 The glyphs are scikit-learn's bundled `load_digits` (1,797 scans of 8x8 pixels), enlarged smoothly.
 Clips are drawn in batches on the glyphs' device with one `grid_sample` call, without a loop.
@@ -14,13 +14,14 @@ from torch.nn import functional
 from sage_plugin.demo.sizes import BASE_PX, DemoSize
 from sage_plugin.errors import DemoError
 
-NUM_CLASSES = 10
 SPEED_PX = (1.0, 2.0)
 """Range of the speed in pixels per frame on a frame of `BASE_PX`; it grows with the frame."""
 
 _CELLS = 9  # the box that moves: 8 scanned cells and half a cell of margin on each side
 _FIELD_PX_PER_CELL = 8
 _INK_THRESHOLD = 0.42
+_RASTER = 14  # side of the compared images in cells
+_NEIGHBORS = 5
 _EDGE_PX = 2.2  # width of the grey rim of a stroke, in frame pixels
 
 
@@ -89,13 +90,7 @@ def glyphs_from_scans(scans: torch.Tensor, labels: torch.Tensor) -> Glyphs:
 
 
 def most_legible(glyphs: Glyphs, *, thin: float = 0.75, typical: float = 0.6) -> Glyphs:
-    """Keep the scans of each digit that people read most easily.
-
-    Args:
-        glyphs: Labelled shapes.
-        thin: Share of each digit's scans to keep by least ink (the heaviest are mere blots).
-        typical: Share of those to keep by closeness to the digit's mean shape.
-    """
+    """Keep the scans of each digit that people read most easily."""
     kept = []
     for digit in glyphs.labels.unique():
         members = (glyphs.labels == digit).nonzero()[:, 0]
@@ -161,11 +156,6 @@ class BouncingDigits:
     def sample(self, size: DemoSize, batch: int, *, generator: torch.Generator) -> DigitClips:
         """Draw `batch` clips with random glyphs, starts, directions and speeds.
 
-        Args:
-            size: The clip geometry.
-            batch: Number of clips B.
-            generator: Source of randomness, on the glyphs' device.
-
         Example:
             >>> source = BouncingDigits(load_glyphs())
             >>> clips = source.sample(SIZES["small"], 2, generator=torch.Generator().manual_seed(0))
@@ -184,3 +174,44 @@ class BouncingDigits:
         corners = bounce(start, velocity, size.frames, room)
         frames = draw(self.glyphs.fields[picks], corners, size)
         return DigitClips(frames, self.glyphs.labels[picks], corners)
+
+
+def read_digits(frames: torch.Tensor, size: DemoSize, glyphs: Glyphs) -> torch.Tensor:
+    """Return the digit that each clip shows, judged by its most similar scans.
+
+    Each frame's ink is cut out around its centre of mass, shrunk to 14x14, and compared with every
+    scan treated the same way; the five nearest scans of every frame vote.
+
+    Args:
+        frames: Pixels in [0, 1], (B, F, 1, H, W).
+        size: The clips' geometry.
+        glyphs: The labelled scans.
+
+    Returns:
+        Digits, (B,), int64, on the CPU.
+    """
+    batch, count = frames.shape[:2]
+    corner = torch.zeros(len(glyphs.labels), 1, 2) + (size.height - size.digit_px) / 2
+    scans = draw(glyphs.fields.cpu(), corner, size)[:, 0, 0] / 2 + 0.5  # (N, H, W)
+    seen = frames[:, :, 0].float().cpu().flatten(0, 1)
+    distance = torch.cdist(_cut_out(seen, size), _cut_out(scans, size))  # (B * F, N)
+    nearest = distance.topk(_NEIGHBORS, largest=False).indices
+    votes = functional.one_hot(glyphs.labels.cpu()[nearest], 10).sum(1)
+    return votes.view(batch, count, 10).sum(1).argmax(-1)
+
+
+def _cut_out(images: torch.Tensor, size: DemoSize) -> torch.Tensor:
+    """Windows of the digit's size around each image's centre of mass, (N, 196)."""
+    ink = images.clamp(0, 1) + 1e-6
+    total = ink.sum((1, 2))
+    rows = torch.arange(size.height) + 0.5
+    columns = torch.arange(size.width) + 0.5
+    y = (ink.sum(2) @ rows) / total
+    x = (ink.sum(1) @ columns) / total
+    center = torch.stack((x / size.width, y / size.height), dim=-1) * 2 - 1  # (N, 2) in [-1, 1]
+    zoom = torch.tensor((size.digit_px / size.width, size.digit_px / size.height))
+    theta = torch.cat((torch.diag_embed(zoom.expand(len(images), 2)), center[..., None]), dim=-1)
+    target = [len(images), 1, size.digit_px, size.digit_px]
+    grid = functional.affine_grid(theta, target, align_corners=False)
+    window = functional.grid_sample(images[:, None], grid, align_corners=False)
+    return functional.adaptive_avg_pool2d(window, _RASTER).flatten(1)

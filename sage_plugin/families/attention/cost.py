@@ -25,7 +25,9 @@ CHUNK_ELEMENTS = 1 << 26
 
 
 def visible_pairs(seq_q: int, seq_k: int, *, causal: bool) -> int:
-    """Query-key pairs that attention weighs: all, or those of a bottom-right aligned causal mask.
+    """Count the query-key pairs that attention weighs: all, or those of a causal mask.
+
+    The mask is aligned at the bottom right.
 
     Example:
         >>> visible_pairs(3, 3, causal=True), visible_pairs(2, 4, causal=True)
@@ -41,7 +43,7 @@ def visible_pairs(seq_q: int, seq_k: int, *, causal: bool) -> int:
 
 
 def weighed_pairs(shape: CallShape, mask: torch.Tensor | None = None) -> int:
-    """Visible query-key pairs of all batch items and query heads, counted in the mask itself.
+    """Count the visible pairs of all batch items and query heads, in the mask itself.
 
     Args:
         shape: the call.
@@ -86,11 +88,7 @@ def _pairs_of_tiles(shape: CallShape, mask: torch.Tensor) -> int:
 
 
 def flops(shape: CallShape, mask: torch.Tensor | None = None) -> int:
-    """Multiplications and additions of both products: `2 (Dqk + Dv)` for each visible pair.
-
-    Args:
-        shape: the call.
-        mask: its mask; without one a masked call is counted as if it saw all keys.
+    """Count multiplications and additions of both products: `2 (Dqk + Dv)` for each visible pair.
 
     Example:
         >>> from sage_plugin.measure.inputs import presets
@@ -101,14 +99,10 @@ def flops(shape: CallShape, mask: torch.Tensor | None = None) -> int:
 
 
 def moved_bytes(operands: Operands, shape: CallShape) -> int:
-    """Each operand, scale and mask read once, the output written once, by their true sizes.
+    """Count the bytes of each operand, scale and mask read once, and the output written once.
 
     A mask counts as it lies in memory: one entry for all heads is read once. Where quantising has
     turned it into a term a key, that is read instead.
-
-    Args:
-        operands: what `prepare` made.
-        shape: the call; its output has the dtype of its inputs.
     """
     own = {n: t for n, t in _tensors(operands) if not n.startswith("problem.")}
     tensors = _quantized(operands) or own
@@ -126,8 +120,8 @@ def moved_bytes(operands: Operands, shape: CallShape) -> int:
     return sum(t.numel() * t.element_size() for t in read.values()) + output * element_size
 
 
-def is_quantized(operands: Operands) -> bool:
-    """Whether `prepare` made anything but a note of the caller's tensors."""
+def quantizes(operands: Operands) -> bool:
+    """Tell whether `prepare` made anything but a note of the caller's tensors."""
     return bool(_quantized(operands))
 
 

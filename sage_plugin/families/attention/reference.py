@@ -1,4 +1,4 @@
-"""Exact outputs to judge by: sampled rows of every head, computed once for the same contents."""
+"""Exact attention to judge by: sampled rows of every head, computed once for the same contents."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.accuracy.fingerprint import fingerprint
+from sage_plugin.accuracy.output import ExactRows
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.attention.visibility import hidden_by_mask, hidden_by_position
 from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams
@@ -16,27 +17,11 @@ MAX_ROWS = 256
 EDGE_ROWS = 4
 CACHED = 8
 
-_CACHE: OrderedDict[tuple[object, ...], Reference] = OrderedDict()
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """Rows of the exact output.
-
-    Attributes:
-        rows: the query rows, the same for each head.
-        out: (B, Hq, R, Dv), fp32.
-        v_mean: mean of V over the keys that each row sees, fp32; (B, Hq, R, Dv), or (B, Hq, 1, Dv)
-            where all rows see all keys.
-    """
-
-    rows: torch.Tensor
-    out: torch.Tensor
-    v_mean: torch.Tensor
+_CACHE: OrderedDict[tuple[object, ...], ExactRows] = OrderedDict()
 
 
 def sample_rows(seq_q: int, *, limit: int = MAX_ROWS, seed: int = 0) -> torch.Tensor:
-    """Query rows to judge: all of a short call, else a sample with the first and the last ones.
+    """Choose query rows to judge: all of a short call, else a sample with first and last ones.
 
     Example:
         >>> rows = sample_rows(1000, limit=16)
@@ -64,8 +49,8 @@ def reference(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
-) -> Reference:
-    """The oracle's rows for these inputs; kept for the last few distinct contents.
+) -> ExactRows:
+    """Compute the oracle's rows for these inputs; kept for the last few distinct contents.
 
     Args:
         q: (B, Hq, Sq, D), indexed bhsd; k and v likewise.
@@ -105,7 +90,7 @@ def reference(
     mean = visible_mean(
         v, chosen, seq_q=q.shape[2], heads_q=q.shape[1], causal=causal, mask=mask, window=window
     )
-    _CACHE[key] = Reference(rows=chosen, out=out, v_mean=mean)
+    _CACHE[key] = ExactRows(rows=chosen, out=out, mean=mean)
     if len(_CACHE) > CACHED:
         _CACHE.popitem(last=False)
     return _CACHE[key]
@@ -126,7 +111,7 @@ def visible_mean(
     mask: torch.Tensor | None = None,
     window: tuple[int, int] = NO_WINDOW,
 ) -> torch.Tensor:
-    """Mean of V over the keys that each row sees, zero where it sees none.
+    """Average V over the keys that each row sees, zero where it sees none.
 
     Args:
         v: (B, Hk, Sk, Dv).

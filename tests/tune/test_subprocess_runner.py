@@ -12,14 +12,14 @@ import pytest
 
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import lookup
-from sage_plugin.tune.configs import child_runner
-from sage_plugin.tune.configs.child_runner import ChildRunner, classify
+from sage_plugin.tune.configs import subprocess_runner
 from sage_plugin.tune.configs.inputs import from_captures
 from sage_plugin.tune.configs.plan import TuningRequest, build
 from sage_plugin.tune.configs.session import tune
-from sage_plugin.tune.run.runner import Contest
+from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner, classify
+from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Timer
-from sage_plugin.tune.run.worker import Lane, Reply
+from sage_plugin.tune.run.worker import Reply, WorkerProcess
 from tests.tune import captures, jobs, scripted
 from tests.tune.captures import GROUPED, SELF
 
@@ -37,7 +37,7 @@ FAST = Timer("wall", screen_rounds=2, screen_s=0.02, race_rounds=6, race_s=0.2)
         (Reply("raised", error=f"{ConfigError.__module__}.ConfigError"), "illegal"),
     ],
 )
-def test_C1_exceptions_are_told_apart(reply, status):
+def test_exceptions_are_told_apart(reply, status):
     assert classify(reply) == status
 
 
@@ -54,13 +54,13 @@ class FakeLane:
         self.stops += 1
 
 
-def runner(*replies: Reply) -> tuple[ChildRunner, FakeLane]:
-    made = ChildRunner(timeout_s=1)
-    made._lane = FakeLane(*replies)
-    return made, made._lane
+def runner(*replies: Reply) -> tuple[SubprocessRunner, FakeLane]:
+    made = SubprocessRunner(timeout_s=1)
+    made._worker = FakeLane(*replies)
+    return made, made._worker
 
 
-def test_C2_a_job_whose_child_died_gets_one_more_child():
+def test_a_job_whose_child_died_gets_one_more_child():
     study = scripted.study(2)
     good = scripted.ScriptedRunner().screen(study, study.default, None)
     crash, done = Reply("crashed", message="ended by SIGKILL"), Reply("done", value=good)
@@ -90,7 +90,7 @@ def test_a_gpu_that_failed_to_run_gets_a_new_process_and_a_compile_error_does_no
 def test_a_failed_race_is_a_failed_trial_for_each():
     study = scripted.study(3)
     made, _ = runner(Reply("timeout", message="ran longer"))
-    finals = made.race(study, Contest(study.space, None, 1.0))
+    finals = made.race(study, Race(study.space, None, 1.0))
     assert [(f.stage, f.status) for f in finals] == [("final", "timeout")] * 3
 
 
@@ -108,7 +108,7 @@ def test_a_session_with_real_children_writes_what_the_runtime_finds(tmp_path, fo
         runs_dir=tmp_path / "runs",
     )
     plan = build(request)
-    report = tune(plan, ChildRunner(timeout_s=120, log=plan.run_folder / "worker.log"))
+    report = tune(plan, SubprocessRunner(timeout_s=120, log=plan.run_folder / "worker.log"))
     assert len(report.outcomes) == 2
     for outcome in report.outcomes:
         assert outcome.trials == {"ok": len(outcome.study.space)}
@@ -119,40 +119,40 @@ def test_a_session_with_real_children_writes_what_the_runtime_finds(tmp_path, fo
     assert "timed on the saved part" in " ".join(report.outcomes[1].notes)
 
 
-def test_C2_a_real_child_killed_in_the_middle_costs_nothing_but_time(tmp_path, monkeypatch):
+def test_a_real_child_killed_in_the_middle_costs_nothing_but_time(tmp_path, monkeypatch):
     """The job kills its child once; the runner's second child answers."""
-    monkeypatch.setattr(child_runner, "ScreenJob", lambda *_: jobs.DieOnce(tmp_path / "died"))
-    made = ChildRunner(timeout_s=60)
-    made._lane = Lane(timeout_s=60)
+    monkeypatch.setattr(subprocess_runner, "ScreenJob", lambda *_: jobs.DieOnce(tmp_path / "died"))
+    made = SubprocessRunner(timeout_s=60)
+    made._worker = WorkerProcess(timeout_s=60)
     study = scripted.study(2)
     try:
         assert made.screen(study, study.default, None) == "survived"
-        assert made._lane.started == 2
+        assert made._worker.started == 2
     finally:
         made.close()
 
 
-def test_C3_a_real_hang_is_a_timeout_and_the_next_trial_runs(tmp_path, monkeypatch):
+def test_a_real_hang_is_a_timeout_and_the_next_trial_runs(tmp_path, monkeypatch):
     hang = jobs.Hang(tmp_path / "pids")
-    made = ChildRunner(timeout_s=1.0)
-    made._lane = Lane(timeout_s=1.0)
+    made = SubprocessRunner(timeout_s=1.0)
+    made._worker = WorkerProcess(timeout_s=1.0)
     study = scripted.study(2)
     try:
-        monkeypatch.setattr(child_runner, "ScreenJob", lambda *_: hang)
+        monkeypatch.setattr(subprocess_runner, "ScreenJob", lambda *_: hang)
         found = made.screen(study, study.default, None)
         assert found.status == "timeout"
         assert "longer than 1 s" in found.reason
-        monkeypatch.setattr(child_runner, "ScreenJob", lambda *_: jobs.answer)
+        monkeypatch.setattr(subprocess_runner, "ScreenJob", lambda *_: jobs.answer)
         assert made.screen(study, study.default, None) == 42
     finally:
         made.close()
 
 
-def test_C2_an_outside_kill_of_the_real_child_is_survived(tmp_path, monkeypatch):
+def test_an_outside_kill_of_the_real_child_is_survived(tmp_path, monkeypatch):
     note = tmp_path / "pids"
-    made = ChildRunner(timeout_s=20)
-    made._lane = Lane(timeout_s=20)
-    monkeypatch.setattr(child_runner, "ScreenJob", lambda *_: jobs.Hang(note))
+    made = SubprocessRunner(timeout_s=20)
+    made._worker = WorkerProcess(timeout_s=20)
+    monkeypatch.setattr(subprocess_runner, "ScreenJob", lambda *_: jobs.Hang(note))
 
     def kill() -> None:
         for _ in range(2):

@@ -1,0 +1,29 @@
+"""Attention's entry."""
+
+from __future__ import annotations
+
+from sage_plugin.families.attention import cost, gates, labels, replay
+from sage_plugin.families.family import Family
+from sage_plugin.kernels import launch_config
+from sage_plugin.kernels.attention import dispatch, launch_space
+from sage_plugin.schema import ATTENTION as NAME
+
+ATTENTION = Family(
+    name=NAME,
+    parse_kernel=dispatch.parse_kernel,
+    kernels_of=dispatch.kernels_of,
+    automatic_kernel=dispatch.automatic_kernel,
+    decide=dispatch.decide,
+    call_key=dispatch.call_key,
+    default_launch=launch_space.default_launch,
+    candidates=launch_space.candidates,
+    illegal_reason=launch_space.illegal_reason,
+    find_launch=launch_space.find_launch,
+    forget=launch_config.forget,
+    gate_for=gates.gate_for,
+    captured=replay.captured,
+    drawn=replay.drawn,
+    saved_shape=replay.saved_shape,
+    describe=labels.describe,
+    flops=cost.flops,
+)

@@ -1,0 +1,38 @@
+"""How tables name a call of attention."""
+
+from __future__ import annotations
+
+from sage_plugin.schema import CallKey, CallShape
+
+
+def describe(shape: CallShape) -> str:
+    """Write a shape in a few words: batch, heads, length and channels, `query:key` if they differ.
+
+    Example:
+        >>> from sage_plugin.measure.inputs import presets
+        >>> describe(presets()["cogvideox-2b"])
+        '2x30x17776x64 bf16 bhsd'
+    """
+
+    def pair(query: int, key: int) -> str:
+        return f"{query}" if query == key else f"{query}:{key}"
+
+    heads, seq = pair(shape.heads_q, shape.heads_k), pair(shape.seq_q, shape.seq_k)
+    sizes = f"{shape.batch}x{heads}x{seq}x{shape.head_dim}"
+    return f"{sizes} {short_dtype(shape.dtype)} {shape.layout}{mask_words(shape)}"
+
+
+def mask_words(call: CallShape | CallKey) -> str:
+    """Write what hides keys from queries: ` causal`, and the kind of mask, if there are any."""
+    causal = " causal" if call.causal else ""
+    return causal + ("" if call.mask_kind == "none" else f" {call.mask_kind}")
+
+
+def short_dtype(name: str) -> str:
+    """Shorten torch's name of a floating-point dtype.
+
+    Example:
+        >>> short_dtype("bfloat16"), short_dtype("float32")
+        ('bf16', 'fp32')
+    """
+    return name.replace("bfloat", "bf").replace("float", "fp")
