@@ -31,7 +31,6 @@ DENOISERS = ("transformer*", "unet*", "*_transformer", "*_unet", "prior", "prior
 
 SLOTS = "the processor keeps its state in __slots__, which no other object can share"
 
-
 AUTOENCODERS = ("Autoencoder", "AsymmetricAutoencoder", "ConsistencyDecoder", "VQModel")
 
 
