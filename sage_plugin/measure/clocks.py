@@ -62,12 +62,7 @@ class ClockSnapshot:
 
 
 def snapshot(device: torch.device | str | int) -> ClockSnapshot | None:
-    """Clocks, temperature and power now; `None` on a CPU, without NVML or where NVML refuses.
-
-    Example:
-        >>> snapshot("cpu") is None
-        True
-    """
+    """Clocks, temperature and power now; `None` on a CPU, without NVML or where NVML refuses."""
     resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if resolved.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -80,7 +75,7 @@ def snapshot(device: torch.device | str | int) -> ClockSnapshot | None:
 
 
 def stamp(aa_ratio: float | None, before: ClockSnapshot | None, after: ClockSnapshot | None) -> str:
-    """How far a table can be trusted.
+    """Say how far a table can be trusted: `clean`, `noisy` or `throttled`.
 
     Example:
         >>> stamp(1.002, None, None), stamp(0.97, None, None)

@@ -12,18 +12,18 @@ NUMBER_FIELDS = ("seq_q", "seq_k", "batch_heads")
 
 
 def log_distance(first: CallKey, second: CallKey) -> float:
-    """Distance of two keys' numbers in log space, so that 1k is as far from 2k as 2k from 4k."""
+    """Return the distance of two keys' numbers in log space: 1k is as far from 2k as 2k from 4k."""
     pairs = zip(first.numbers(), second.numbers(), strict=True)
     return math.hypot(*(math.log(a / b) for a, b in pairs))
 
 
 def covers(entry: RegistryEntry, key: CallKey) -> bool:
-    """Whether an entry may serve a key: equal discrete fields, lengths in its measured range."""
+    """Tell whether an entry may serve a key: equal discrete fields, lengths in its range."""
     return entry.key.discrete() == key.discrete() and range_problem(entry, key) is None
 
 
 def range_problem(entry: RegistryEntry, key: CallKey) -> str | None:
-    """Which length of a key lies outside an entry's measured range, or `None`."""
+    """Name the length of a key that lies outside an entry's measured range, or `None`."""
     ranges = (("seq_q", key.seq_q, entry.seq_q_range), ("seq_k", key.seq_k, entry.seq_k_range))
     for name, length, (low, high) in ranges:
         if not low <= length <= high:
@@ -32,11 +32,7 @@ def range_problem(entry: RegistryEntry, key: CallKey) -> str | None:
 
 
 def first_difference(entry: RegistryEntry, key: CallKey) -> str | None:
-    """The first field in which an entry differs from a key so that it cannot serve it, or `None`.
-
-    Example:
-        "head_dim is 64 there, 128 here", or "seq_q 9000 is outside its measured range 1024..4096".
-    """
+    """Name the first field for which an entry cannot serve a key, or `None`."""
     for field in dataclasses.fields(CallKey):
         there, here = getattr(entry.key, field.name), getattr(key, field.name)
         if field.name not in NUMBER_FIELDS and there != here:
@@ -45,7 +41,7 @@ def first_difference(entry: RegistryEntry, key: CallKey) -> str | None:
 
 
 def closest(entries: Iterable[RegistryEntry], key: CallKey) -> RegistryEntry | None:
-    """The entry with the fewest differing discrete fields, then the nearest numbers; or `None`."""
+    """Return the entry with the fewest differing discrete fields, then the nearest numbers."""
 
     def rank(entry: RegistryEntry) -> tuple[int, float, tuple[int, ...]]:
         pairs = zip(entry.key.discrete(), key.discrete(), strict=True)

@@ -95,7 +95,7 @@ def clear() -> None:
 
 
 def matches_in(file: RegistryFile, key: CallKey, path: Path, label: str) -> list[Match]:
-    """The entries of one file that may serve a key, best first."""
+    """List the entries of one file that may serve a key, best first."""
     covering = [entry for entry in file.entries if distance.covers(entry, key)]
     covering.sort(key=lambda entry: (distance.log_distance(entry.key, key), entry.key.numbers()))
     return [
