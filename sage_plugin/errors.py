@@ -10,7 +10,7 @@ class SageError(Exception):
     """Base of all errors of this package; the command line prints it as one sentence.
 
     Attributes:
-        exit_code: what `sage` exits with when this error ends a command (design section 8).
+        exit_code: what `sage` exits with when this error ends a command.
     """
 
     exit_code: int = 1

@@ -289,7 +289,7 @@ class Timing(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class ErrorMetrics(JsonRecord):
-    """Error of an output against a reference (design section 7), worst head where it says worst.
+    """Error of an output against a reference, worst head where it says worst.
 
     Attributes:
         rel_l1: sum of absolute errors over sum of absolute reference values.

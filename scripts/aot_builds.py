@@ -44,7 +44,14 @@ TRITON_TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e4m3fnuz: "fp8e4b8",
 }
-OPTIONS = ("attention_only", "with_resources", "with_loops", "with_strays", "keep_going")
+OPTIONS = (
+    "attention_only",
+    "quantizers_only",
+    "with_resources",
+    "with_loops",
+    "with_strays",
+    "keep_going",
+)
 SMEM_KIB = {name: row.smem_kib for row in ARCHITECTURES for name in row.names}
 
 
@@ -356,12 +363,19 @@ def products(assembly: str) -> list[str]:
 
 
 def builds(
-    call: Call, *, attention_only: bool, with_resources: bool, with_loops: bool, with_strays: bool
+    call: Call,
+    *,
+    attention_only: bool,
+    quantizers_only: bool,
+    with_resources: bool,
+    with_loops: bool,
+    with_strays: bool,
 ) -> Iterator[dict[str, Any]]:
     """Compile the launches of a call and tell what came out."""
     for launch in launches_of(call):
         name = launch.function.__name__
-        if attention_only and not name.endswith("attention_kernel"):
+        attends = name.endswith("attention_kernel")
+        if quantizers_only if attends else attention_only:
             continue
         built = compile_launch(launch, call.arch)
         assembly = built.asm["ptx" if call.arch.startswith("sm_") else "amdgcn"]

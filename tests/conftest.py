@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,3 +61,27 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch, nowhere: Iterator[Path]) -> It
     launch_config.forget()
     yield
     launch_config.forget()
+
+
+@pytest.fixture
+def nan_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what is allocated without a value with NaN, so that unwritten memory shows."""
+
+    def poisoning(stock):
+        def empty(*size, **options):
+            out = stock(*size, **options)
+            return _poisoned(out) if out.dim() and out.numel() and not out.is_meta else out
+
+        return empty
+
+    for name in ("empty", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
+
+
+def _poisoned(out: torch.Tensor) -> torch.Tensor:
+    if out.dtype == torch.int8:
+        return out.fill_(-128)
+    if out.element_size() == 1:
+        out.view(torch.uint8).fill_(0x7F)
+        return out
+    return out.fill_(math.nan if out.is_floating_point() else 1 << 30)

@@ -23,7 +23,6 @@ SLOW = (
     "tests/kernels/test_portable.py::test_what_is_not_finite_is_seen",
     "tests/kernels/test_prepass.py",
     "tests/kernels/test_launch_graph.py",
-    "tests/matrix/",
     "tests/reports/",
     # The compiler of torch, and opcheck: 2 to 8 s a graph.
     "tests/kernels/test_ops.py::test_report_73",
@@ -34,6 +33,8 @@ SLOW = (
     "tests/plugin/test_names.py",
     "tests/plugin/test_policy.py::test_a_graph",
     "tests/plugin/test_policy.py::test_twelve_blocks",
+    "tests/plugin/test_transformers.py::test_report_129_a_graph",
+    "tests/plugin/test_transformers.py::test_report_136",
     "tests/plugin/test_transformers.py::test_report_79",
     # Many models, processes or drawn runs: 3 to 15 s each.
     "tests/cli/test_tune.py",
@@ -43,7 +44,7 @@ SLOW = (
     "tests/plugin/test_parallel.py",
     "tests/plugin/test_retarget.py::test_every_processor_of_diffusers_can_be_redirected",
     "tests/plugin/test_upstream.py",
-    "tests/registry/test_lookup.py::test_A8_the_key_is_the_same_in_every_interpreter",
+    "tests/registry/test_lookup.py::test_the_key_is_the_same_in_every_interpreter",
     "tests/tune/policy/test_search.py",
     "tests/tune/test_subprocess_runner.py",
     "tests/tune/test_session.py",

@@ -1,8 +1,8 @@
 """`sage`: the command line. The only importer of typer and rich, and the only place that renders.
 
 One file a command; each parses, calls the library and renders. An error that the library raises on
-purpose becomes one sentence and its exit code here (0 ok, 1 gate, 2 usage, 3 environment,
-4 some keys failed). Commands import what they need when they run, so that `sage --help` is fast.
+purpose becomes one sentence and its exit code here (docs/quickstart.md has the table of codes).
+Commands import what they need when they run, so that `sage --help` is fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from sage_plugin import __version__
 from sage_plugin.cli import bench, capture, configs, demo, doctor, policy, tune
-from sage_plugin.cli.console import fail, stderr, stdout
+from sage_plugin.cli.console import fail, guarded, stderr, stdout
 from sage_plugin.errors import SageError
 
 
@@ -26,7 +26,8 @@ class SageGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401
         """Run the command."""
         try:
-            return super().invoke(ctx)
+            with guarded():
+                return super().invoke(ctx)
         except SageError as error:
             fail(error)
             raise typer.Exit(error.exit_code) from error

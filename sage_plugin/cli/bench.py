@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,11 +19,19 @@ from sage_plugin.cli.options import (
     Device,
     DrawnInputOptions,
     Kernels,
+    Words,
     flattened,
+    folder_of,
     named_kernels,
     one_of,
 )
-from sage_plugin.errors import CaptureError, GateError, UnsupportedInputError, UsageError
+from sage_plugin.errors import (
+    CaptureError,
+    GateError,
+    OutputError,
+    UnsupportedInputError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +43,6 @@ if TYPE_CHECKING:
 
 METRICS = ("time", "throughput", "bandwidth", "arithmetic_intensity")
 
-Folder = Annotated[Path | None, typer.Argument(help=f"Captures (default {DEFAULT_FOLDER}).")]
 Metric = Annotated[str, typer.Option(help=f"{', '.join(METRICS)} or all.")]
 CompareTo = Annotated[
     str | None, typer.Option("--compare-to-ref", metavar="NAME", help="Kernel to compare with.")
@@ -58,7 +67,7 @@ Force = Annotated[bool, typer.Option("--force", help="Run on a CPU however long 
 @flattened
 def command(
     inputs: DrawnInputOptions,
-    folder: Folder = None,
+    words: Words = None,
     kernel: Kernels = None,
     metric: Metric = "all",
     compare_to_ref: CompareTo = None,
@@ -79,6 +88,7 @@ def command(
     from sage_plugin.measure.timers import check_method
 
     _check_outputs(csv, json)
+    folder = folder_of(words, inputs)
     metrics = METRICS if metric == "all" else (one_of("--metric", metric, (*METRICS, "all")),)
     suite = _suite(inputs, folder, max_inputs)
     where, facts = devices.chosen(device)
@@ -93,10 +103,19 @@ def command(
         differences=print_compare_stats,
     )
     if where.type == "cpu" and not force:
-        _refuse_long(suite, plan)
+        may_choose = suite.cases[0].record is not None and max_inputs is None
+        suite = _short_enough(suite, plan, may_choose=may_choose)
     tables, missed = _run(suite, plan, where)
-    _show(tables, metrics, (*suite.skipped, *missed), to_stderr="-" in (csv, json))
-    _write(tables, facts, csv, json, folder)
+    written = _write(tables, facts, csv, json)
+    try:
+        _show(tables, metrics, (*suite.skipped, *missed), to_stderr="-" in (csv, json))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        there = f"; {' and '.join(written)} is complete" if written else ""
+        reason = error.strerror or error
+        raise OutputError(f"the tables cannot be printed ({reason}){there}") from None
+    _say_next(tables, written, folder)
     if gate:
         _judge(tables)
     if missed or (kernel and any(table.failed for table in tables)):
@@ -125,16 +144,38 @@ def _suite(inputs: DrawnInputOptions, folder: Path | None, max_inputs: int | Non
     return suite.captured(folder or DEFAULT_FOLDER, max_inputs)
 
 
-def _refuse_long(suite: Suite, plan: BenchPlan) -> None:
-    from sage_plugin.bench.forecast import PATIENCE_S, cpu_seconds
+def _short_enough(suite: Suite, plan: BenchPlan, *, may_choose: bool) -> Suite:
+    """Return what a CPU can do while somebody waits: all inputs, or some if we may choose them.
 
-    extra = () if plan.reference is None else (plan.reference,)
-    seconds = cpu_seconds(suite.cases, (*extra, *plan.kernels))
-    if seconds > PATIENCE_S:
+    Raises:
+        UsageError: not even one input is short enough.
+    """
+    import dataclasses
+
+    from sage_plugin.bench.forecast import PATIENCE_S, cpu_seconds, matmul_flops_per_s
+
+    kernels = (*(() if plan.reference is None else (plan.reference,)), *plan.kernels)
+    rate = matmul_flops_per_s()
+    needed = [cpu_seconds([case], kernels, flops_per_s=rate) for case in suite.cases]
+    if sum(needed) <= PATIENCE_S:
+        return suite
+    count = sum(total <= PATIENCE_S for total in itertools.accumulate(sorted(needed)))
+    if not may_choose or not count:
         raise UsageError(
-            f"this would take about {_duration(seconds)} on a CPU, where kernels are emulated and "
-            "times say nothing: use fewer or smaller inputs (--max-inputs, --kernel), or --force"
+            f"this would take about {_duration(sum(needed))} on a CPU, where kernels are emulated "
+            "and times say nothing: use fewer or smaller inputs (--max-inputs, --kernel), or "
+            "--force"
         )
+    chosen = sorted(range(len(needed)), key=needed.__getitem__)[:count]
+    if len(set(needed)) == 1:  # alike: spread over the run
+        chosen = [number * len(needed) // count for number in range(count)]
+    say(
+        f"All {len(needed)} captures would take about {_duration(sum(needed))} on a CPU, where "
+        f"kernels are emulated: comparing on {count} of them (--force for all).",
+        to_stderr=True,
+    )
+    cases = tuple(suite.cases[number] for number in sorted(chosen))
+    return dataclasses.replace(suite, cases=cases)
 
 
 def _duration(seconds: float) -> str:
@@ -170,7 +211,7 @@ def _show(
     *,
     to_stderr: bool,
 ) -> None:
-    from sage_plugin.cli.bench_table import render, render_difference, render_summary
+    from sage_plugin.cli.bench_table import render, render_difference, render_summary, verdict
 
     console = stderr if to_stderr else stdout
     for table in tables:
@@ -180,23 +221,19 @@ def _show(
                 console.print(render_difference(row, row.difference), soft_wrap=False)
     if len(tables) > 1:
         console.print(render_summary(tables), soft_wrap=False)
+    console.print(verdict(tables), markup=False, soft_wrap=False)
     say_left_out(left_out)
 
 
 def _write(
-    tables: Sequence[Table],
-    facts: DeviceFacts,
-    csv: str | None,
-    json: str | None,
-    folder: Path | None,
-) -> None:
-    """The files, then where they are and what to do next."""
+    tables: Sequence[Table], facts: DeviceFacts, csv: str | None, json: str | None
+) -> list[str]:
+    """Write the files before anything is shown; their names."""
     from sage_plugin import device as devices
     from sage_plugin.bench import report
 
-    texts = ((csv, report.csv_text), (json, report.json_text))
     written = []
-    for name, text_of in texts:
+    for name, text_of in ((csv, report.csv_text), (json, report.json_text)):
         if name is None:
             continue
         text = text_of(tables, facts, devices.toolchain())
@@ -205,12 +242,23 @@ def _write(
         else:
             files.write_atomically(Path(name), text)
             written.append(name)
+    return written
+
+
+def _say_next(tables: Sequence[Table], written: Sequence[str], folder: Path | None) -> None:
+    """Say where the files are, and what to do with what was found."""
     if written:
         say(f"Wrote {' and '.join(written)}.", to_stderr=True)
-    captured = tables[0].rows[0].source == "capture"
-    tune = f"Next: sage tune --from-captures {folder or DEFAULT_FOLDER}"
-    capture = "Next: sage capture, to compare the kernels on your model's own tensors"
-    say(tune if captured else capture, to_stderr=True)
+    rows = [row for table in tables for row in table.rows]
+    if rows[0].source != "capture":
+        say(
+            "Next: sage capture, to compare the kernels on your model's own tensors", to_stderr=True
+        )
+    elif any(row.config_source == "default" for row in rows):
+        place = shlex.quote(str(folder or DEFAULT_FOLDER))
+        say(f"Next: sage tune {place}, since some configs are defaults", to_stderr=True)
+    else:
+        say("Next: your own pipeline; sage_plugin.patch(pipe) uses these configs", to_stderr=True)
 
 
 def _judge(tables: Sequence[Table]) -> None:

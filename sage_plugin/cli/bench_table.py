@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import geometric_mean
 
 from rich.console import Group, RenderableType
@@ -36,20 +36,28 @@ def _title(table: Table) -> Text:
 def _speeds(table: Table, metrics: Sequence[str]) -> list[Column[KernelRow]]:
     of: dict[str, list[Column[KernelRow]]] = {
         "time": [
-            ("time ms", lambda r: digits(r.time.median_ms)),
-            ("±", _spread_text),
-            ("alone", lambda r: digits(r.kernel_time.median_ms) if r.kernel_time else "-"),
+            ("time ms", _speed(lambda r: digits(r.time.median_ms))),
+            ("±", _speed(_spread_text)),
+            (
+                "alone",
+                _speed(lambda r: digits(r.kernel_time.median_ms) if r.kernel_time else "-"),
+            ),
         ],
-        "throughput": [("TFLOPS", lambda r: digits(r.tflops, 3))],
-        "bandwidth": [("GB/s", lambda r: digits(r.gb_per_s, 3))],
+        "throughput": [("TFLOPS", _speed(lambda r: digits(r.tflops, 3)))],
+        "bandwidth": [("GB/s", _speed(lambda r: digits(r.gb_per_s, 3)))],
         "arithmetic_intensity": [("FLOP/B", lambda r: digits(r.flop_per_byte))],
     }
     columns = [column for metric in metrics for column in of[metric]]
     if table.rows[0].reference:
-        columns.append(("faster", lambda r: "1" if r.speedup is None else f"{r.speedup:.2f}x"))
-    if any(row.note for row in table.rows):
-        columns.append(("speed", lambda r: "no" if r.note else "yes"))
+        columns.append(
+            ("speed-up", _speed(lambda r: "1" if r.speedup is None else f"{r.speedup:.2f}x"))
+        )
     return columns
+
+
+def _speed(cell: Callable[[KernelRow], str]) -> Callable[[KernelRow], str]:
+    """A cell that says nothing where a kernel is emulated, whose times are no speed."""
+    return lambda row: "-" if row.note else cell(row)
 
 
 def _errors(table: Table) -> list[Column[KernelRow]]:
@@ -92,7 +100,7 @@ def _captions(table: Table) -> list[Text]:
     if sources:
         words.append("configs " + "/".join(sources))
     if first.reference:
-        words.append(f"faster and L1 ref: against {first.reference}")
+        words.append(f"speed-up and L1 ref: against {first.reference}")
     floor = first.errors.rounding_floor
     words.append(f"rounding to {first.shape.dtype} alone: centred {floor:.4f}")
     lines = [Text("; ".join(words), style="dim")]
@@ -110,8 +118,8 @@ def _captions(table: Table) -> list[Text]:
 def render_summary(tables: Sequence[Table]) -> RenderableType:
     """Render over several inputs how often each kernel passed, its worst error, its speed-up."""
     reference = next((row.reference for t in tables for row in t.rows if row.reference), "")
-    faster = [f"faster than {reference}"] if reference else []
-    table = grid("kernel", "inputs", "gate ok", "worst rel L1", "worst cosine", *faster)
+    ratio = [f"speed-up over {reference}"] if reference else []
+    table = grid("kernel", "inputs", "gate ok", "worst rel L1", "worst cosine", *ratio)
     rows = [row for one in tables for row in one.rows]
     for label in dict.fromkeys(row.label for row in rows):
         own = [row for row in rows if row.label == label]
@@ -124,9 +132,63 @@ def render_summary(tables: Sequence[Table]) -> RenderableType:
         ]
         ratios = [row.speedup for row in own if row.speedup is not None]
         if reference:
-            cells.append(f"{geometric_mean(ratios):.2f}x" if ratios else "1")
+            mean = f"{geometric_mean(ratios):.2f}x" if ratios else "1"
+            cells.append("-" if own[0].note else mean)
         table.add_row(*cells)
     return Group(Text(f"All {len(tables)} inputs", style="bold"), table)
+
+
+def verdict(tables: Sequence[Table]) -> str:
+    """Say in one sentence which kernel to take, and whether the gates pass."""
+    rows = [row for table in tables for row in table.rows]
+    broken = [row.label for row in rows if row.gate]
+    gates = (
+        f"gates fail for {', '.join(dict.fromkeys(broken))}"
+        if broken
+        else "all accuracy gates pass"
+    )
+    real = [row for row in rows if not row.note]
+    kernels = dict.fromkeys(row.label for row in real if row.kernel not in ("sdpa", "torch"))
+    passing = [label for label in kernels if label not in broken]
+    if not passing:
+        exact = _most_exact([row for row in rows if row.note and not row.gate])
+        return f"No speed on a CPU, where kernels are emulated. {exact}{gates.capitalize()}."
+    means = {label: _gain(tables, label) for label in passing}
+    best = max(passing, key=lambda label: means[label][0])
+    ratio, over, interval = means[best]
+    error = max(row.errors.centred_rel_l1 for row in real if row.label == best)
+    return (
+        f"{best} is {ratio:.2f} times as fast as {over}{interval}, centred error {error:.4f}; "
+        f"{gates}."
+    )
+
+
+def _most_exact(rows: Sequence[KernelRow]) -> str:
+    errors: dict[str, float] = {}
+    for row in rows:
+        errors[row.kernel] = max(errors.get(row.kernel, 0.0), row.errors.centred_rel_l1)
+    if not errors:
+        return ""
+    best = min(errors, key=errors.__getitem__)
+    return f"Most exact: {best} (centred error {errors[best]:.4f}). "
+
+
+def _gain(tables: Sequence[Table], label: str) -> tuple[float, str, str]:
+    """Speed of a kernel over what it is compared with, else SDPA; its interval on one input."""
+    pairs = [(table, row) for table in tables for row in table.rows if row.label == label]
+    paired = [row for _, row in pairs if row.speedup is not None]
+    if paired:
+        ratio = geometric_mean([row.speedup for row in paired if row.speedup is not None])
+        ends = (paired[0].speedup_low, paired[0].speedup_high)
+        known = len(paired) == 1 and None not in ends
+        return ratio, paired[0].reference, f" ({ends[0]:.2f} to {ends[1]:.2f})" if known else ""
+    baselines = [
+        next((one for one in table.rows if one.kernel == "sdpa"), table.rows[0])
+        for table, _ in pairs
+    ]
+    own = geometric_mean([row.time.median_ms for _, row in pairs])
+    other = geometric_mean([one.time.median_ms for one in baselines])
+    return other / own, baselines[0].kernel, ""
 
 
 def render_difference(row: KernelRow, found: OutputDifference) -> RenderableType:

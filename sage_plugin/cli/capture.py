@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +25,13 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """For `app.command`: everything after SCRIPT belongs to the script, options too."""
 
 DEMO_SIZES = ("small", "large")
+OPTIONS = {
+    *("--out", "-o", "--max-captures", "--layers", "--steps", "--heads", "--batch", "--max-bytes"),
+    *("--num-steps", "--min-seq", "--overwrite", "--size"),
+}
+"""Of this command, which belong before the script."""
+
+logger = logging.getLogger(__name__)
 
 Script = Annotated[
     Path | None,
@@ -70,6 +79,8 @@ def command(
     """Record real Q, K and V during inference, spread over layers and denoising steps."""
     from sage_plugin.capture.recording.options import CaptureOptions, parse_bytes
 
+    if max_captures < 1:
+        raise UsageError(f"--max-captures {max_captures}: at least 1")
     if num_steps is not None and num_steps < 1:
         raise UsageError(f"--num-steps: got {num_steps}, expected at least 1")
     options = CaptureOptions(
@@ -137,6 +148,12 @@ def _record_script(script: Path, args: list[str], out: Path, options: CaptureOpt
     summary = recorder.summary
     failure = f"the script {script} failed by itself (status {end.status}"
     failure += ", its own error is above)" if end.traceback else ")"
+    if end.status and (ours := sorted({arg.split("=")[0] for arg in args} & OPTIONS)):
+        say(
+            f"note: {ours[0]} stands behind {script} and went to the script; write "
+            f"sage capture {ours[0]} ... {script}",
+            to_stderr=True,
+        )
     if end.status and not summary.files:
         raise UsageError(f"{failure} before anything was recorded: {summary.why_nothing()}")
     _report(summary, out)
@@ -160,7 +177,7 @@ def _recording(recorder: CaptureRecorder) -> Iterator[None]:
 
 
 def _show_saved(record: CaptureRecord) -> None:
-    say(f"saved {record.file}: {record.layer}, step {record.step}", to_stderr=True)
+    logger.info("saved %s: %s, step %d", record.file, record.layer, record.step)
 
 
 def _report(summary: CaptureSummary, out: Path) -> None:
@@ -174,6 +191,9 @@ def _report(summary: CaptureSummary, out: Path) -> None:
         f"Counted {summary.calls_seen} attention calls",
     ]
     if summary.partial:
-        lines.append(f"{summary.partial} captures hold some heads or batch items of their call")
-    lines.append(f"Next: sage tune --from-captures {out}")
+        lines.append(
+            f"{summary.partial} of them hold some heads or batch items of their call, as asked: "
+            "errors are judged on those, and times are taken at full shape"
+        )
+    lines.append(f"Next: sage tune {shlex.quote(str(out))}")
     say(*lines)

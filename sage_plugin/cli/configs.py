@@ -32,6 +32,8 @@ def list_configs(config_dir: ConfigDir = None, device: Device = None, every: All
     from sage_plugin import device as devices
     from sage_plugin.registry import load
 
+    if config_dir is not None and not config_dir.is_dir():
+        raise UsageError(f"--config-dir {config_dir}: no such folder")
     facts = devices.chosen(device)[1]
     shown = 0
     places = load.search_path(facts.slug, config_dir=config_dir)
@@ -44,7 +46,11 @@ def list_configs(config_dir: ConfigDir = None, device: Device = None, every: All
         whose = "any device" if every else f"{facts.name} ({facts.slug})"
         say(f"No tuned configs for {whose}; calls use the defaults. Looked in:")
         say(*(f"  {label}: {path.parents[1] if every else path}" for label, path in places))
-    say("Next: sage tune --from-captures" if not shown else "Next: sage configs check")
+    say(
+        "Next: your pipeline; sage_plugin.patch(pipe) uses them"
+        if shown
+        else "Next: sage tune captured_inputs, of a recording that sage capture made"
+    )
 
 
 @app.command()
@@ -84,6 +90,7 @@ def _explain_call(
 def check(path: Place = None, device: Device = None, config_dir: ConfigDir = None) -> None:
     """Check files, policies too; exit 2 with one sentence for each problem."""
     from sage_plugin import device as devices
+    from sage_plugin.plugin.policy import rules as policy
 
     facts = devices.chosen(device)[1]
     files = list(_files_to_check(path, facts, config_dir))
@@ -93,7 +100,9 @@ def check(path: Place = None, device: Device = None, config_dir: ConfigDir = Non
         say(f"{len(found)} problems in {len(files)} files. Next: mend or delete them, tune again")
         raise typer.Exit(PROBLEMS)
     names = ", ".join(map(str, files)) or "no file is in use"
-    say(f"Sound: {names}. Next: sage configs list")
+    say(f"Sound: {names}.")
+    if path is not None and policy.is_policy(path):
+        say(f'Next: sage_plugin.patch(pipe, policy="{path}")')
 
 
 def _problems_of(file: Path, facts: DeviceFacts) -> list[str]:
@@ -121,6 +130,11 @@ def _files_to_check(
     if path is not None:
         if config_dir is not None:
             raise UsageError("give a path or --config-dir, not both")
+        if (path / "manifest.jsonl").exists():
+            raise UsageError(
+                f"{path} holds captures, not configs; check those with "
+                f"sage bench {shlex.quote(str(path))}"
+            )
         yield from registry_files(path)
         return
     for _, place in load.search_path(facts.slug, config_dir=config_dir):
@@ -181,7 +195,8 @@ def _show_file(label: str, path: Path) -> None:
     except ConfigError as error:
         say(f"{label}: {error}")
         return
-    say(f"{label}: {path}: {file.device.name}, {len(file.entries)} entries")
+    count = len(file.entries)
+    say(f"{label}: {path}: {file.device.name}, {count} {'entry' if count == 1 else 'entries'}")
     if file.entries:
         stdout.print(_table(file))
 

@@ -2,14 +2,76 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import itertools
+import os
+import sys
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
+from rich.console import Console as RichConsole
+
+from sage_plugin.errors import OutputError, SageError
+
+CLOSED_PIPE = 141
+"""Exit code where nobody reads on, as of a program that SIGPIPE ends: 128 + 13."""
+
+PLAIN = {"±": "+-", "×": "x", "…": "...", "–": "-", "→": "->", "≤": "<=", "≥": ">="}
+"""What a terminal without such characters shows in their place."""
+
+
+class Console(RichConsole):
+    """A console that leaves what a closed pipe means to `guarded`."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what rich caught."""
+        raise BrokenPipeError
+
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Let a command print to anything: few characters, a pipe that is closed, a full disk.
+
+    Raises:
+        OutputError: standard output cannot be written.
+        SystemExit: nobody reads it any more, with `CLOSED_PIPE`.
+    """
+    codecs.register_error("sage_plugin.plain", _in_plain_letters)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="sage_plugin.plain")
+    try:
+        yield
+        sys.stdout.flush()
+    except SageError:
+        raise
+    except BrokenPipeError:
+        _drop_stdout()
+        raise SystemExit(CLOSED_PIPE) from None
+    except OSError as error:
+        _drop_stdout()
+        what = error.filename or "standard output"
+        raise OutputError(f"{what}: cannot be written ({error.strerror or error})") from None
+
+
+def _drop_stdout() -> None:
+    """Send the rest nowhere, so that the interpreter does not try to print it when it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(PLAIN.get(letter, "?") for letter in text), error.end
 
 
 def say(*sentences: str, to_stderr: bool = False, style: str | None = None) -> None:

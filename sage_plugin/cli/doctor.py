@@ -29,6 +29,7 @@ def command(device: Device = None) -> None:
     from sage_plugin import device as devices
 
     _, facts = devices.chosen(device)
+    say(_verdict(facts))
     for title, lines in (
         ("Device", _device(facts)),
         ("Versions", _versions()),
@@ -39,6 +40,22 @@ def command(device: Device = None) -> None:
         say(title, *(f"  {line}" for line in lines))
     say("Kernels")
     stdout.print(_kernels(facts))
+    say("Next: sage demo, the whole path on a small embedded model")
+
+
+def _verdict(facts: DeviceFacts) -> str:
+    """What a patched pipeline does on this machine, in one sentence."""
+    from sage_plugin.kernels.attention import dispatch
+
+    if facts.kind == "cpu":
+        return (
+            "This machine: no GPU. Kernels are emulated, and patch(pipe) leaves attention to torch."
+        )
+    (large,) = ShapeOptions(seq_len=[f"{2**16}"], num_heads=HEADS, head_dim=HEAD_DIMS[-1]).shapes()
+    decision = dispatch.decide(large, facts)
+    if decision.reason is not None:
+        return f"{facts.name}: patch(pipe) leaves attention to torch, since {decision.reason}."
+    return f"{facts.name}: patch(pipe) runs long calls on {decision.label}."
 
 
 def _device(facts: DeviceFacts) -> Iterator[str]:

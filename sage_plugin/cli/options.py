@@ -28,6 +28,10 @@ MAX_SEED = 2**63 - 1
 SOME_FAILED = 4
 """Exit code of a command that did a part of what it was asked for."""
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FOLDER]", help=f"Captures (default {DEFAULT_FOLDER})."),
+]
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
 ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs that comes first.")]
 Kernels = Annotated[
@@ -219,6 +223,27 @@ class DrawnInputOptions(ShapeOptions):
         check_seed(self.seed)
         if given := self.given():
             raise UsageError(f"{given[0]} does not change captures: leave it out, or the captures")
+
+
+def folder_of(words: Sequence[str] | None, inputs: DrawnInputOptions) -> Path | None:
+    """Return the folder among a command's words; numbers behind --seq-len are further lengths.
+
+    Raises:
+        UsageError: more than one folder.
+
+    Example:
+        >>> inputs = DrawnInputOptions(seq_len=["8192"])
+        >>> folder_of(["16384"], inputs), inputs.seq_len
+        (None, ['8192', '16384'])
+    """
+    names = list(words or ())
+    if inputs.seq_len:
+        further = [name for name in names if name.replace(",", "").isdigit()]
+        inputs.seq_len.extend(further)
+        names = [name for name in names if name not in further]
+    if len(names) > 1:
+        raise UsageError(f"{', '.join(names)}: give one folder of captures")
+    return Path(names[0]) if names else None
 
 
 def _or(value: int | None, default: int) -> int:

@@ -18,7 +18,9 @@ from sage_plugin.cli.options import (
     Device,
     DrawnInputOptions,
     Kernels,
+    Words,
     flattened,
+    folder_of,
 )
 from sage_plugin.errors import UsageError
 
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
-Folder = Annotated[Path | None, typer.Argument(help=f"Captures (default {DEFAULT_FOLDER}).")]
-FromCaptures = Annotated[bool, typer.Option("--from-captures", help="Tune on recorded inputs.")]
+FromCaptures = Annotated[
+    bool, typer.Option("--from-captures", help="Tune on recorded inputs, as without a shape.")
+]
 Space = Annotated[
     Path | None, typer.Option("--space", "--config-file", help="JSON object of lists to search.")
 ]
@@ -58,7 +61,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be tune
 @flattened
 def command(
     inputs: DrawnInputOptions,
-    folder: Folder = None,
+    words: Words = None,
     from_captures: FromCaptures = False,
     kernel: Kernels = None,
     space: Space = None,
@@ -80,7 +83,7 @@ def command(
     from sage_plugin.tune.configs.search import SearchLimits
 
     request = TuningRequest(
-        inputs=_inputs(inputs, folder, from_captures, max_captures_per_key),
+        inputs=_inputs(inputs, folder_of(words, inputs), from_captures, max_captures_per_key),
         kernels=tuple(kernel or ()),
         device=device,
         space=None if space is None else space_file.read(space),
@@ -107,21 +110,18 @@ def command(
 def _inputs(
     inputs: DrawnInputOptions, folder: Path | None, from_captures: bool, max_per_key: int
 ) -> TuningInputs:
-    """What is tuned on: captures if they are asked for, else drawn inputs."""
+    """What is tuned on: drawn inputs if some are spelt out, else captures."""
     from sage_plugin.tune.configs import inputs as tuning_inputs
 
-    if from_captures:
-        inputs.refuse_with_captures()
-        place = folder or DEFAULT_FOLDER
-        return tuning_inputs.from_captures(place, max_per_key=max_per_key)
-    if folder is not None:
-        raise UsageError(f"to tune on captures, say --from-captures {folder}")
-    drawn = inputs.inputs()
-    if not drawn:
+    if not from_captures and folder is None and (drawn := inputs.inputs()):
+        return tuning_inputs.from_drawn(drawn)
+    inputs.refuse_with_captures()
+    if not from_captures and folder is None and not DEFAULT_FOLDER.exists():
         raise UsageError(
-            "nothing to tune on: give --from-captures [FOLDER], --preset NAME, or --seq-len N"
+            "nothing to tune on: give a folder of captures (sage capture records one), "
+            "--preset NAME, or --seq-len N"
         )
-    return tuning_inputs.from_drawn(drawn)
+    return tuning_inputs.from_captures(folder or DEFAULT_FOLDER, max_per_key=max_per_key)
 
 
 def seconds(text: str) -> float:
@@ -189,5 +189,5 @@ def _next_command(plan: TuningPlan) -> str:
     chosen = plan.request.config_dir
     where = "" if chosen is None else f" --config-dir {shlex.quote(str(chosen))}"
     if study.synthetic:
-        return f"sage configs list{where}"
+        return f"sage configs list{where}, or your pipeline: sage_plugin.patch(pipe) uses them"
     return f"sage bench {shlex.quote(study.timed.folder)}{where}"

@@ -181,7 +181,8 @@ LAYERS: weakref.WeakValueDictionary[int, LayerContext] = weakref.WeakValueDictio
 
 def layer_with(processor: object) -> LayerContext | None:
     """The layer that a processor of ours was made for; `None` for any other object."""
-    return next((layer for layer in LAYERS.values() if layer.processor is processor), None)
+    layers = (ref() for ref in LAYERS.valuerefs())
+    return next((x for x in layers if x is not None and x.processor is processor), None)
 
 
 def layer_path(path: str) -> str:

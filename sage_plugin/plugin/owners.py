@@ -26,12 +26,15 @@ def part_of(module: nn.Module) -> Component | None:
 
     The latter where a wrapper was patched, or the module inside of one.
     """
-    own, owners = component_of(module), owners_of(module)
-    if own is not None or len(owners) != 1 or not owners[0].lies_in(module):
+    own = component_of(module)
+    if own is not None:
         return own
+    owners = owners_of(module)
+    if len(owners) != 1 or not owners[0].lies_in(module):
+        return None
     known = owners[0].attention()
-    rest = (attention for _, attention, _ in attention_modules(module) if attention not in known)
-    return None if any(rest) else owners[0]
+    inside = {attention for _, attention, _ in attention_modules(module)}
+    return owners[0] if inside <= known else None
 
 
 def parts_of(obj: object) -> list[Component]:
@@ -40,7 +43,7 @@ def parts_of(obj: object) -> list[Component]:
     Raises:
         PatchError: `obj` is neither a module nor a pipeline, or a part of what was patched.
     """
-    owners = [(part, module) for module in _modules_of(obj) for part in owners_of(module)]
+    owners = [(part, module) for module in modules_of(obj) for part in owners_of(module)]
     whole = {id(part): part for part, module in owners if part.lies_in(module)}
     if owners and not whole:
         raise PatchError(
@@ -53,16 +56,12 @@ def parts_of(obj: object) -> list[Component]:
     return list(whole.values())
 
 
-def is_patched(obj: object) -> bool:
-    """Whether a patch of a pipeline or a module is in place, or one of a part of it.
+def modules_of(obj: object) -> list[nn.Module]:
+    """The modules of a pipeline, or the module inside of what `torch.compile` made.
 
     Raises:
         PatchError: `obj` is neither a module nor a pipeline.
     """
-    return any(part.lies_in(module) for module in _modules_of(obj) for part in owners_of(module))
-
-
-def _modules_of(obj: object) -> list[nn.Module]:
     modules = [unwrapped(obj)] if isinstance(obj, nn.Module) else list(components(obj).values())
     if not modules:
         raise PatchError(

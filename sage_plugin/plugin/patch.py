@@ -21,7 +21,7 @@ from sage_plugin.plugin import policy_op as routed
 from sage_plugin.plugin.component import Component, lock
 from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, PatchState
 from sage_plugin.plugin.hosts.diffusers import choose
-from sage_plugin.plugin.owners import is_patched, part_of, parts_of
+from sage_plugin.plugin.owners import modules_of, part_of, parts_of
 from sage_plugin.plugin.policy.rules import Policy
 from sage_plugin.plugin.policy.rules import chosen as chosen_policy
 from sage_plugin.plugin.report import PluginReport, joined, report_of
@@ -94,11 +94,13 @@ class PatchHandle:
         if part not in self._parts:
             self._parts.append(part)
         part.handle, part.state.listeners = self, self.listeners
-        part.rename(name)
+        if part.module is module:
+            part.rename(name)
         return part
 
     def _release(self, parts: list[Component]) -> None:
         with lock:
+            parts = [part for part in parts if part in self._parts]  # no other thread did
             self._past.append(report_of(parts))
             for part in parts:
                 part.release()
@@ -337,7 +339,7 @@ def patched(
 
 
 def handle_of(obj: object) -> PatchHandle | None:
-    """The handle of a patched pipeline or model, `None` where nothing of it is patched.
+    """The handle of a patched pipeline or model, `None` if it is not patched as a whole.
 
     Raises:
         PatchError: `obj` is neither a pipeline nor a module.
@@ -347,7 +349,8 @@ def handle_of(obj: object) -> PatchHandle | None:
         >>> handle_of(torch.nn.Linear(2, 2)) is None
         True
     """
-    return parts_of(obj)[0].handle if is_patched(obj) else None
+    parts = (part_of(module) for module in modules_of(obj))
+    return next((part.handle for part in parts if part is not None), None)
 
 
 def checked_options(

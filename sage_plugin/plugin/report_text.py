@@ -103,13 +103,14 @@ def ranges(numbers: Iterable[int], separator: str = ", ") -> str:
 
 def _summary(report: PluginReport) -> Iterator[str]:
     ran, total = report.kernel_calls(), report.total_calls()
-    share = f" ({100 * ran / total:.0f} %)" if total else ""
-    yield f"{ran} of {total} calls ran on a kernel{share}; calls in graphs are not counted"
-    timed = sum(row.timed_calls for row in report.rows)
+    timed, saved = sum(row.timed_calls for row in report.rows), report.saved_ms()
     passed, unit = (report.steps, "step") if report.steps else (report.forwards, "forward")
     if timed and passed:
-        yield f"about {report.saved_ms() / passed:.1f} ms saved per {unit} over the baseline,"
+        what = "saved over" if saved >= 0 else "lost against"
+        yield f"about {abs(saved) / passed:.1f} ms {what} the baseline per {unit},"
         yield f"  by the times that tuning took of {timed} of the {ran} kernel calls"
+    share = f" ({100 * ran / total:.0f} %)" if total else ""
+    yield f"{ran} of {total} calls ran on a kernel{share}; calls in graphs are not counted"
     untuned = sum(
         row.config_sources.get("default", 0)
         for row in report.rows

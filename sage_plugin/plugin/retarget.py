@@ -87,7 +87,8 @@ def plain_class(cls: type) -> type:
     with _lock:
         if cls not in _plain:
             own = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-            _plain[cls] = type(cls)(cls.__name__, tuple(map(plain_class, cls.__bases__)), own)
+            bases = tuple(map(plain_class, cls.__bases__))
+            _plain[cls] = types.new_class(cls.__name__, bases, exec_body=lambda ns: ns.update(own))
         return _plain[cls]
 
 
@@ -102,14 +103,17 @@ def _generated(generate: Callable[[type], type | None], original: type) -> type 
         return generate(original)
     except NoRoomError as name:
         logger.warning("%s has no room for another name than %s", original.__qualname__, name)
-        return None
+    except TypeError as error:  # such as a class that may not be inherited from
+        logger.warning("%s takes no subclass: %s", original.__qualname__, error)
+    return None
 
 
 def _generate(original: type) -> type | None:
     names = {name for cls in original.__mro__ for name in vars(cls)}
     if "__call__" not in names or not any(_attends(original, name) for name in names):
         return None
-    generated = _subclass(original, f"Sage{original.__name__}", "__call__", _called)
+    kind = _writing_through(type(original))
+    generated = _subclass(original, kind, f"Sage{original.__name__}", "__call__", _called)
     _register_metadata(original, generated)
     return generated
 
@@ -117,7 +121,7 @@ def _generate(original: type) -> type | None:
 def _generate_module(original: type) -> type | None:
     if not _attends(original, "forward"):
         return None
-    return _subclass(original, original.__name__, "forward", _entered)
+    return _subclass(original, type(original), original.__name__, "forward", _entered)
 
 
 def _attends(cls: type, name: str) -> bool:
@@ -132,7 +136,9 @@ def _attends(cls: type, name: str) -> bool:
     return False
 
 
-def _subclass(original: type, name: str, entry: str, entrance: Callable[..., Any]) -> type:
+def _subclass(
+    original: type, kind: type[type], name: str, entry: str, entrance: Callable[..., Any]
+) -> type:
     """A subclass with our copies of methods, each before the method that it is a copy of.
 
     Those of a base class lie in a class of ours before it, where `super` comes by.
@@ -145,11 +151,25 @@ def _subclass(original: type, name: str, entry: str, entrance: Callable[..., Any
     }
     if name == original.__name__:
         namespace["__qualname__"] = original.__qualname__
-    kind, before = type(original), original.__mro__[1:]
-    mixed_in = (kind(cls.__name__, (cls,), own) for cls in before if (own := _copies(cls)))
+    bases = ((cls, _copies(cls)) for cls in original.__mro__[1:])
+    mixed_in = (type(cls)(cls.__name__, (cls,), own) for cls, own in bases if own)
     made: type = kind(name, (original, *mixed_in), namespace)
-    setattr(made, entry, entrance(getattr(made, entry)))
+    type.__setattr__(made, entry, entrance(getattr(made, entry)))
     return made
+
+
+@functools.cache
+def _writing_through(kind: type[type]) -> type[type]:
+    """A metaclass of ours: what is set on a class of it is set on the original."""
+
+    def __setattr__(cls: type, name: str, value: object) -> None:
+        original = vars(cls).get(ORIGINAL)
+        if original is None or name.startswith("_abc_"):
+            kind.__setattr__(cls, name, value)
+        else:
+            setattr(original, name, value)
+
+    return type(kind.__name__, (kind,), {"__setattr__": __setattr__})
 
 
 def _copies(cls: type) -> dict[str, Any]:

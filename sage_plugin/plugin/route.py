@@ -15,7 +15,7 @@ import torch
 from torch.utils._device import DeviceContext
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention.api import run, run_op
+from sage_plugin.kernels.attention.api import run_op
 from sage_plugin.kernels.attention.call import (
     TENSOR_SUBCLASS,
     AttentionCall,
@@ -307,7 +307,8 @@ def _run_resolved(
     """Run the kernel and count; `None` if the host's attention shall take the call instead."""
     try:
         if can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):
-            result = run(executor, call)
+            out, lse = executor.run(call)
+            result = out if lse is None else (out, lse)
         else:
             launch = executor.launch if choice.launch else None
             result = run_op(
@@ -417,12 +418,12 @@ def _give_way(layer: LayerContext, reason: FallbackReason) -> None:
         UnsupportedInputError: strict mode, and nobody asked for it.
     """
     eager = not torch.compiler.is_compiling()
-    first = layer.counts.fallbacks[reason] == 0
-    if eager:
-        layer.counts.fallbacks[reason] += 1
     # An export that is not strict runs this as it is, and keeps what it takes here for good.
     told = eager or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling())
-    if told and first and not reason.cause.by_policy:
+    first = told and layer.counts.fallbacks[reason] == 0
+    if eager:
+        layer.counts.fallbacks[reason] += 1
+    if first and not reason.cause.by_policy:
         warn_once(logger, reason, "%s (said once)", _complaint(layer, reason))
     if layer.state.options.strict and not reason.cause.asked_for:
         raise UnsupportedInputError(_complaint(layer, reason))

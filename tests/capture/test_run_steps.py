@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from diffusers import DDIMScheduler, HeunDiscreteScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -73,3 +75,40 @@ def test_strength_below_one_begins_anywhere():
     seen, steps = counted([900.0, 500.0, 100.0, 600.0, 100.0])
     assert seen == [0, 1, 2, 0, 1]
     assert steps.runs == 2
+
+
+class Sampling:
+    """Runs a model as pipelines do."""
+
+    def __init__(self, scheduler):
+        self.unet, self.scheduler = MODEL, scheduler
+
+    def __call__(self, steps, count, begin=0):
+        self.scheduler.set_timesteps(count)
+        seen, x = [], torch.zeros(1, 1, 2, 2)
+        for t in self.scheduler.timesteps[begin:]:
+            steps.forward(Forward(MODEL, 0, Timestep(t)))
+            seen.append(steps.step)
+            self.scheduler.step(torch.zeros_like(x), t, x)
+        return seen
+
+
+def test_steps_are_the_schedulers_where_one_counts():
+    """Heun visits timesteps twice, and a policy counts both."""
+    steps, sampling = RunSteps(), Sampling(HeunDiscreteScheduler())
+    assert sampling(steps, 4) == list(range(7))
+    assert (steps.steps, steps.runs) == (7, 1)
+
+
+def test_a_run_that_goes_on_below_the_last_one_is_a_run_of_its_own():
+    """As image-to-image of few steps after a run that was stopped; timesteps cannot tell."""
+    steps, sampling = RunSteps(), Sampling(DDIMScheduler())
+    steps.follow(sampling)
+    sampling.scheduler.set_timesteps(4)
+    first = sampling.scheduler.timesteps[0]
+    steps.forward(Forward(MODEL, 0, Timestep(first + 9.0)))  # nobody's: by its timestep
+    assert sampling(steps, 4) == [0, 1, 2, 3]
+    assert sampling(steps, 4, begin=3) == [0]
+    assert (steps.steps, steps.runs) == (4, 3)
+    steps.tracker.stop()
+    assert type(sampling.scheduler) is DDIMScheduler

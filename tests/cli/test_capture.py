@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,7 +84,7 @@ def test_bare_capture_records_the_demo(out, demo_pipe):
         f"Recorded 4 captures (0.1 MB) in captured_inputs: 3 of 3 layers, 4 of {steps}" in lines[0]
     )
     assert f"{steps * LAYERS} attention calls" in lines[1]
-    assert lines[-1] == "Next: sage tune --from-captures captured_inputs"
+    assert lines[-1] == "Next: sage tune captured_inputs"
 
 
 def test_the_demo_takes_size_steps_and_folder(out, demo_pipe):
@@ -98,7 +100,8 @@ def test_the_demo_takes_size_steps_and_folder(out, demo_pipe):
 @pytest.mark.parametrize(
     "patch", ["", "import sage_plugin; sage_plugin.patch(model, kernel='sdpa')"]
 )
-def test_a_script_with_its_own_options(out, script, patch):
+def test_a_script_with_its_own_options(out, script, patch, caplog):
+    caplog.set_level(logging.INFO)
     end = "assert sys.argv[2:] == ['--size', 'huge', '-o', 'x', '--help']\nprint('their output')"
     answer = Answer(
         "--max-captures",
@@ -120,7 +123,43 @@ def test_a_script_with_its_own_options(out, script, patch):
     assert captures.call_counts.layers == {
         f"transformer.transformer_blocks.{i}.attn1": 6 for i in range(LAYERS)
     }
-    assert answer.stderr.count("saved") == 4, "nothing is written twice where the steps are known"
+    saved = [r.message for r in caplog.records if r.message.startswith("saved")]
+    assert len(saved) == 4, "nothing is written twice where the steps are known"
+
+
+def test_options_behind_the_script_get_a_hint(out, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    answer = Answer("-o", "x", mine, "--max-captures", "3", "--mine=1")
+    assert answer.code == 2
+    assert "note: --max-captures stands behind" in answer.stderr
+    assert f"sage capture --max-captures ... {mine}" in answer.stderr
+
+
+LANGUAGE_SCRIPT = """
+import sys
+sys.modules.pop("diffusers.pipelines.pipeline_utils", None)
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2)
+with torch.no_grad():
+    LlamaForCausalLM._from_config(config).eval()(torch.randint(1, 64, (1, 12)))
+"""
+
+
+def test_a_language_model_is_recorded_from_a_script(out, tmp_path, monkeypatch):
+    pipelines = "diffusers.pipelines.pipeline_utils"
+    if pipelines in sys.modules:
+        monkeypatch.delitem(sys.modules, pipelines)
+    mine = tmp_path / "mine.py"
+    mine.write_text(LANGUAGE_SCRIPT)
+    answer = Answer("-o", "x", mine)
+    assert answer.code == 0, answer.error + answer.stderr
+    records = open_captures("x").records
+    assert {r.shape.seq_q for r in records} == {12}
+    assert {(r.shape.heads_q, r.shape.heads_k) for r in records} == {(4, 2)}
+    assert {r.layer for r in records} == {f"model.model.layers.{i}.self_attn" for i in (0, 1)}
 
 
 def test_filters_reach_the_recorder(out, script):
@@ -153,7 +192,7 @@ def test_a_script_without_a_denoiser(out, tmp_path):
     (tmp_path / "other.py").write_text("print('hello')")
     answer = Answer(tmp_path / "other.py")
     assert answer.code == 2
-    assert "no forward of a diffusers denoiser" in answer.error
+    assert "no attention of a diffusers or transformers model ran" in answer.error
     assert not out.exists()
 
 

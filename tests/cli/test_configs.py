@@ -44,7 +44,7 @@ def test_list_says_where_it_looked_when_there_is_nothing():
     assert result.exit_code == 0
     assert "No tuned configs" in result.stdout
     assert f"user: {Path('user').resolve()}/sage_plugin/{CPU.slug}/attention.json" in result.stdout
-    assert "Next: sage tune --from-captures" in result.stdout
+    assert "Next: sage tune captured_inputs" in result.stdout
 
 
 def test_list_shows_the_entries_of_this_device_and_all_of_every():

@@ -93,7 +93,12 @@ def test_the_whole_path(tmp_path):
         "5. Measure",
         "6. Generate again",
     ]
-    assert result.stdout.splitlines()[-1].startswith("Next: sage bench ")
+    assert [line.strip() for line in result.stdout.splitlines()[-4:]] == [
+        "Next, your own pipeline, on a GPU this time with a speed:",
+        "sage_plugin.patch(pipe)",
+        "pipe(...)  # as before",
+        "print(sage_plugin.report(pipe).text())",
+    ]
 
 
 @pytest.fixture
@@ -132,8 +137,8 @@ def test_a_policy_takes_the_place_of_the_kernel(tmp_path):
     assert result.exit_code == 0, result.stderr
     text = " ".join(result.stdout.split())
     assert f"{LAYERS} of {LAYERS * STEPS} attention calls ran on kernels by the policy" in text
-    assert "rule 1 x1 at steps 0" in text
-    assert "rule 2 x1 at steps 1" in text
+    assert f"rule 1 x{LAYERS} at steps 0 (not on a kernel)" in text
+    assert f"rule 2 x{LAYERS} at steps 1" in text
     assert "fav3_sage:emulation" not in text
 
 
@@ -141,7 +146,7 @@ def test_a_policy_takes_the_place_of_the_kernel(tmp_path):
 def test_the_patched_clip_is_near_the_hosts_and_not_the_same(tmp_path):
     result = demo("--out", tmp_path / "out")
     line = next(line for line in result.stdout.splitlines() if "dB PSNR" in line)
-    psnr = float(line.split(" by ")[1].split(" dB")[0])
+    psnr = float(line.split(" to ")[1].split(" dB")[0])
     assert 20 < psnr < 90
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 
@@ -90,6 +91,45 @@ def test_an_error_is_one_sentence_and_its_exit_code(error, monkeypatch, tmp_path
     assert result.exit_code == CODES[error]
     assert result.stderr == "error: got [this], allowed is that\n"
     assert result.stdout == ""
+
+
+SCRIPT = """
+import sys
+from sage_plugin.cli import main
+sys.argv = ["sage", *{words!r}]
+main()
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_standard_output_is_one_sentence():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT.format(words=["doctor"])],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stderr == "error: standard output: cannot be written (No space left on device)\n"
+
+
+def test_a_closed_pipe_is_no_failed_gate_and_says_nothing():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(words=["doctor"])],
+        stdout=write_end, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_letters_that_a_terminal_has_not_are_spelt_out():
+    script = "from sage_plugin.cli.console import guarded, say\nwith guarded(): say('1 ± 2 × 3 ü')"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.stdout == "1 +- 2 x 3 ?\n"
 
 
 def test_an_error_that_is_not_ours_is_not_dressed_up(monkeypatch):

@@ -1,45 +1,33 @@
-"""Devices of every architecture, as far as launch configs depend on them."""
+"""Devices of every architecture, as far as launch configs and decisions depend on them."""
 
 from __future__ import annotations
 
 from sage_plugin import device
 from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.support import ARCHITECTURES
 from sage_plugin.schema import DeviceFacts
 from tests.kernels.calls import EMULATED
 
 KIB = 2**10
-SMEM_KIB = {
-    "sm_80": 163,
-    "sm_86": 99,
-    "sm_87": 163,
-    "sm_89": 99,
-    "sm_90": 227,
-    "sm_100": 227,
-    "sm_103": 227,
-    "sm_110": 227,
-    "sm_120": 99,
-    "sm_121": 99,
-    "gfx942": 64,
-    "gfx950": 160,
-    "gfx1100": 64,
-    "gfx1151": 64,
-    "gfx1201": 64,
-}
+SMEM_KIB = {n: row.smem_kib for row in ARCHITECTURES if row.kernels for n in row.names}
+"""Of those that run a kernel; the test of the support table holds it to the vendors' numbers."""
 CPU = device.facts("cpu")
 
 
-def facts(arch: str) -> DeviceFacts:
-    """A device by architecture, with its real limit of shared memory."""
-    return DeviceFacts(
-        slug=f"test-{arch.replace('_', '-')}",
-        name=f"Test {arch}",
-        kind="hip" if arch.startswith("gfx") else "cuda",
-        arch=arch,
-        sm_count=100,
-        memory_bytes=2**34,
-        smem_bytes=SMEM_KIB[arch] * KIB,
-        fp8_dtype=device.fp8_dtype(arch),
-    )
+def facts(arch: str, **changes: object) -> DeviceFacts:
+    """A device by architecture, as `device.facts` would tell it, with fields changed."""
+    kind = "cuda" if arch.startswith("sm_") else "hip" if arch.startswith("gfx") else "cpu"
+    fields = {
+        "slug": f"test-{arch.replace('_', '-')}",
+        "name": f"Test {arch}",
+        "kind": kind,
+        "arch": arch,
+        "sm_count": 100,
+        "memory_bytes": 2**34,
+        "smem_bytes": 0 if kind == "cpu" else SMEM_KIB.get(arch, 48) * KIB,
+        "fp8_dtype": "float8_e4m3fn" if kind == "cpu" else device.fp8_dtype(arch),
+    }
+    return DeviceFacts(**(fields | changes))
 
 
 def claimed(arch: str) -> list[str]:

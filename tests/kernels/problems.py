@@ -39,7 +39,7 @@ def mask_of(kind: str, shape: Shape, seed: int = 0) -> torch.Tensor | None:
 
 
 @st.composite
-def problems(make: st.DrawFn, longest: int = 90) -> tuple[Shape, AttentionParams]:
+def problems(make: st.DrawFn, longest: int = 140) -> tuple[Shape, AttentionParams]:
     """A shape, and a problem with any of the parts that a call may have."""
     heads_k = make(st.integers(1, 2))
     shape = Shape(
@@ -48,7 +48,7 @@ def problems(make: st.DrawFn, longest: int = 90) -> tuple[Shape, AttentionParams
         heads_k=heads_k,
         seq_q=make(st.integers(1, longest)),
         seq_k=make(st.integers(1, longest)),
-        dim=make(st.sampled_from([8, 32, 64])),
+        dim=make(st.sampled_from([8, 40, 64, 96])),
     )
     side = st.sampled_from([-1, 0, 1, 7, 40])
     sinks = make(st.sampled_from([None, -3.0, 0.0, 4.0]))

@@ -68,6 +68,7 @@ ALL = PRODUCTS | OTHERS
 # One kernel of each architecture in every run, each kernel three times; a sweep has the rest.
 SAMPLE = {arch: [*ALL[arch]][at % len(ALL[arch])] for at, arch in enumerate(ALL)}
 DIMS = (64, 128)
+QUANTIZERS = {"attention_only": False, "quantizers_only": True}
 
 
 def compiled(*calls: dict[str, object]) -> list[dict[str, object]]:
@@ -140,23 +141,20 @@ def test_report_118_the_bound_is_below_what_deeper_pipelines_need():
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=sweep), "sm_90"])
 def test_the_quantizers_compile_without_spills(arch):
     kernel = "sage" if arch == "sm_80" else "fav3_sage"
-    call = of(kernel, arch, 128, attention_only=False, with_resources=True)
-    made = compiled(call)
-    assert [one["name"] for one in made] == ["prepass_kernel", "quantized_attention_kernel"]
-    for one in made[:-1]:
-        assert one["spill_bytes"] == 0, one
-        assert one["products"] == []
+    [made] = compiled(of(kernel, arch, 128, **QUANTIZERS, with_resources=True))
+    assert made["name"] == "prepass_kernel"
+    assert made["spill_bytes"] == 0, made
+    assert made["products"] == []
 
 
 @pytest.mark.parametrize("arch", ["sm_89", pytest.param("sm_90", marks=sweep)])
 def test_no_fp8_number_is_read_from_the_stack_pointer(arch):
     """Two ways to write the quantisers that ptxas builds wrong, without a word."""
     calls = [
-        of(kernel, arch, dim, attention_only=False, with_strays=True)
+        of(kernel, arch, dim, **QUANTIZERS, with_strays=True)
         for kernel, dim in (("fav3_sage", 256), ("fav3_fp8", 8))
     ]
-    made = [one for one in compiled(*calls) if one["name"] == "prepass_kernel"]
-    assert [one["strays"] for one in made] == [[], []]
+    assert [one["strays"] for one in compiled(*calls)] == [[], []]
 
 
 FORMS = (

@@ -214,12 +214,7 @@ def by_all_directions(function, x, direction):
     return (torch.func.jacfwd(function)(x) * direction).sum((-4, -3, -2, -1))
 
 
-def by_compiled_jvp(function, x, direction):
-    torch._dynamo.reset()
-    return torch.compile(lambda x: by_jvp(function, x, direction), backend="eager")(x)
-
-
-@pytest.mark.parametrize("way", [by_jvp, by_dual_numbers, by_all_directions, by_compiled_jvp])
+@pytest.mark.parametrize("way", [by_jvp, by_dual_numbers, by_all_directions])
 @pytest.mark.parametrize("place", range(3))
 def test_report_130_a_tangent_is_never_lost(way, place):
     inputs = list(draw(Shape(1, 2, 2, 9, 9, 8)))
@@ -287,23 +282,6 @@ def test_on_a_cpu_auto_is_sdpa_bit_for_bit(kernel, causal, dtype):
     assert torch.equal(out.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize(("seq_q", "seq_k"), [(5, 12), (12, 5)])
-@pytest.mark.parametrize("kernel", ["auto", "sdpa", "torch", *EMULATED])
-def test_report_17_causal_is_bottom_right_aligned_everywhere(seq_q, seq_k, kernel):
-    q, k, v = draw(Shape(1, 2, 2, seq_q, seq_k, 64))
-    exact, exact_lse = oracle(q, k, v, is_causal=True)
-    out, lse = attention(q, k, v, is_causal=True, kernel=kernel, return_lse=True)
-    alone = attention(q, k, v, is_causal=True, kernel=kernel)
-    dead = max(0, seq_q - seq_k)
-    assert (out[:, :, :dead] == 0).all()
-    assert (lse[:, :, :dead] == -torch.inf).all()
-    assert relative_l1(out, exact) < 2 * LIMITS.get(kernel, 1e-5)
-    assert (lse - exact_lse)[:, :, dead:].abs().max() < 0.1
-    assert torch.equal(alone, out)
-    top_left = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert relative_l1(out, top_left) > 0.1
-
-
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_the_lse_of_the_host_is_exact_contiguous_and_fp32(layout):
     q, k, v = draw(PLAIN, torch.bfloat16, layout=layout)
@@ -359,36 +337,6 @@ def test_out_dtype_shows_the_result_before_rounding(kernel):
     assert torch.equal(wide.bfloat16(), narrow)
     if kernel in NAMED:
         assert not torch.equal(wide, narrow.float())
-
-
-@pytest.mark.parametrize("kernel", ["auto", *NAMED])
-@pytest.mark.parametrize("causal", [False, True])
-def test_report_60_the_callers_tensors_are_untouched(kernel, causal):
-    tensors = draw(PLAIN, torch.bfloat16)
-    tensors[1].add_(100)
-    before = [x.clone() for x in tensors]
-    versions = [x._version for x in tensors]
-    attention(*tensors, kernel=kernel, is_causal=causal, return_lse=True)
-    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
-    assert [x._version for x in tensors] == versions
-
-
-@pytest.mark.parametrize("kernel", ["auto", *NAMED])
-@pytest.mark.parametrize("causal", [False, True])
-def test_expanded_and_transposed_inputs_give_the_same_as_contiguous_ones(kernel, causal):
-    q, k, v = draw(Shape(1, 4, 1, 40, 50, 64))
-    k, v = k.expand(2, 4, -1, -1), v.expand(2, 4, -1, -1)
-    q = torch.cat([q, q.flip(2)])
-    options = {"kernel": kernel, "is_causal": causal}
-    expected = attention(q, k.contiguous(), v.contiguous(), **options)
-    assert (k.stride(0), k.stride(1)) == (0, 0)
-    assert torch.equal(attention(q, k, v, **options), expected)
-    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
-    out = attention(turned, k, v, **options)
-    assert torch.equal(out, expected)
-    sliced = torch.randn(2, 4, 40, 128)
-    sliced[..., 64:] = q
-    assert torch.equal(attention(sliced[..., 64:], k, v, **options), expected)
 
 
 @pytest.mark.parametrize("kernel", EMULATED)

@@ -11,8 +11,9 @@ from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.schema import KERNELS, CallShape, DeviceFacts
+from sage_plugin.schema import KERNELS, CallShape
 from tests.kernels.calls import HOPPER
+from tests.kernels.devices import facts
 
 KIB = 2**10
 SHAPE = CallShape(
@@ -30,21 +31,6 @@ SHAPE = CallShape(
     scale=0.1,
 )
 QUANTIZED = ("sage", "fav3_sage", "fav3_fp8")
-
-
-def facts(arch: str) -> DeviceFacts:
-    """A device by architecture, with the FP8 type that `device` knows for it."""
-    kind = "cuda" if arch.startswith("sm_") else "hip" if arch.startswith("gfx") else "cpu"
-    return DeviceFacts(
-        slug=arch,
-        name=f"Test {arch}",
-        kind=kind,
-        arch=arch,
-        sm_count=100,
-        memory_bytes=2**34,
-        smem_bytes=0 if kind == "cpu" else 64 * KIB,
-        fp8_dtype="float8_e4m3fn" if kind == "cpu" else device.fp8_dtype(arch),
-    )
 
 
 def decide(arch: str = "sm_90", kernel: str = "auto", **changes: object) -> dispatch.Decision:

@@ -14,7 +14,7 @@ from sage_plugin.kernels import launch_config, launch_graph
 from sage_plugin.kernels.attention import executor
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.contract import Packed
-from tests.kernels.calls import EMULATED, Shape, draw, launch
+from tests.kernels.calls import Shape, draw, launch
 from tests.kernels.raw_builds import LAUNCHED, RawKernel
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -61,10 +61,18 @@ def mask_of(kind, seed):
 
 
 @pytest.mark.parametrize(
-    ("mask", "loads"),
-    [("none", "descriptor"), ("padding", "pointer"), ("bias", "pointer"), ("rows", "descriptor")],
+    ("kernel", "mask", "loads"),
+    [
+        ("fav2", "none", "pointer"),
+        ("fav2", "rows", "pointer"),
+        ("sage", "padding", "descriptor"),
+        ("sage", "rows", "pointer"),
+        ("fav3_sage", "none", "descriptor"),
+        ("fav3_sage", "bias", "pointer"),
+        ("fav3_fp8", "padding", "pointer"),
+        ("fav3_fp8", "rows", "descriptor"),
+    ],
 )
-@pytest.mark.parametrize("kernel", EMULATED)
 def test_the_third_call_is_replayed_with_its_own_tensors(kernel, loads, mask, runs):
     calls = [call_of(*draw(SHAPE, torch.float16, seed=n), mask_of(mask, n)) for n in range(3)]
     known = resolved(calls[0], kernel, loads=loads)
@@ -81,8 +89,9 @@ def test_a_long_call_quantizes_in_two_launches_from_zeroed_counters(runs, monkey
     from sage_plugin.kernels.quantize import schedule as prepass
 
     monkeypatch.setattr(prepass, "ONE_LAUNCH_VALUES", 0)
+    monkeypatch.setattr(prepass, "PART_VALUES", 1024)
     prepass.plan_of.cache_clear()
-    shape = Shape(1, 2, 2, 300, 2100, 32)
+    shape = Shape(1, 2, 2, 70, 200, 32)
     calls = [call_of(*draw(shape, torch.float16, seed=seed)) for seed in range(4)]
     known = resolved(calls[0], "fav3_sage")
     out, _ = repeated(known, calls[:3])

@@ -55,6 +55,7 @@ def arguments(
 
 
 FORMS = ("plain", "transposed", "expanded", "sliced")
+KERNELS = ("torch", "sdpa", "fav2", "fav3_sage")
 
 
 def outputs(result):
@@ -64,28 +65,26 @@ def outputs(result):
 # -- what the compiler is told ----------------------------------------------------------------
 
 
+# Each memory form and each mask once with every op; kernels take turns, as nothing that is checked
+# but the strides of outputs is theirs, which the test after these sees for all of them.
 @BOTH
-@pytest.mark.parametrize("kernel", ["torch", "sdpa", "fav2", "fav3_sage"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "kernel"), [*zip(FORMS, KERNELS, strict=True)])
 def test_report_74_opcheck_is_clean(op, kernel, form):
     torch.library.opcheck(op, arguments(kernel, form=form))
 
 
 @BOTH
-@pytest.mark.parametrize("kernel", ["torch", "sdpa", "fav2", "fav3_sage"])
 @pytest.mark.parametrize(
-    "mask",
+    ("kernel", "mask", "sinks"),
     [
-        torch.ones(2, 1, 1, 33),
-        torch.arange(33).expand(1, 1, 1, 33) > 4,
-        torch.linspace(-2, 2, 20)[None, None, :, None].expand(1, 1, 20, 33),
-        torch.randn(2, 33, 4, 20).permute(0, 2, 3, 1).bfloat16(),
+        ("torch", torch.ones(2, 1, 1, 33), None),
+        ("fav3_sage", torch.arange(33).expand(1, 1, 1, 33) > 4, torch.randn(4)),
+        ("fav2", torch.linspace(-2, 2, 20)[None, None, :, None].expand(1, 1, 20, 33), None),
+        ("sdpa", torch.randn(2, 33, 4, 20).permute(0, 2, 3, 1).bfloat16(), torch.randn(4)),
     ],
     ids=["key_bias", "bool", "expanded", "transposed"],
 )
-def test_report_74_opcheck_is_clean_with_mask_and_sinks(op, kernel, mask):
-    sinks = torch.randn(4)
-    torch.library.opcheck(op, arguments(kernel, form="transposed", mask=mask))
+def test_report_74_opcheck_is_clean_with_mask_and_sinks(op, kernel, mask, sinks):
     torch.library.opcheck(op, arguments(kernel, form="transposed", mask=mask, sinks=sinks))
 
 
@@ -190,8 +189,10 @@ def block(q, k, v, kernel, **options):
     return out.transpose(1, 2).flatten(2) + 1
 
 
-@pytest.mark.parametrize("kernel", ["sage", "fav2", "torch", "sdpa", "auto"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "causal"),
+    [("sage", True), ("fav2", False), ("torch", True), ("sdpa", False), ("auto", True)],
+)
 def test_report_73_a_function_with_attention_compiles_without_a_break(kernel, causal):
     tensors = draw(Shape(1, 4, 2, 40, 50, 80))
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -223,7 +224,7 @@ def test_report_75_new_lengths_recompile_at_most_once(kernel):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     with torch.no_grad():
-        for seq in (40, 50, 64, 33, 41, 90):
+        for seq in (40, 50, 33, 90):
             tensors = draw(Shape(1, 2, 2, seq, seq, 64), seed=seq)
             assert torch.equal(compiled(*tensors, kernel), block(*tensors, kernel))
     assert counter.frame_count <= 2
@@ -249,13 +250,14 @@ def masked(q, k, v, mask, sinks, kernel):
     )
 
 
-@pytest.mark.parametrize("kernel", ["sage", "fav2", "auto"])
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "kind"), [("sage", torch.bool), ("fav2", torch.float32), ("auto", torch.bool)]
+)
 def test_report_75_new_lengths_of_masked_calls_recompile_at_most_once(kernel, kind):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(masked, fullgraph=True, backend=counter)
     with torch.no_grad():
-        for seq in (40, 50, 64, 33, 41, 90):
+        for seq in (40, 50, 33, 90):
             q, k, v = draw(Shape(2, 4, 2, seq, seq, 64), seed=seq)
             mask = torch.randn(2, seq) + 1
             mask = mask > 0 if kind == torch.bool else mask
@@ -264,7 +266,7 @@ def test_report_75_new_lengths_of_masked_calls_recompile_at_most_once(kernel, ki
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("shape", [(50, 50), (2, 1, 1, 50), (2, 1, 50, 50), (2, 4, 50, 50)])
+@pytest.mark.parametrize("shape", [(50, 50), (2, 1, 1, 50), (2, 4, 50, 50)])
 def test_report_73_masks_of_every_shape_compile_without_a_break(shape):
     q, k, v = draw(Shape(2, 4, 2, 50, 50, 80))
     mask = torch.rand(shape) > 0.3

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sage_plugin.kernels.contract import AttentionParams
-from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, relative_l1
+from tests.kernels.calls import EMULATED, Shape, draw
 from tests.kernels.problems import mask_of, packed_of, run
-from tests.matrix.definition import defined, seen_by
+from tests.matrix.definition import seen_by
 
 EXACT = ("torch", *EMULATED)
 SHAPE = Shape(2, 4, 2, 40, 70, 64)
@@ -31,30 +31,6 @@ PROBLEMS = {
 def seen_at(problem, key):
     """`(B, Hq, Sq)` of the rows that see a key."""
     return seen_by(problem, SHAPE.batch, SHAPE.heads_q, SHAPE.seq_q, SHAPE.seq_k)[..., key]
-
-
-@pytest.mark.parametrize("kernel", EXACT)
-@pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("which", ["k", "v"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_rows_that_see_the_key_are_nan_and_others_right(kernel, name, which, value):
-    problem = PROBLEMS[name]
-    q, k, v = draw(SHAPE)
-    clean, clean_lse = defined(q, k, v, problem)
-    (k if which == "k" else v)[:, :, BAD, 5] = value
-    out, lse = run(kernel, q, k, v, problem)
-    sees = seen_at(problem, BAD)
-    assert out[..., 5].isnan().equal(sees)
-    if kernel != "torch" or which == "k":
-        assert out.isnan().equal(sees[..., None].expand_as(out))
-    else:
-        assert not out[..., :5].isnan().any()
-    assert not lse[~sees].isnan().any()
-    if not sees.all():
-        assert relative_l1(out[~sees], clean[~sees]) < 2.5 * LIMITS.get(kernel, 1e-5)
-        finite = torch.isfinite(clean_lse) & ~sees
-        assert (lse - clean_lse)[finite].abs().max() < 0.2
-        assert torch.equal(lse[~sees].isneginf(), clean_lse[~sees].isneginf())
 
 
 @pytest.mark.parametrize("kernel", EXACT)
@@ -129,34 +105,3 @@ def test_a_bad_query_is_nan_alone_and_not_even_that_where_it_sees_nothing(kernel
     assert torch.isneginf(lse[:, :, 9]).all()
     others = [i for i in range(40) if i not in (8, 9)]
     assert torch.equal(out[:, :, others], expected[:, :, others])
-
-
-@pytest.mark.parametrize("kernel", EMULATED)
-@pytest.mark.parametrize("value", [0.0, 1e-30, 1e5])
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
-@pytest.mark.parametrize("smooth", [False, True])
-def test_report_46_49_extreme_but_finite_inputs_under_a_mask(kernel, value, which, smooth):
-    tensors = list(draw(SHAPE, torch.bfloat16))
-    tensors[which] = torch.full_like(tensors[which], value)
-    if which == 2:
-        tensors[2][:, :, ::2] *= -0.5
-    problem = AttentionParams(
-        0.125 if value < 1 or which == 2 else 1e-6, True, "bhsd", mask_of("bool", SHAPE)
-    )
-    out, lse = run(kernel, *tensors, problem, smooth_k=smooth, smooth_v=smooth)
-    expected, expected_lse = defined(*tensors, problem)
-    assert torch.isfinite(out).all()
-    size = expected.abs().mean() + 1e-6
-    # K is drawn with a bias, which costs an unsmoothed K some digits; fav2 rounds P to bf16.
-    limit = 4 * max(LIMITS[kernel], 4e-3)
-    assert (out - expected).abs().mean() < limit * size
-    assert (lse - expected_lse)[torch.isfinite(expected_lse)].abs().max() < 0.5
-
-
-@pytest.mark.parametrize("kernel", EMULATED)
-def test_report_46_sums_of_large_values_do_not_overflow(kernel):
-    q, k, v = draw(Shape(1, 1, 1, 20, 64, 64), torch.bfloat16)
-    v = torch.full_like(v, 2000.0)
-    v[:, :, :, ::2] = 7e4
-    out, _ = run(kernel, q * 0, k, v, AttentionParams(0.125, False, "bhsd"))
-    assert torch.allclose(out, v[:, :, :1].float().expand_as(out), rtol=5e-3)

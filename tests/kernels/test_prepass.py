@@ -12,7 +12,6 @@ from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams
 from tests.kernels.calls import QUANTIZED, Shape, draw, launch
 from tests.kernels.problems import packed_of
-from tests.kernels.test_portable import nan_scratch  # noqa: F401
 
 plan = pytest.importorskip("sage_plugin.kernels.quantize.schedule")
 portable = pytest.importorskip("sage_plugin.kernels.quantize.triton.launch")
@@ -89,8 +88,11 @@ def test_the_order_of_programs_changes_nothing(kernel, shape, monkeypatch):
 
 
 @in_small_parts
-@pytest.mark.parametrize("kernel", QUANTIZED)
-@pytest.mark.parametrize("warps_ahead", LEADS.values(), ids=LEADS)
+@pytest.mark.parametrize(
+    ("kernel", "warps_ahead"),
+    [("sage", LEADS["last"]), ("fav3_sage", LEADS["next"]), ("fav3_fp8", LEADS["far"]),
+     ("fav3_sage", LEADS["first"])],
+)  # fmt: skip
 def test_packed_sequences_have_the_statistics_of_each_alone(kernel, warps_ahead, monkeypatch):
     order(monkeypatch, warps_ahead)
     ends_q, ends_k = [0, 5, 5, 70, 75], [0, 70, 86, 86, 130]
@@ -130,9 +132,11 @@ def test_a_call_leaves_nothing_to_the_next(kernel, smooth):
 
 
 @in_small_parts
-@pytest.mark.parametrize("kernel", QUANTIZED)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
-@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize(
+    ("kernel", "value", "which"),
+    [(kernel, value, "kv"[(at + turn) % 2]) for at, kernel in enumerate(QUANTIZED)
+     for turn, value in enumerate((torch.nan, torch.inf, 3e38))],
+)  # fmt: skip
 def test_careful_and_fast_blocks_agree_beside_a_bad_key(kernel, value, which):
     """A head with one bad key leaves the fast path, in its parts and in its blocks."""
     shape = Shape(1, 2, 2, 20, 90, 64)
@@ -214,9 +218,15 @@ def test_a_head_with_a_step_alone_drifts_where_records_are_groups():
 
 
 @in_small_parts
-@pytest.mark.parametrize("kernel", QUANTIZED)
-@pytest.mark.parametrize("part_values", [1024, 4096], ids=["records apart", "records in V"])
-@pytest.mark.parametrize("seq_k", [90, 96], ids=["a last block with a rest", "whole blocks"])
+@pytest.mark.parametrize(
+    ("kernel", "part_values", "seq_k"),
+    [
+        pytest.param("sage", 1024, 90, id="records apart, a last block with a rest"),
+        pytest.param("fav3_sage", 4096, 90, id="records in V, a last block with a rest"),
+        pytest.param("fav3_fp8", 4096, 96, id="records in V, whole blocks"),
+        pytest.param("fav3_sage", 1024, 96, id="records apart, whole blocks"),
+    ],
+)
 def test_two_launches_make_what_one_makes(kernel, part_values, seq_k, monkeypatch):
     monkeypatch.setattr(plan, "PART_VALUES", part_values)
     plan.plan_of.cache_clear()

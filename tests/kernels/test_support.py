@@ -23,8 +23,9 @@ from sage_plugin.kernels.support import (
     kernels_of,
     release,
 )
-from sage_plugin.schema import KERNELS, CallShape, DeviceFacts
+from sage_plugin.schema import KERNELS, CallShape
 from tests.kernels.calls import HOPPER
+from tests.kernels.devices import facts
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_PRODUCT = (
@@ -91,21 +92,6 @@ UNKNOWN = (
     "gfx",
 )
 DIMS = (1, 40, 64, 96, 128, 256)
-
-
-def facts(arch: str, **changes: object) -> DeviceFacts:
-    """A device by architecture, as `device.facts` would tell it."""
-    fields = {
-        "slug": arch,
-        "name": f"Test {arch}",
-        "kind": "hip" if arch.startswith("gfx") else "cuda",
-        "arch": arch,
-        "sm_count": 100,
-        "memory_bytes": 2**34,
-        "smem_bytes": TABLE[arch][2] * 2**10 if arch in TABLE else 48 * 2**10,
-        "fp8_dtype": device.fp8_dtype(arch),
-    }
-    return DeviceFacts(**(fields | changes))
 
 
 @pytest.fixture(autouse=True)

@@ -196,8 +196,9 @@ def arguments(kernel, form="plain", sinks=None, dim=80, dv=80):
 
 
 @BOTH
-@pytest.mark.parametrize("kernel", ["torch", "fav2", "fav3_sage"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "kernel"), [*zip(FORMS, ("torch", "fav2", "fav3_sage", "torch"), strict=True)]
+)
 def test_report_74_opcheck_is_clean(op, kernel, form):
     sinks = torch.randn(1 if form == "one_head" else 2)
     torch.library.opcheck(op, arguments(kernel, form, sinks))
@@ -230,7 +231,7 @@ def test_report_75_new_lengths_and_numbers_of_sequences_recompile_at_most_once(k
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     with torch.no_grad():
-        for lengths in ((5, 40), (3, 4, 70), (64, 33), (31, 30, 29, 28), (90, 2)):
+        for lengths in ((5, 40), (3, 4, 70), (31, 30, 29, 28)):
             given = draw(lengths, tuple(n + 3 for n in lengths))
             for mine, eager in zip(
                 compiled(*given, kernel=kernel), block(*given, kernel=kernel), strict=True

@@ -136,6 +136,23 @@ def staircase(dtype: torch.dtype) -> MaskOf:
     return make
 
 
+def adding_tiles(shape: Shape) -> torch.Tensor:
+    """Tiles of a float mask, of which some add to scores and others only hide."""
+    mask = floats(tiles(each=True), torch.finfo(torch.float32).min)(shape)
+    rows, keys = slice(20, 50), slice(32, 96)
+    size = mask[..., rows, keys].shape
+    mask[..., rows, keys] += 3 * torch.randn(size, generator=torch.Generator().manual_seed(3))
+    return mask
+
+
+def without_thirds(shape: Shape) -> torch.Tensor:
+    """Every third key is hidden, but for one row that sees nothing else."""
+    mask = torch.ones(shape.seq_q, shape.seq_k, dtype=torch.bool)
+    mask[:, ::3] = False
+    mask[1, ::3] = True
+    return mask
+
+
 def threshold(shape: Shape) -> torch.Tensor:
     """Biases that are just not low enough to hide, beside some that are."""
     made = torch.full((shape.seq_k,), -0.9e38)
@@ -143,16 +160,19 @@ def threshold(shape: Shape) -> torch.Tensor:
     return made
 
 
-def tiles(planes: tuple[int, int] = (1, 1), tile: int = 32) -> MaskOf:
-    """Hidden, plain and mixed tiles, a third each; every row sees the first key."""
+def tiles(each: bool = False, tile: int = 32) -> MaskOf:
+    """Hidden, plain and mixed tiles, a third each, for all or for each head of each item."""
 
     def make(shape: Shape) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
+        planes = (shape.batch, shape.heads_q) if each else (1, 1)
         grid = (*planes, -(-shape.seq_q // tile), -(-shape.seq_k // tile))
         kind = torch.randint(0, 3, grid, generator=generator)
         kind = kind.repeat_interleave(tile, 2).repeat_interleave(tile, 3)
         kind = kind[:, :, : shape.seq_q, : shape.seq_k]
         dots = torch.rand(kind.shape, generator=generator) > 0.4
-        return (kind == 1) | ((kind == 2) & dots) | (torch.arange(shape.seq_k) == 0)
+        return (
+            (kind == 1) | ((kind == 2) & dots) | (torch.arange(shape.seq_k) == 0)
+        )  # a key for every row
 
     return make

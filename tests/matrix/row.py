@@ -153,6 +153,17 @@ def means_of_heads(case: Case) -> Case:
     return case.but(k=case.k + 8 * head, v=case.v * (1 + head) - head)
 
 
+def loud_thirds(factor: float) -> Change:
+    """Return a change that makes every third key large, and all scores small or large."""
+
+    def change(case: Case) -> Case:
+        k = case.k.clone()
+        k[:, :, ::3] *= 40
+        return case.but(q=case.q * factor, k=k * factor)
+
+    return change
+
+
 def with_outliers(channels: int, mean: float, spread: float, in_q: float = 1.0) -> Change:
     """Return a change to K whose few channels have a mean or a spread of their own."""
 
@@ -194,6 +205,11 @@ def other_units(case: Case) -> list[Case]:
     return [case.but(mask=case.mask * factor) for factor in (0.6931, 1 / 0.6931, 0.0)]
 
 
+def without_bias(case: Case) -> list[Case]:
+    """A bias of which only what it hides is heeded."""
+    return [case.but(mask=case.mask >= -1e38)]
+
+
 def contiguous(case: Case) -> list[Case]:
     """Tensors in the usual memory order."""
     return [case.each(torch.Tensor.contiguous)]
@@ -205,6 +221,22 @@ def narrowed(case: Case) -> list[Case]:
     for dim, stride in enumerate(mask.stride()):
         mask = mask.narrow(dim, 0, 1) if stride == 0 else mask
     return [case.but(mask=mask.contiguous())]
+
+
+def mask_orders(case: Case) -> list[Case]:
+    """A mask for each head of each item, in other memory orders too."""
+    size = (*case.q.shape[:3], case.k.shape[2])
+    full = case.mask.expand(size)
+    turned = full.transpose(2, 3).contiguous().transpose(2, 3)
+    padded = torch.zeros(*size[:3], size[3] + 1, dtype=full.dtype, device=full.device)
+    padded[..., 1:] = full
+    return [case.but(mask=mask) for mask in (full.contiguous(), turned, padded[..., 1:])]
+
+
+def beyond_the_diagonal(case: Case) -> list[Case]:
+    """A mask with other numbers where causality hides all keys."""
+    above = torch.ones_like(case.mask, dtype=torch.bool).triu(1)
+    return [case.but(mask=case.mask.masked_fill(above, x)) for x in (torch.nan, torch.inf)]
 
 
 def heads_repeated(case: Case) -> list[Case]:

@@ -12,13 +12,17 @@ from tests.matrix import masks
 from tests.matrix.masks import bias, expanded, floats, keeping
 from tests.matrix.row import (
     LARGE,
+    SMALL,
     Case,
     Row,
     alternating,
     beside_nan,
+    beyond_the_diagonal,
     contiguous,
     heads_repeated,
+    loud_thirds,
     louder,
+    mask_orders,
     means_of_heads,
     narrowed,
     other_units,
@@ -31,6 +35,7 @@ from tests.matrix.row import (
     with_outliers,
     with_value,
     without,
+    without_bias,
 )
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -61,7 +66,7 @@ MASKS = [
         for form in ("keys of each item", "rows and keys", "rows alone")
     ),
     Row("bias in the dtype of bf16 tensors", (35,), mask=bias("keys", dtype=BF16), dtype=BF16),
-    Row("tiles hidden, plain and mixed", (13,), mask=masks.tiles((2, 2)), everywhere=True),
+    Row("tiles hidden, plain and mixed", (13,), mask=masks.tiles(each=True), everywhere=True),
     *(
         Row(f"the same tiles in row blocks of {block}", (13,), Shape(1, 2, 1, 70, 80, 32),
             Shape(1, 4, 2, 500, 600, 64), masks.tiles(tile=64), launch={"block_m": block})
@@ -114,6 +119,53 @@ MASKS = [
         everywhere=True),
 ]  # fmt: skip
 
+TILED = Shape(2, 2, 1, 70, 106, 32)
+TILES = [
+    *(
+        Row(f"tiles under {name}", (), TILED, mask=masks.tiles(each=True), options=position)
+        for name, position in {
+            "causal": CAUSAL, "a window": {"window": (40, 25)},
+            "a causal window": {"window": (33, -1), "is_causal": True},
+        }.items()
+    ),
+    *(
+        Row(f"tiles that add, {name}", (36,), Shape(1, 2, 1, 70, 106, 32),
+            mask=masks.adding_tiles, options=options, wrong=without_bias, change=louder)
+        for name, options in {
+            "all": {}, "causal": CAUSAL, "a window": {"window": (40, 25)},
+            "cap and sinks": {"softcap": 6.0, "sinks": sinks(-1.0, 2.0)},
+        }.items()
+    ),
+    *(
+        Row(f"{kind} of {form} in every memory order", (), mask=make(form), same=mask_orders,
+            options=CAUSAL)
+        for form, kind, make in (
+            ("rows of each item", "bool", keeping), ("rows of each head", "bias", bias),
+        )
+    ),
+    Row("mask values out of reach", (), Shape(1, 2, 2, 70, 70, 32), mask=bias("rows and keys"),
+        options=CAUSAL, same=beyond_the_diagonal, everywhere=True),
+    *(
+        Row(f"a mask that {heads} heads share", (), Shape(1, heads, heads, 40, 70, 32),
+            mask=masks.tiles(), kernels=("fav2", "sage"), options={"is_causal": heads == 5})
+        for heads in (1, 5, 7)
+    ),
+    *(
+        Row(f"{kind} in tiles of {block} keys", (), Shape(1, 2, 1, 70, 300, 32), kernels=kernels,
+            mask=how(masks.tiles(tile=128)), launch={"block_m": 64, "block_n": block})
+        for block, kernels in ((64, ("sage",)), (128, ("fav3_sage",)))
+        for kind, how in (("bool", lambda mask: mask), ("float", floats))
+    ),
+    # Scales so small that a product of two is 0, and hidden scores far above all others, which
+    # cost those in their blocks many digits: it is the emulation that these are held to.
+    *(
+        Row(f"hidden scores are large, all times {factor}", (), Shape(1, 2, 2, 64, 96, 32),
+            dtype=FP32, mask=masks.without_thirds, launch={"smooth_k": False}, kernels=QUANTIZED,
+            change=loud_thirds(factor), times=60, large=None)
+        for factor in (1e-25, 1.0)
+    ),
+]  # fmt: skip
+
 POSITIONS = [
     *(
         Row(f"window {window}{' causal' * causal}", mask=None, change=louder, times=4,
@@ -154,7 +206,7 @@ SCORES = [
     Row("a cap beside a mean of K", (54,), options={"softcap": 20.0, **CAUSAL}, times=2,
         change=lambda case: case.but(k=case.k * 0.1 + 50.0)),
     # The sign of a score near 0 decides between two weights: only a small cap keeps that near.
-    Row("scores three times a wide cap", (54,), options={"softcap": 30.0}, dtype=FP32,
+    Row("scores three times a wide cap", (54,), SMALL, None, options={"softcap": 30.0}, dtype=FP32,
         change=scaled(q=50.0), times=20),
     Row("scores a hundred times the cap", (54,), options={"softcap": 0.5}, dtype=FP32,
         change=scaled(q=50.0), times=4),
@@ -219,6 +271,9 @@ SHAPES = [
 ]  # fmt: skip
 
 NUMBERS = [
+    # That no tensor of the caller is written is asked of every row; smoothing did so to this K.
+    Row("a mean of K to be taken off", (60,), dtype=FP32, times=4,
+        change=lambda case: case.but(k=case.k + 596.0)),
     *(
         Row("-".join(map(short, dtypes)), (89, 90), times=2,
             dtype=dtypes)
@@ -336,7 +391,7 @@ ORDERS = [
     )
 ]  # fmt: skip
 
-_EVERY = [*MASKS, *POSITIONS, *SCORES, *SHAPES, *NUMBERS, *ORDERS]
+_EVERY = [*MASKS, *TILES, *POSITIONS, *SCORES, *SHAPES, *NUMBERS, *ORDERS]
 ROWS = [
     dataclasses.replace(row, large=dataclasses.replace(LARGE, dim=(64, 128, 40)[at % 3]))
     if row.large is LARGE and "hadamard" not in row.launch

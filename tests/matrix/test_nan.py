@@ -24,7 +24,7 @@ SEEN = {
 }  # fmt: skip
 CELLS = [
     pytest.param(name, kernel, place, id=f"{name}-{kernel}-{place}", marks=MARKS.get(place, []))
-    for place in ("interpreter", "gpu", "hopper")
+    for place in ("emulation", "interpreter", "gpu", "hopper")
     for at, (name, row) in enumerate(SEEN.items())
     for kernel in PLACES[place].kernels(row, at)
 ]
@@ -36,23 +36,27 @@ def _alone(unconfigured):
 
 
 @pytest.mark.parametrize(("name", "kernel", "place"), CELLS)
-@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_nan_shows_in_the_rows_that_see_it_and_in_no_other(name, kernel, place, which, request):
     row, place = SEEN[name], PLACES[place]
     if place.name == "interpreter":
         request.getfixturevalue("interpreted")
     case = place.case(row)
     skip_unsupported(kernel, place, row, case)
-    at = case.k.shape[2] - 8
+    at = 5 if which == "q" else case.k.shape[2] - 8
     bad = getattr(case, which).clone()
-    bad[-1, :, at, 3] = torch.nan if case.mask is None or which == "k" else torch.inf
+    bad[-1, :, at, 3] = torch.inf if which == "v" else torch.nan
     out, lse = place.answer(kernel, row, case.but(**{which: bad}), return_lse=True,
                             out_dtype=torch.float32)  # fmt: skip
     seen = in_reach(case.q.shape[2], case.k.shape[2], case.options.get("is_causal", False),
                     case.options.get("window")).to(out.device)  # fmt: skip
     if case.mask is not None:
         seen = seen & (case.mask if case.mask.dtype == torch.bool else case.mask >= -1e38)
-    sees = seen.expand(*case.q.shape[:3], -1)[..., at].clone()
+    seen = seen.expand(*case.q.shape[:3], -1)
+    if which == "q":
+        sees = seen.any(-1) & (torch.arange(case.q.shape[2], device=out.device) == at)
+    else:
+        sees = seen[..., at].clone()
     sees[:-1] = False
     assert sees.any()
     assert torch.equal(~out.isfinite().all(-1), sees)

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.patch import patch, unpatch
@@ -123,6 +124,21 @@ def test_autocast_in_a_graph():
     compiled = torch.compile(model.module, backend="eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model.run(compiled), model.run(), rtol=0, atol=1e-6)
+
+
+def test_report_130_a_tangent_flows_in_a_graph():
+    layer = ToyAttention(Direct())
+    sage(layer)
+    q, k, v = qkv()
+
+    def tangent(q, direction):
+        return torch.func.jvp(lambda q: layer(q, k, v), (q,), (direction,))[1]
+
+    compiled = torch.compile(tangent, backend="eager")
+    with sdpa_kernel(SDPBackend.MATH):
+        host = torch.func.jvp(lambda q: Direct()(None, q, k, v), (q,), (v,))[1]
+        torch.testing.assert_close(compiled(q, v), host, rtol=0, atol=1e-5)
+    assert host.any()
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import runpy
@@ -208,6 +209,21 @@ class Gain:
         return F.scaled_dot_product_attention(q, k, v)
 
 
+class Counting:
+    """Writes to its class."""
+
+    count = 0
+
+    def __call__(self, attn, q, k, v):
+        type(self).count += 1
+        self.note()
+        return F.scaled_dot_product_attention(q, k, v)
+
+    @classmethod
+    def note(cls):
+        cls.noted = cls.count
+
+
 class GainModule(Gain, nn.Module):
     def __init__(self):
         super().__init__()
@@ -228,6 +244,13 @@ class Frozen:
 class Slots:
     __slots__ = ("gain",)
     __call__ = toys.Direct.__call__
+
+
+class Final:
+    __call__ = toys.Direct.__call__
+
+    def __init_subclass__(cls):
+        raise TypeError("is final")
 
 
 @pytest.mark.parametrize("kind", [Gain, GainModule])
@@ -256,6 +279,19 @@ def test_report_128_the_caller_s_processor_and_the_layer_s_have_one_state(kind):
     assert not any("_sage" in name for name in (*vars(mine), *vars(layer)))
 
 
+@pytest.mark.parametrize("bases", [(), (abc.ABC,)])
+def test_report_128_what_a_processor_writes_to_its_class_is_there(bases):
+    kind = type("Kind", (Counting, *bases), {})
+    layer = ToyAttention(kind())
+    sage(layer)
+    for _ in range(2):
+        layer(*qkv())
+    assert (kind.count, kind.noted, Counting.count) == (2, 2, 0)
+    assert isinstance(layer.processor, kind)
+    unpatch(layer)
+    assert type(layer.processor) is kind
+
+
 def test_report_128_a_processor_of_two_models_is_patched_in_one():
     mine = Gain()
     first, second = ToyAttention(mine), ToyAttention(mine)
@@ -277,15 +313,16 @@ def test_report_128_a_twin_lent_to_another_module_is_its_layer_s():
     assert handle.report().kernel_calls() == 2
 
 
-def test_report_135_what_cannot_be_exchanged_is_skipped_and_listed():
-    slots = Slots()
-    model = nn.ModuleDict({"slots": ToyAttention(slots), "direct": ToyAttention(toys.Direct())})
+@pytest.mark.parametrize(("kind", "words"), [(Slots, "__slots__"), (Final, "no attention call")])
+def test_report_135_what_cannot_be_exchanged_is_skipped_and_listed(kind, words):
+    mine = kind()
+    model = nn.ModuleDict({"mine": ToyAttention(mine), "direct": ToyAttention(toys.Direct())})
     handle = sage(model)
     outputs = [layer(*qkv()) for layer in model.values()]
     assert [row.layer for row in handle.report().rows] == ["model.direct"]
-    assert "__slots__" in handle.report().skipped["model.slots"]
+    assert words in handle.report().skipped["model.mine"]
     assert not torch.equal(*outputs)
-    assert model["slots"].processor is slots
+    assert model["mine"].processor is mine
 
 
 def test_report_135_a_frozen_processor_is_patched_and_stays_as_it_is():

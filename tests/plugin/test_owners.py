@@ -70,8 +70,10 @@ def test_report_132_a_patch_is_found_from_inside_and_outside_of_a_wrapper(name, 
     assert patch(outer if way == "inside" else inner, kernel="sdpa") is handle
     assert torch.equal(output(model, inner), exact)
     assert handle.report().lost == ()
-    with patched(inner, kernel="sage", min_seq=0):
+    names = list(handle.layers)
+    with patched(outer if way == "inside" else inner, kernel="sage", min_seq=0):
         assert not torch.equal(output(model, inner), exact)
+    assert way == "outside" or list(handle.layers) == names
     assert torch.equal(output(model, inner), exact)
     unpatch(outer if way == "inside" else inner)
     assert (generated(inner), handle_of(inner), handle_of(outer)) == ([], None, None)
@@ -240,6 +242,17 @@ def test_report_133_patching_waits_for_a_forward_that_patches_again(monkeypatch)
     ((thread, waited),) = waiting
     thread.join(10)
     assert waited
+    assert generated(layer) == []
+
+
+def test_report_133_two_threads_that_unpatch_undo_it_once():
+    layer = ToyAttention(Direct())
+    handle = sage(layer)
+    layer(*qkv())
+    parts = list(handle._parts)
+    for _ in range(2):  # both found the patch before either undid it
+        handle._release(parts)
+    assert handle.report().total_calls() == 1
     assert generated(layer) == []
 
 

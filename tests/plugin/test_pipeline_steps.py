@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -99,16 +100,23 @@ def test_report_400_steps_are_those_of_the_object_that_runs_the_model(made, gone
 
 
 @pytest.mark.parametrize(
-    ("strength", "scheduler"),
-    [(1.0, "DDIMScheduler"), (0.5, "DDIMScheduler"), (0.5, "EulerDiscreteScheduler")],
+    ("strength", "scheduler", "options"),
+    [
+        (1.0, "DDIMScheduler", {}),
+        (0.5, "DDIMScheduler", {}),
+        (0.5, "EulerDiscreteScheduler", {}),
+        (0.5, "HeunDiscreteScheduler", {}),
+        (0.7, "PNDMScheduler", {"skip_prk_steps": True}),
+    ],
 )
-def test_report_404_the_last_steps_of_image_to_image_are_the_last(strength, scheduler):
-    pipe = image_to_image(getattr(diffusers, scheduler)())
+def test_report_404_the_last_steps_of_image_to_image_are_the_last(strength, scheduler, options):
+    pipe = image_to_image(getattr(diffusers, scheduler)(**options))
     with sage_plugin.patched(pipe, policy=LAST_TWO, min_seq=0) as handle:
         change(pipe, strength)
-    report, count = handle.report(), int(10 * strength)
+    report, count = handle.report(), pipe.num_timesteps
+    assert count >= int(10 * strength)
     assert report.rows[0].rule_steps == {2: tuple(range(count - 2)), 1: (count - 2, count - 1)}
-    assert report.idle_rules == ()
+    assert (report.idle_rules, report.steps) == ((), count)
 
 
 def test_report_404_the_exact_last_tenth_of_balanced_comes_under_strength_one_half():
@@ -151,6 +159,21 @@ def test_report_404_denoising_end_ends_the_run():
     count = pipe.num_timesteps
     assert count < 10
     assert steps == {2: tuple(range(count - 2)), 1: (count - 2, count - 1)}
+
+
+def test_report_402_requests_in_threads_have_their_own_steps():
+    pipe = classes()
+    with sage_plugin.patched(pipe, policy=FIRST, min_seq=0) as handle:
+        requests = [request_of(pipe) for _ in range(3)]
+        threads = [threading.Thread(target=draw, args=(r, 4 + n)) for n, r in enumerate(requests)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (row,) = handle.report().rows
+    assert row.rule_steps == {1: (0,), 2: (1, 2, 3, 4, 5)}
+    assert row.fallbacks.keys() == {FallbackReason(Fallback.POLICY, 2)}
+    assert [type(r.scheduler) for r in requests] == [diffusers.DDIMScheduler] * 3
 
 
 def test_report_403_prior_and_decoder_of_a_combined_pipeline_have_their_own_steps():
@@ -218,4 +241,19 @@ def test_report_405_a_loop_whose_scheduler_does_not_step_is_left_to_the_baseline
     assert row.fallbacks == {FallbackReason(Fallback.STEP_STANDS_STILL): 3}
     draw(pipe)
     assert handle.report().rows[0].rule_steps == {1: (0,), 2: (1, 2, 3)}
+    handle.unpatch()
+
+
+def test_a_forward_that_fails_leaves_no_step_behind(monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("stop")
+
+    pipe = classes()
+    handle = sage_plugin.patch(pipe, policy=FIRST, min_seq=0)
+    tracker = next(iter(handle.layers.values())).state.tracker
+    monkeypatch.setattr(pipe.transformer.transformer_blocks[0], "forward", fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        draw(pipe)
+    assert tracker.passed == 1
+    assert tracker.now(pipe.transformer) is Fallback.STEP_WITHOUT_SCHEDULER
     handle.unpatch()

@@ -94,9 +94,10 @@ def test_what_calls_saved_is_what_their_configs_were_tuned_with(no_speeds, tmp_p
         return
     assert (row.timed_calls, row.saved_ms, report.saved_ms()) == (3, 6.0, 6.0)
     lines = report.text().splitlines()
-    assert lines[1:3] == [
-        "about 1.5 ms saved per forward over the baseline,",
+    assert lines[:3] == [
+        "about 1.5 ms saved over the baseline per forward,",
         "  by the times that tuning took of 3 of the 3 kernel calls",
+        "3 of 4 calls ran on a kernel (75 %); calls in graphs are not counted",
     ]
     assert "saved 6.0 ms" in report.text()
 
@@ -174,9 +175,9 @@ def test_report_407_sums_of_a_group():
     ]  # fmt: skip
     text = report_with(*rows, forwards=20, steps=10, idle_rules=("rule 2 (sage on *)",)).text()
     assert text.splitlines() == [
-        "50 of 120 calls ran on a kernel (42 %); calls in graphs are not counted",
-        "about 2.5 ms saved per step over the baseline,",
+        "about 2.5 ms saved over the baseline per step,",
         "  by the times that tuning took of 40 of the 50 kernel calls",
+        "50 of 120 calls ran on a kernel (42 %); calls in graphs are not counted",
         "10 calls ran on default configs: record the model with `sage capture`,",
         "  and `sage tune --from-captures` tunes them",
         "t.blocks.*.attn, 10 layers",
@@ -185,6 +186,11 @@ def test_report_407_sums_of_a_group():
         "    steps 2, 4; saved 25.0 ms; fallback x50: shorter than min_seq 1024",
         "never met: rule 2 (sage on *)",
     ]
+
+
+def test_what_is_lost_is_said():
+    lines = report_with(row("a", saved_ms=-3.0, timed_calls=2), forwards=2).text().splitlines()
+    assert lines[0] == "about 1.5 ms lost against the baseline per forward,"
 
 
 def test_report_407_any_model_fits_a_screen():

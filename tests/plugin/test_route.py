@@ -373,7 +373,7 @@ def test_report_118_a_kernel_that_cannot_be_built_gives_way_and_is_not_tried_aga
 ):
     layer, handle = patched_toy()
     tried = []
-    monkeypatch.setattr(route, "run", breaking(OutOfResources("shared memory"), tried))
+    monkeypatch.setattr(route.Executor, "run", breaking(OutOfResources("shared memory"), tried))
     q, k, v = qkv()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -394,7 +394,7 @@ def test_report_118_a_kernel_that_cannot_be_built_gives_way_and_is_not_tried_aga
 )
 def test_what_fails_while_it_runs_or_in_strict_mode_is_raised(monkeypatch, error, strict):
     layer, _ = patched_toy(on_unsupported="error" if strict else "fallback")
-    monkeypatch.setattr(route, "run", breaking(error, []))
+    monkeypatch.setattr(route.Executor, "run", breaking(error, []))
     with pytest.raises(type(error)):
         layer(*qkv())
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -295,33 +297,101 @@ def test_report_405_before_and_past_a_run_nothing_is_known():
     assert places(reader.loop(torch.tensor([900.0]), 1, True)) == [Fallback.STEP_OUTSIDE_RUN]
 
 
-def test_report_405_a_model_that_nobody_with_a_scheduler_runs():
-    """A loop of somebody's own: in the pipeline's run by thread and timestep, or unknown."""
-    made, _ = sampler("FlowMatchEulerDiscreteScheduler")
-    unet, scheduler = made.unet, made.scheduler
-    known, strange = [], []
+def by_variables(unet, scheduler, scale):
+    """A loop over parts; another model's timesteps come in between."""
     scheduler.set_timesteps(4)
+    known, strange = [], []
     for t in scheduler.timesteps:
-        known.append(unet(t / 1000))
+        known.append(unet(t / scale))
         strange.append(unet(torch.tensor(77.0)))
         scheduler.step(ZERO, t, ZERO)
+    return known, strange
+
+
+def by_pipeline(unet, scheduler, scale):
+    """A loop over a pipeline that a variable has."""
+    pipes = (Sampler(unet, scheduler),)
+
+    def draw():
+        (pipe,) = pipes
+        pipe.scheduler.set_timesteps(4)
+        known, strange = [], []
+        for t in pipe.scheduler.timesteps:
+            known.append(pipe.unet(t / scale))
+            strange.append(pipe.unet(torch.tensor(77.0)))
+            pipe.scheduler.step(ZERO, t, ZERO)
+        return known, strange
+
+    return draw()
+
+
+def by_functions(unet, scheduler, scale):
+    """A loop that knows neither by name."""
+    parts = [unet, scheduler]
+
+    def draw():
+        parts[1].set_timesteps(4)
+        known, strange = [], []
+        for t in parts[1].timesteps:
+            known.append(parts[0](t / scale))
+            strange.append(parts[0](torch.tensor(77.0)))
+            parts[1].step(ZERO, t, ZERO)
+        return known, strange
+
+    del unet, scheduler
+    return draw()
+
+
+@pytest.mark.parametrize("scale", [1, 1000])
+@pytest.mark.parametrize("loop", [by_variables, by_pipeline, by_functions])
+def test_report_405_a_loop_of_somebodys_own_is_of_the_run_by_thread_and_timestep(loop, scale):
+    kept = [Sampler(Denoiser(), FlowMatchEulerDiscreteScheduler())]
+    kept[0].unet.tracker = StepTracker(kept[0])
+    known, strange = loop(kept[0].unet, kept[0].scheduler, scale)
     assert places(known) == whole(4)
     assert places(strange) == [Fallback.STEP_WITHOUT_SCHEDULER] * 4
-    scheduler.set_timesteps(4)
-    elsewhere = []
-    thread = threading.Thread(target=lambda: elsewhere.append(unet(scheduler.timesteps[0])))
+    seen, timestep = [], kept[0].timesteps(4)[0]
+    call = functools.partial(kept[0].unet, timestep)
+    thread = threading.Thread(target=lambda: seen.append(call()))
     thread.start()
     thread.join()
-    assert elsewhere == [Fallback.STEP_WITHOUT_SCHEDULER]
-    del made
-    assert unet(scheduler.timesteps[0]) is Fallback.STEP_WITHOUT_SCHEDULER
+    assert seen == [Fallback.STEP_WITHOUT_SCHEDULER]
+    kept.clear()
+    assert call() is Fallback.STEP_WITHOUT_SCHEDULER
 
 
-def test_a_forward_that_fails_leaves_no_step_behind():
+def test_a_loop_of_somebodys_own_over_a_graph_keeps_nothing_alive():
     made, tracker = sampler()
-    assert tracker.now(made.unet) is Fallback.STEP_OUTSIDE_RUN
-    tracker.leave()
-    assert tracker.now(made.unet) is Fallback.STEP_OUTSIDE_RUN
+    made.unet.eager = False
+
+    def draw(unet, scheduler, steps):
+        scheduler.set_timesteps(steps)
+        seen = []
+        for t in scheduler.timesteps:
+            seen += [unet(t), unet(t)]
+            scheduler.step(ZERO, t, ZERO)
+        return [*seen, unet(t)]
+
+    for steps in (4, 3):
+        seen = draw(made.unet, made.scheduler, steps)
+        assert places(seen) == [*whole(steps, 2), Fallback.STEP_OUTSIDE_RUN]
+    unet, gone = made.unet, weakref.ref(made.scheduler)
+    del made
+    assert gone() is None
+    assert tracker.now(unet) is Fallback.STEP_WITHOUT_SCHEDULER
+
+
+def test_the_variables_of_callers_are_left_as_they_are():
+    """Before Python 3.13 `locals()` is one dict of a function, which asking for them fills."""
+    made, _ = sampler()
+
+    def draw(prompt):
+        options = locals()
+        later = made(3)
+        return options, later
+
+    assert places(draw("a cat")[1]) == whole(3)
+    assert draw("a cat")[0] == {"prompt": "a cat", "made": made}
 
 
 def test_the_scheduler_stays_what_it_is():
@@ -416,6 +486,19 @@ def test_what_has_no_scheduler_counts_no_steps():
     assert schedulers_of(torch.nn.Linear(2, 2)) == {}
     assert schedulers_of(Sampler(None, object())) == {}
     assert counts_steps(DDIMScheduler())
+
+
+def test_a_scheduler_that_is_equal_to_others_tells_nothing():
+    """Such ones have no hash."""
+
+    class Equal(DDIMScheduler):
+        def __eq__(self, other):
+            return True
+
+    made = Sampler(Denoiser(), Equal())
+    made.unet.tracker = StepTracker(made)
+    assert type(made.scheduler) is Equal
+    assert places(made(2)) == [Fallback.STEP_OUTSIDE_RUN] * 2
 
 
 def test_a_scheduler_that_cannot_be_changed_tells_nothing():

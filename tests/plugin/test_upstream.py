@@ -18,7 +18,8 @@ pytest.importorskip("diffusers")
 import diffusers
 from diffusers.models import attention_processor
 
-from sage_plugin.plugin.retarget import DISPATCH, SDPA, patched_class, patched_module_class
+from sage_plugin.plugin.redirect import DISPATCH, PREFIX, SDPA
+from sage_plugin.plugin.retarget import patched_class, patched_module_class
 
 TARGETS = {DISPATCH, SDPA}
 ROOT = Path(diffusers.__file__).parent
@@ -76,14 +77,14 @@ def is_processor(cls: type) -> bool:
 
 
 def direct_calls(cls: type) -> list[str]:
-    """Methods that look attention up in a module of diffusers, as unpatched ones do."""
+    """Methods that look attention up by its own name, as unpatched ones do."""
     methods = {n: v for c in reversed(cls.__mro__) for n, v in vars(c).items()}
     plain = {n: inspect.unwrap(v) for n, v in methods.items() if inspect.isfunction(v)}
+    names = {name: set(function.__code__.co_names) for name, function in plain.items()}
     return [
         name
-        for name, function in plain.items()
-        if TARGETS & set(function.__code__.co_names)
-        and function.__globals__["__name__"].startswith("diffusers.")
+        for name, found in names.items()
+        if TARGETS & found and not any(other.startswith(PREFIX) for other in found)
     ]
 
 

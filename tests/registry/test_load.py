@@ -51,7 +51,7 @@ def test_what_was_written_is_read_back(listed):
 
 @settings(max_examples=200, deadline=None)
 @given(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.encode)))
-def test_B2_random_bytes_are_a_config_error(tmp_path_factory, content):
+def test_random_bytes_are_a_config_error(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "random.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"random\.json"):

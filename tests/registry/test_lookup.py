@@ -159,7 +159,7 @@ def test_a_new_environment_is_seen_without_clearing(put, monkeypatch):
     assert lookup.find(samples.KEY, facts=FACTS).label == "env"
 
 
-def test_B9_no_file_access_after_the_first_look(put, monkeypatch):
+def test_no_file_access_after_the_first_look(put, monkeypatch):
     monkeypatch.setattr(load, "shipped_dir", lambda: None)
     root = put(samples.file(*(wide(seq, 32) for seq in (600, 700, 800, 900, 1000))))
     known = [samples.key(seq_q=s, seq_k=s) for s in (600, 700, 800, 900, 1000)]
@@ -202,7 +202,7 @@ def test_the_memo_is_bounded(put, monkeypatch):
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\x00\xff", b"[[[[" * 30_000, b'{"schema_version": NaN}', b"[1]"]
 )
-def test_B2_a_damaged_file_is_a_miss_with_one_warning(put, caplog, content):
+def test_a_damaged_file_is_a_miss_with_one_warning(put, caplog, content):
     root = put(samples.file(samples.entry()))
     load.file_path(root, FACTS.slug).write_bytes(content)
     with caplog.at_level(logging.WARNING):
@@ -249,7 +249,7 @@ def explain(put, key: CallKey, *entries, **keywords) -> str:
 
 
 @pytest.mark.parametrize("change", DISCRETE_CHANGES, ids=lambda change: next(iter(change)))
-def test_A8_explain_names_the_first_differing_field(put, change):
+def test_explain_names_the_first_differing_field(put, change):
     (name, value), *_ = change.items()
     far = wide(1024, 32, causal=True, head_dim=256, gqa_ratio=7)
     sentence = explain(put, samples.key(**change), wide(1024, 32), far)
@@ -322,7 +322,7 @@ def test_a_user_without_a_home_has_no_folder_of_configs(monkeypatch, error):
     assert lookup.find(samples.KEY, facts=FACTS, config_dir="~nosuchuser/x") is None
 
 
-def test_A8_the_key_is_the_same_in_every_interpreter():
+def test_the_key_is_the_same_in_every_interpreter():
     script = (
         "from tests.registry import samples; import hashlib;"
         "print(hashlib.sha256(repr(samples.KEY.to_json()).encode()).hexdigest())"

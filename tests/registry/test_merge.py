@@ -161,7 +161,7 @@ def _write_many(path: Path, writer: int) -> None:
         put_in(path, samples.entry(samples.key(seq_q=seq, seq_k=seq)))
 
 
-def test_B1_concurrent_writers_lose_nothing(path):
+def test_concurrent_writers_lose_nothing(path):
     writers = [SPAWN.Process(target=_write_many, args=(path, n)) for n in range(WRITERS)]
     for writer in writers:
         writer.start()
@@ -180,7 +180,7 @@ def _die_before_rename(path: Path) -> None:
     put_in(path, samples.entry(samples.key(seq_q=4096)))
 
 
-def test_B1_killed_between_write_and_rename_the_old_file_stays(path):
+def test_killed_between_write_and_rename_the_old_file_stays(path):
     put_in(path, samples.entry())
     before = path.read_bytes()
     victim = SPAWN.Process(target=_die_before_rename, args=(path,))
@@ -194,7 +194,7 @@ def test_B1_killed_between_write_and_rename_the_old_file_stays(path):
     assert not list(path.parent.glob(".*.tmp")), "the next writer cleans up"
 
 
-def test_I2_a_lock_file_left_behind_blocks_nobody(path):
+def test_a_lock_file_left_behind_blocks_nobody(path):
     path.parent.mkdir()
     path.with_name("attention.json.lock").write_text("4242")
     assert put_in(path, samples.entry()).added

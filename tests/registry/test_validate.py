@@ -27,14 +27,14 @@ def test_a_sound_file_has_no_problem(path_of):
     assert problems(path, FACTS, illegal=lambda *_: None) == []
 
 
-def test_A4_wrong_device_facts_make_entries_unreachable(path_of):
+def test_wrong_device_facts_make_entries_unreachable(path_of):
     path = path_of(samples.entry(), facts=dataclasses.replace(FACTS, sm_count=80))
     (sentence,) = problems(path, FACTS)
     assert "1 entries unreachable: sm_count is 80 there, 132 on this device" in sentence
     assert problems(path) == [], "without a device at hand there is nothing to compare with"
 
 
-def test_A4_a_slug_that_no_device_asks_for(path_of):
+def test_a_slug_that_no_device_asks_for(path_of):
     facts = dataclasses.replace(FACTS, slug="h100")
     (sentence,) = problems(path_of(samples.entry(), facts=facts))
     assert "looks for 'nvidia-h100-80gb-hbm3', the file says 'h100'" in sentence
@@ -83,7 +83,7 @@ def test_legality_is_asked_with_the_files_own_device(path_of):
     assert asked == [(samples.CONFIG, samples.KEY, FACTS)]
 
 
-def test_B2_a_damaged_file_is_an_error_here(tmp_path):
+def test_a_damaged_file_is_an_error_here(tmp_path):
     path = tmp_path / "attention.json"
     path.write_text('{"schema_version": NaN}')
     (sentence,) = problems(path)

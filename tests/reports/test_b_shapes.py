@@ -14,15 +14,12 @@ import torch.nn.functional as F
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch, launch_space
-from sage_plugin.schema import CallShape, DeviceFacts
+from sage_plugin.schema import CallShape
 from tests.kernels.calls import EMULATED, QUANTIZED, Shape, launch
+from tests.kernels.devices import facts
 
 kernels = pytest.mark.parametrize("kernel", EMULATED)
 quantized = pytest.mark.parametrize("kernel", QUANTIZED)
-
-
-def facts(kind, arch):
-    return DeviceFacts("chip", "chip", kind, arch, 100, 80 << 30, 227 << 10, "float8_e4m3fn")
 
 
 # -- lengths ----------------------------------------------------------------------------------
@@ -59,12 +56,11 @@ def test_report_15_checks_stay_under_python_o():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1201", "emulation"])
 def test_report_30_no_block_is_under_what_a_product_needs(kernel, arch):
     smallest = 16 if kernel == "fav2" else 32
-    kind = "hip" if arch.startswith("gfx") else "cpu" if arch == "emulation" else "cuda"
     seen = 0
     for seq in (1, 8):
         shape = CallShape(1, 1, 1, seq, seq, 64, 64, "float16", False, "none", "bhsd", 0.125)
         key = dispatch.call_key(shape, dispatch.Decision(kernel, "portable"))
-        for config in launch_space.candidates(key, facts(kind, arch)):
+        for config in launch_space.candidates(key, facts(arch)):
             seen += 1
             assert config.block_m >= 16
             assert config.block_n >= smallest
@@ -89,7 +85,7 @@ def test_report_18_head_dims_of_image_decoders_go_to_the_host(machine, dim):
 
 
 def test_report_21_every_call_is_judged_by_its_own_shape():
-    hopper = facts("cuda", "sm_90")
+    hopper = facts("sm_90")
 
     def chosen(dim):
         shape = CallShape(

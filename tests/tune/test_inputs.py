@@ -86,7 +86,7 @@ def test_a_call_without_a_sound_capture_is_left_out_and_all_of_them_are_an_error
         from_captures(folder)
 
 
-def test_H4_no_capture_is_an_error_that_names_the_place(tmp_path):
+def test_no_capture_is_an_error_that_names_the_place(tmp_path):
     with pytest.raises(CaptureError, match="absent"):
         from_captures(tmp_path / "absent")
     (tmp_path / "empty").mkdir()

@@ -59,7 +59,7 @@ def test_what_was_appended_is_read_back(fresh, listed):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(trials(), min_size=1, max_size=4), st.data(), trials())
-def test_C10_a_line_torn_at_any_byte_costs_that_trial_alone(fresh, listed, data, later):
+def test_a_line_torn_at_any_byte_costs_that_trial_alone(fresh, listed, data, later):
     path = fresh()
     ledger = Ledger(path)
     ends = []
@@ -141,7 +141,7 @@ def test_numbers_that_json_cannot_hold_are_left_out(fresh):
     assert Ledger(path).all() == [kept]
 
 
-def test_E4_a_config_cannot_change_after_it_was_recorded():
+def test_a_config_cannot_change_after_it_was_recorded():
     config = samples.config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.block_m = 1  # type: ignore[misc]

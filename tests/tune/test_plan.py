@@ -107,7 +107,7 @@ def test_a_cpu_with_a_number_is_a_cpu():
     assert (study.device, study.timer.method) == ("cpu", "wall")
 
 
-def test_H4_nothing_that_can_be_tuned_is_an_error_with_the_reasons(tmp_path):
+def test_nothing_that_can_be_tuned_is_an_error_with_the_reasons(tmp_path):
     folder = captures.write(tmp_path / "c", [(WIDE, (0,))])
     with pytest.raises(CaptureError, match=r"nothing can be tuned: .*head dim 264") as caught:
         build(TuningRequest(from_captures(folder), device="cpu"))

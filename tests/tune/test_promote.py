@@ -26,8 +26,8 @@ def verdict(count: int, runner: ScriptedRunner, *, min_gain: float) -> promote.S
     return promote.decide(study, screens, finals, min_gain=min_gain, run="r")
 
 
-def test_D3_the_winner_of_many_equal_configs_is_the_default():
-    seeds = 100
+def test_the_winner_of_many_equal_configs_is_the_default():
+    seeds = 60
     kept = sum(
         verdict(40, ScriptedRunner(noise=0.02, seed=s), min_gain=0.01).kind == "confirmed"
         for s in range(seeds)
@@ -35,8 +35,8 @@ def test_D3_the_winner_of_many_equal_configs_is_the_default():
     assert kept >= 0.95 * seeds
 
 
-def test_D8_a_config_equal_to_the_default_is_hardly_ever_promoted():
-    seeds = 200
+def test_a_config_equal_to_the_default_is_hardly_ever_promoted():
+    seeds = 120
     kinds = [
         verdict(2, ScriptedRunner(noise=0.02, seed=s), min_gain=0.0).kind for s in range(seeds)
     ]

@@ -22,7 +22,7 @@ def bad(config) -> Trial:
 
 
 @given(st.integers(0, 2**32), st.none() | st.sampled_from(SPACE))
-def test_F2_with_no_limit_each_config_is_visited_once(seed, incumbent):
+def test_with_no_limit_each_config_is_visited_once(seed, incumbent):
     queue = search.order(SPACE, incumbent, seed)
     assert sorted(queue, key=repr) == sorted(SPACE, key=repr)
     assert queue[0] == SPACE[0]
@@ -73,7 +73,7 @@ def test_failed_configs_are_never_finalists():
     assert search.finalists({SPACE[0]: bad(SPACE[0])}, SPACE[0], None) == ()
 
 
-def test_F1_a_winner_on_the_edge_of_an_axis_is_told():
+def test_a_winner_on_the_edge_of_an_axis_is_told():
     stages = [samples.config(num_stages=n) for n in (2, 3, 4)]
     assert search.edges(stages[2], stages) == ("num_stages 4 is the largest that was searched",)
     assert search.edges(stages[0], stages) == ("num_stages 2 is the smallest that was searched",)

@@ -132,7 +132,7 @@ def test_fresh_starts_over_and_keeps_the_old_ledger(tmp_path):
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_A7_keys_that_differ_in_one_field_are_two_studies_and_two_entries(tmp_path, change):
+def test_keys_that_differ_in_one_field_are_two_studies_and_two_entries(tmp_path, change):
     one, two = scripted.study(4), scripted.study(4, **change)
     assert one.id != two.id
     plan = scripted.plan(tmp_path, one, two)
@@ -144,7 +144,7 @@ def test_A7_keys_that_differ_in_one_field_are_two_studies_and_two_entries(tmp_pa
     assert len(ledger.trials(one.id, "screen")) == len(ledger.trials(two.id, "screen")) == 4
 
 
-def test_C1_failed_candidates_are_rows_and_the_run_goes_on(tmp_path):
+def test_failed_candidates_are_rows_and_the_run_goes_on(tmp_path):
     study = scripted.study(10)
     statuses = ("gate_failed", "compile_error", "run_error", "crashed", "timeout", "mutates_input")
     fails = dict(zip(study.space[1:], statuses, strict=False))
@@ -157,7 +157,7 @@ def test_C1_failed_candidates_are_rows_and_the_run_goes_on(tmp_path):
     assert all(rows[config].reason for config in fails)
 
 
-def test_C10_what_was_tried_before_the_end_of_the_world_is_used_on_restart(tmp_path):
+def test_what_was_tried_before_the_end_of_the_world_is_used_on_restart(tmp_path):
     study = scripted.study(64)
     plan = scripted.plan(tmp_path, study)
 
@@ -179,7 +179,7 @@ def test_C10_what_was_tried_before_the_end_of_the_world_is_used_on_restart(tmp_p
     assert not set(runner.screened) & set(broken.screened[:56])
 
 
-def test_C11_all_failing_is_an_error_with_classes_and_counts(tmp_path):
+def test_all_failing_is_an_error_with_classes_and_counts(tmp_path):
     study = scripted.study(5)
     fails = dict.fromkeys(study.space, "gate_failed") | {study.space[4]: "crashed"}
     plan = scripted.plan(tmp_path, study)
@@ -212,7 +212,7 @@ def test_a_default_that_fails_its_gate_is_replaced_by_the_fastest_that_passes(tm
     assert outcome.entry.evidence.baseline.startswith("unusable")
 
 
-def test_D1_a_clock_ramp_does_not_favor_those_who_come_late(tmp_path):
+def test_a_clock_ramp_does_not_favor_those_who_come_late(tmp_path):
     configs = scripted.space(16)
     winner = configs[7]
     for name, listed in (("forward", configs), ("backward", (configs[0], *configs[:0:-1]))):
@@ -224,7 +224,7 @@ def test_D1_a_clock_ramp_does_not_favor_those_who_come_late(tmp_path):
         assert tune(plan, runner).outcomes[0].entry.config == winner
 
 
-def test_B4_what_was_measured_is_what_is_reported_and_written(tmp_path):
+def test_what_was_measured_is_what_is_reported_and_written(tmp_path):
     study = scripted.study()
     plan = scripted.plan(tmp_path, study)
     foreign = samples.entry(study.key, samples.config(block_m=1024, num_warps=3))
@@ -244,7 +244,7 @@ def test_B4_what_was_measured_is_what_is_reported_and_written(tmp_path):
     assert [entry.config for entry in entries(plan)] == [study.space[2]]
 
 
-def test_B4_an_entry_that_cannot_run_here_is_never_tried(tmp_path):
+def test_an_entry_that_cannot_run_here_is_never_tried(tmp_path):
     study = scripted.study()
     plan = scripted.plan(tmp_path, study)
     foreign = samples.entry(study.key, samples.config(block_m=1024, num_warps=3))
@@ -417,7 +417,7 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_runs(tmp_path):
     assert runner.screened == []
 
 
-def test_I2_a_run_folder_has_one_holder_and_a_dead_one_is_taken_over(tmp_path, caplog):
+def test_a_run_folder_has_one_holder_and_a_dead_one_is_taken_over(tmp_path, caplog):
     plan = scripted.plan(tmp_path)
     with (
         run_folder.claimed(plan.run_folder),
@@ -449,7 +449,7 @@ KILLED = textwrap.dedent("""
 """)
 
 
-def test_I3_a_trial_that_ends_the_session_runs_again_once(tmp_path):
+def test_a_trial_that_ends_the_session_runs_again_once(tmp_path):
     study = scripted.study(6)
     plan = scripted.plan(tmp_path, study)
     victim = study.space[3]

@@ -37,7 +37,7 @@ FAST = Timer("wall", screen_rounds=2, screen_s=0.02, race_rounds=6, race_s=0.2)
         (Reply("raised", error=f"{ConfigError.__module__}.ConfigError"), "illegal"),
     ],
 )
-def test_C1_exceptions_are_told_apart(reply, status):
+def test_exceptions_are_told_apart(reply, status):
     assert classify(reply) == status
 
 
@@ -60,7 +60,7 @@ def runner(*replies: Reply) -> tuple[SubprocessRunner, FakeLane]:
     return made, made._worker
 
 
-def test_C2_a_job_whose_child_died_gets_one_more_child():
+def test_a_job_whose_child_died_gets_one_more_child():
     study = scripted.study(2)
     good = scripted.ScriptedRunner().screen(study, study.default, None)
     crash, done = Reply("crashed", message="ended by SIGKILL"), Reply("done", value=good)
@@ -119,7 +119,7 @@ def test_a_session_with_real_children_writes_what_the_runtime_finds(tmp_path, fo
     assert "timed on the saved part" in " ".join(report.outcomes[1].notes)
 
 
-def test_C2_a_real_child_killed_in_the_middle_costs_nothing_but_time(tmp_path, monkeypatch):
+def test_a_real_child_killed_in_the_middle_costs_nothing_but_time(tmp_path, monkeypatch):
     """The job kills its child once; the runner's second child answers."""
     monkeypatch.setattr(subprocess_runner, "ScreenJob", lambda *_: jobs.DieOnce(tmp_path / "died"))
     made = SubprocessRunner(timeout_s=60)
@@ -132,7 +132,7 @@ def test_C2_a_real_child_killed_in_the_middle_costs_nothing_but_time(tmp_path, m
         made.close()
 
 
-def test_C3_a_real_hang_is_a_timeout_and_the_next_trial_runs(tmp_path, monkeypatch):
+def test_a_real_hang_is_a_timeout_and_the_next_trial_runs(tmp_path, monkeypatch):
     hang = jobs.Hang(tmp_path / "pids")
     made = SubprocessRunner(timeout_s=1.0)
     made._worker = WorkerProcess(timeout_s=1.0)
@@ -148,7 +148,7 @@ def test_C3_a_real_hang_is_a_timeout_and_the_next_trial_runs(tmp_path, monkeypat
         made.close()
 
 
-def test_C2_an_outside_kill_of_the_real_child_is_survived(tmp_path, monkeypatch):
+def test_an_outside_kill_of_the_real_child_is_survived(tmp_path, monkeypatch):
     note = tmp_path / "pids"
     made = SubprocessRunner(timeout_s=20)
     made._worker = WorkerProcess(timeout_s=20)

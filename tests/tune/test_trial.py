@@ -70,7 +70,7 @@ def cheat(monkeypatch, attention) -> None:
     monkeypatch.setattr(replay_call, "attention", attention)
 
 
-def test_E1_a_kernel_that_writes_nothing_fails_the_gate(study, monkeypatch):
+def test_a_kernel_that_writes_nothing_fails_the_gate(study, monkeypatch):
     def nothing(q, k, v, *, out_dtype=None, **_):
         # The memory that a lazy kernel hands back was filled with NaN beforehand.
         return torch.full_like(q, float("nan"), dtype=out_dtype or v.dtype)
@@ -82,7 +82,7 @@ def test_E1_a_kernel_that_writes_nothing_fails_the_gate(study, monkeypatch):
     assert found.time is None, "what fails its gate is not timed"
 
 
-def test_E1_memory_is_poisoned_before_the_check(study, monkeypatch):
+def test_memory_is_poisoned_before_the_check(study, monkeypatch):
     poisoned = []
     real = output.poison
     monkeypatch.setattr(output, "poison", lambda *a: (poisoned.append(a[0]), real(*a)))
@@ -90,7 +90,7 @@ def test_E1_memory_is_poisoned_before_the_check(study, monkeypatch):
     assert len(poisoned) >= 2 * len(study.sources)
 
 
-def test_E3_a_candidate_that_scribbles_on_its_inputs_is_found_and_the_next_is_judged_fairly(
+def test_a_candidate_that_scribbles_on_its_inputs_is_found_and_the_next_is_judged_fairly(
     study, monkeypatch
 ):
     real = replay_call.attention
@@ -107,7 +107,7 @@ def test_E3_a_candidate_that_scribbles_on_its_inputs_is_found_and_the_next_is_ju
     assert ScreenJob(study, study.default, study.default)().status == "ok"
 
 
-def test_E3_scribbling_only_while_it_is_timed_is_found_too(study, monkeypatch):
+def test_scribbling_only_while_it_is_timed_is_found_too(study, monkeypatch):
     real = replay_call.AttentionReplay.whole
 
     def scribbling(call, *args):
@@ -225,7 +225,7 @@ def test_inputs_stay_for_the_next_candidate_of_the_same_study(study, monkeypatch
     assert len(loads) == len(study.sources)
 
 
-def test_D7_a_capture_that_changed_on_disk_is_refused(study):
+def test_a_capture_that_changed_on_disk_is_refused(study):
     from sage_plugin.errors import CaptureError
 
     path = next(iter((captures.Path(study.timed.folder)).glob("*.safetensors")))

@@ -41,7 +41,7 @@ def lane():
         yield lane
 
 
-def test_C1_six_ways_to_fail_and_the_lane_goes_on(lane):
+def test_six_ways_to_fail_and_the_lane_goes_on(lane):
     expected = [
         (jobs.raise_value_error, "raised", "ValueError", "not what it seems"),
         (jobs.raise_runtime_error, "raised", "RuntimeError", "illegal memory access"),
@@ -63,7 +63,7 @@ def test_C1_six_ways_to_fail_and_the_lane_goes_on(lane):
     assert lane.started == 4
 
 
-def test_C2_a_child_killed_from_outside_in_the_middle_of_a_job(lane, tmp_path):
+def test_a_child_killed_from_outside_in_the_middle_of_a_job(lane, tmp_path):
     note = tmp_path / "pids"
 
     def kill() -> None:
@@ -80,7 +80,7 @@ def test_C2_a_child_killed_from_outside_in_the_middle_of_a_job(lane, tmp_path):
     os.kill(int(note.read_text().split()[1]), signal.SIGKILL)
 
 
-def test_C3_a_hung_jobs_process_tree_is_gone_before_the_next_job(tmp_path):
+def test_a_hung_jobs_process_tree_is_gone_before_the_next_job(tmp_path):
     note = tmp_path / "pids"
     with WorkerProcess(timeout_s=2.0) as lane:
         lane.run(jobs.answer)
@@ -93,7 +93,7 @@ def test_C3_a_hung_jobs_process_tree_is_gone_before_the_next_job(tmp_path):
         assert lane.run(jobs.answer).value == 42
 
 
-def test_B10_a_child_is_replaced_after_some_jobs():
+def test_a_child_is_replaced_after_some_jobs():
     with WorkerProcess(timeout_s=60, jobs_per_child=2) as lane:
         pids = [lane.run(jobs.pid).value for _ in range(5)]
     assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]

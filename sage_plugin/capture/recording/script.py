@@ -30,6 +30,7 @@ from sage_plugin.plugin.patch import patch
 
 _DENOISER_NAMES = ("Transformer", "UNet", "DiT")
 _OTHER_NAMES = ("ControlNet", "Autoencoder")
+_PIPELINES, _LANGUAGE = "diffusers.pipelines.pipeline_utils", "PreTrainedModel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +137,16 @@ class DenoiserHook:
         self._recorder.enter_forward(module, args, kwargs)
 
     def _is_candidate(self, module: nn.Module) -> bool:
-        """A denoiser of diffusers, known by its classes: nothing of diffusers is imported here."""
+        """A denoiser of diffusers, or a model of transformers in a script without pipelines.
+
+        Both are known by their classes, so that neither library is imported here. The text encoders
+        of a pipeline are models of transformers too, and nobody's denoiser.
+        """
         cls = type(module)
         if cls in self._passed_over:
             return False
+        if _PIPELINES not in sys.modules and any(c.__name__ == _LANGUAGE for c in cls.__mro__):
+            return True
         model = any(c.__name__ == "ModelMixin" for c in cls.__mro__)
         named = any(n in cls.__name__ for n in _DENOISER_NAMES)
         other = any(n in cls.__name__ for n in _OTHER_NAMES)

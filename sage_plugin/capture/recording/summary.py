@@ -41,7 +41,10 @@ class CaptureSummary:
     def why_nothing(self) -> str:
         """One sentence on why no call was saved: what was seen, and what kept it out."""
         if not self.steps:
-            return f"no forward of a diffusers denoiser was seen in eager mode; {_COMPILED}"
+            return (
+                "no attention of a diffusers or transformers model ran in this process (models in "
+                "subprocesses, behind torch.compile or with attention of their own are not seen)"
+            )
         forwards = ", ".join(f"{n} forwards of {name}" for name, n in self.steps.items())
         if not self.calls_seen:
             return f"{forwards}, but no attention call was seen in eager mode; {_COMPILED}"

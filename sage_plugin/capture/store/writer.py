@@ -176,6 +176,11 @@ class CaptureWriter:
     def _former_files(self) -> tuple[Path, ...]:
         """The files that a new recording replaces: former captures, listed or left by a kill."""
         records = read_manifest(self.folder).records
+        if not self.overwrite and not records:
+            raise CaptureError(
+                f"{self.folder} holds no usable line in its {MANIFEST}: replace it with "
+                "--overwrite (overwrite=True), or name another folder"
+            )
         if not self.overwrite:
             raise CaptureError(
                 f"{self.folder} already holds {len(records)} captures: replace them with "

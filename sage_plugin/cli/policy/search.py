@@ -27,6 +27,9 @@ PLOT = "front.png"
 
 Folder = Annotated[Path, typer.Argument(help="Captures.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Policy file.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a policy that no search wrote.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the front, and write no policy.")]
 
 
@@ -78,13 +81,14 @@ def command(
     folder: Folder = DEFAULT_FOLDER,
     dry_run: DryRun = False,
     output: Output = Path("policy.json"),
+    overwrite: Overwrite = False,
 ) -> None:
     """Search a policy on captures: which kernel for each layer and denoising step."""
     from sage_plugin.tune.policy import front_plot
     from sage_plugin.tune.policy.request import PolicyRequest
 
     if not dry_run:
-        _check_output(output)
+        _check_output(output, overwrite=overwrite)
     fields = {field.name: getattr(search, field.name) for field in dataclasses.fields(search)}
     found = _search(PolicyRequest(folder, **fields | {"kernels": tuple(search.kernels or ())}))
     plot = found.run_folder / PLOT
@@ -103,16 +107,21 @@ def command(
     say(f"Wrote {output}. Next: sage policy prove {shlex.quote(str(output))}")
 
 
-def _check_output(path: Path) -> None:
-    """Refuse to replace what is not a policy, before anything is measured.
+def _check_output(path: Path, *, overwrite: bool) -> None:
+    """Refuse to replace what no search wrote, before anything is measured.
 
     Raises:
         UsageError: the file is something else, or its folder does not exist.
     """
-    from sage_plugin.plugin.policy.rules import is_policy
+    from sage_plugin.plugin.policy import rules
 
-    if path.exists() and not is_policy(path):
+    if path.exists() and not rules.is_policy(path):
         raise UsageError(f"--output {path}: exists and is not a policy; name another file")
+    if path.exists() and not overwrite and not rules.was_searched(path):
+        raise UsageError(
+            f"--output {path}: is a policy that no search wrote; replace it with --overwrite, or "
+            "name another file"
+        )
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--output {path}: the folder {path.absolute().parent} does not exist")
 

@@ -83,11 +83,23 @@ def resolve_kernel(name: str) -> str:
     """
     known = KERNEL_ALIASES.get(name, name)
     if known != "auto" and known not in KERNELS:
-        raise UnknownKernelError(
-            f"kernel {name!r} is not known; choose one of auto, {', '.join(KERNELS)} "
-            f"(alias {', '.join(f'{a} = {k}' for a, k in KERNEL_ALIASES.items())})"
-        )
+        raise UnknownKernelError(_unknown(name))
     return known
+
+
+def _unknown(name: str) -> str:
+    """Say that there is no such kernel, and which one was meant."""
+    kernel, colon, variant = name.partition(":")
+    if colon and KERNEL_ALIASES.get(kernel, kernel) in KERNELS:
+        return f"kernel {name!r} has a variant in it: give kernel={kernel!r}, variant={variant!r}"
+    import difflib
+
+    close = difflib.get_close_matches(name, ("auto", *KERNELS, *KERNEL_ALIASES), n=1)
+    meant = f"did you mean {close[0]!r}? There are" if close else "choose one of"
+    return (
+        f"kernel {name!r} is not known; {meant} auto, {', '.join(KERNELS)} "
+        f"(alias {', '.join(f'{a} = {k}' for a, k in KERNEL_ALIASES.items())})"
+    )
 
 
 def parse_kernel(text: str) -> tuple[str, str]:

@@ -25,6 +25,12 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
     Raises:
         UnsupportedInputError: they do not, or the layout is not known.
     """
+    given: tuple[object, ...] = (q, k, v)
+    if not all(isinstance(x, torch.Tensor) for x in given):
+        kinds = ", ".join(type(x).__name__ for x in given)
+        raise UnsupportedInputError(
+            f"q, k and v are {kinds}; each needs to be a torch.Tensor (torch.from_numpy makes one)"
+        )
     if layout not in LAYOUTS:
         raise UnsupportedInputError(f"layout {layout!r} is not known; choose 'bhsd' or 'bshd'")
     of_q, of_k, of_v = q.shape, k.shape, v.shape

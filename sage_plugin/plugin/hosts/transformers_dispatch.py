@@ -32,8 +32,17 @@ NAME = "sage_plugin"
 WEIGHTS = FallbackReason(Fallback.ATTENTION_WEIGHTS)
 OWN_EAGER = FallbackReason(Fallback.EAGER_IS_NOT_SOFTMAX)
 
-UNDERSTOOD = frozenset(("dropout", "scaling", "is_causal", "softcap", "s_aux", "output_attentions"))
-"""Arguments that kernels know, and that by which weights are asked for."""
+UNDERSTOOD = frozenset((
+    # what kernels know
+    "dropout", "scaling", "is_causal", "softcap", "s_aux",
+    # what the mask holds already, where it is not of the flash kind
+    "sliding_window",
+    # what no attention function of the `sdpa` or `eager` kind takes notice of
+    "position_ids", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "num_items_in_batch",
+))  # fmt: skip
+"""Arguments that keep no call from kernels, nor do others of which the function takes no notice."""
 
 RECORDER = "transformers.utils.output_capturing"
 """The module by which models keep what hooks see of their layers, attention weights too."""

@@ -223,6 +223,12 @@ def is_policy(path: Path) -> bool:
     return isinstance(data, dict) and "rules" in data
 
 
+def was_searched(path: Path) -> bool:
+    """Return whether `sage policy search` wrote a policy, and not a person."""
+    data = _data(path)
+    return isinstance(data, dict) and data.get("prediction") is not None
+
+
 def read(path: Path) -> Policy:
     """Read a policy file.
 

@@ -6,11 +6,12 @@ and all of them may run one model. Which one runs it now is told by the call sta
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +28,14 @@ _PASSED_OVER = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
 """Folders of code that runs no denoiser of its own: torch, and this package's plug-in."""
-_PLAIN = (torch.Tensor, str, int, float, list, tuple, dict, type(None))
+COMPONENTS = "components"
+"""What the blocks of modular pipelines call the pipeline that they are given."""
+NEAR = 6
+"""Callers whose variables are looked at: a loop of somebody's own is not far from its model."""
+
+_PLAIN = (
+    torch.Tensor, str, int, float, list, tuple, dict, type(None), type, ModuleType, FunctionType
+)  # fmt: skip
 _SCHEDULER = "scheduler"
 
 
@@ -77,9 +85,24 @@ class DenoisingLoop:
 
 
 def loop_around(module: nn.Module) -> DenoisingLoop | None:
-    """The innermost caller that holds a module beside a scheduler, or `None`."""
+    """The innermost object whose method runs, that holds a module beside a scheduler, or `None`."""
     loops = (loop_of(candidate, module) for _, candidate in _candidates(sys._getframe(1)))
     return next((loop for loop in loops if loop is not None), None)
+
+
+def loop_in_scope(module: nn.Module) -> DenoisingLoop | None:
+    """The innermost caller among whose variables are the module and a scheduler, or one with both.
+
+    For loops of somebody's own, among the `NEAR` innermost callers.
+    """
+    for scope in _scopes(sys._getframe(1)):
+        loop = _loop_of([scope], scope, module)
+        if loop is not None:
+            return loop
+        for candidate in scope.values():
+            if not isinstance(candidate, _PLAIN) and (loop := loop_of(candidate, module)):
+                return loop
+    return None
 
 
 def loop_of(pipeline: object, module: nn.Module) -> DenoisingLoop | None:
@@ -89,36 +112,65 @@ def loop_of(pipeline: object, module: nn.Module) -> DenoisingLoop | None:
         >>> loop_of(object(), nn.Linear(2, 2)) is None
         True
     """
-    schedulers = schedulers_of(pipeline)
+    return _loop_of(list(_parts(pipeline)), pipeline, module)
+
+
+def schedulers_of(pipeline: object) -> dict[str, Any]:
+    """The schedulers of a pipeline by name, as far as they tell their steps."""
+    return _schedulers(_parts(pipeline))
+
+
+def _loop_of(
+    named: Sequence[Mapping[str, Any]], pipeline: object, module: nn.Module
+) -> DenoisingLoop | None:
+    schedulers = _schedulers(named)
     if not schedulers:
         return None
-    for parts in _parts(pipeline):
+    for parts in named:
         for name, part in parts.items():
             if isinstance(part, nn.Module) and _inside(part) is module:
                 return DenoisingLoop(name, schedulers, pipeline)
     return None
 
 
-def schedulers_of(pipeline: object) -> dict[str, Any]:
-    """The schedulers of a pipeline by name, as far as they tell their steps."""
+def _schedulers(named: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         name: part
-        for parts in _parts(pipeline)
+        for parts in named
         for name, part in parts.items()
         if name.endswith(_SCHEDULER) and counts_steps(part)
     }
 
 
+def _scopes(frame: FrameType | None) -> Iterator[dict[str, Any]]:
+    """The variables of the nearest callers that step something, by name, innermost caller first."""
+    for code, near in itertools.islice(_frames(frame), NEAR):
+        if "step" in code.co_names:
+            own = {} if near.f_locals is near.f_globals else near.f_locals
+            used = {name: near.f_globals[name] for name in code.co_names if name in near.f_globals}
+            yield used | own
+
+
 def _candidates(frame: FrameType | None) -> Iterator[tuple[FrameType, object]]:
-    """Objects whose methods, or that as their first two arguments, the callers run."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount and not code.co_filename.startswith(_PASSED_OVER):
-            found = frame.f_locals
-            for name in code.co_varnames[: min(2, code.co_argcount)]:
+    """Objects whose methods the callers run, or whose blocks."""
+    for code, near in _frames(frame):
+        arguments = code.co_varnames[: min(2, code.co_argcount)]
+        if "self" in arguments[:1] or COMPONENTS in arguments:
+            found = near.f_locals
+            for name in arguments:
                 candidate = found.get(name)
                 if not isinstance(candidate, _PLAIN):
-                    yield frame, candidate
+                    yield near, candidate
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, FrameType]]:
+    """The callers, innermost first; who asks one for its variables has reasons.
+
+    Before Python 3.13 a running function keeps what `f_locals` gives, and shares it with `locals`.
+    """
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_PASSED_OVER):
+            yield frame.f_code, frame
         frame = frame.f_back
 
 

@@ -68,10 +68,11 @@ def watch(scheduler: Any, owner: object) -> bool:  # noqa: ANN401
     """
     with _lock:
         own, met = vars(scheduler), False
+        owners = _owners.setdefault(scheduler, weakref.WeakSet())
         if RUN not in own:
             scheduler.__class__ = _counting(_original(scheduler))
             own[RUN], met = _own_account(scheduler), True
-        _owners.setdefault(scheduler, weakref.WeakSet()).add(owner)
+        owners.add(owner)
     return met
 
 

@@ -12,7 +12,13 @@ from torch import nn
 
 from sage_plugin.kernels.fallback import Fallback
 from sage_plugin.plugin.steps import scheduler as schedulers
-from sage_plugin.plugin.steps.caller import DenoisingLoop, loop_around, loop_of, schedulers_of
+from sage_plugin.plugin.steps.caller import (
+    DenoisingLoop,
+    loop_around,
+    loop_in_scope,
+    loop_of,
+    schedulers_of,
+)
 from sage_plugin.plugin.steps.forward import Forward, Timestep
 from sage_plugin.plugin.steps.scheduler import Run
 
@@ -41,9 +47,9 @@ class StepTracker:
     """The denoising steps of models that run.
 
     The step is that of the scheduler of whoever runs the model, which the call stack tells; its
-    schedulers are watched from their first forward on. Where nobody on the stack has one, it is
-    that of `pipeline`, as long as its scheduler began the run in this thread and the model's
-    timestep is the scheduler's.
+    schedulers are watched from their first forward on. A loop of somebody's own is known by its
+    variables, or else taken for one over `pipeline`; then the run must have begun in this thread,
+    and the model's timestep be the scheduler's.
 
     Args:
         pipeline: whose schedulers are watched from the beginning; it is not kept alive.
@@ -101,9 +107,9 @@ class StepTracker:
 
     def _watch(self, scheduler: Any) -> bool:  # noqa: ANN401
         """Count the steps of a scheduler; whether that begins now. One may refuse to be changed."""
-        if scheduler in self._watched:
-            return False
         with contextlib.suppress(TypeError):
+            if scheduler in self._watched:
+                return False
             met = schedulers.watch(scheduler, self)
             self._watched.add(scheduler)
             return met
@@ -113,10 +119,9 @@ class StepTracker:
         self, module: nn.Module, forward: Forward | None, layer: object = None
     ) -> Step | Fallback:
         loop = loop_around(module)
-        by_stack = loop is not None
+        certain = loop is not None
         if loop is None:
-            pipeline = self._pipeline()
-            loop = None if pipeline is None else loop_of(pipeline, module)
+            loop = self._loop_of_its_own(module, forward)
         if loop is None:
             return Fallback.STEP_WITHOUT_SCHEDULER
         met = [scheduler for scheduler in loop.schedulers.values() if self._watch(scheduler)]
@@ -124,7 +129,7 @@ class StepTracker:
         run = schedulers.run_of(scheduler)
         if run is None:
             return Fallback.STEP_OUTSIDE_RUN
-        if not by_stack and not _agrees(run, scheduler, forward):
+        if not certain and not _agrees(run, scheduler, forward):
             return Fallback.STEP_WITHOUT_SCHEDULER
         if scheduler in met and run.unknown is not None:
             run = schedulers.note(scheduler, _met(run, scheduler, loop, forward))
@@ -138,6 +143,24 @@ class StepTracker:
         if run.total is not None and run.steps >= run.total:
             return Fallback.STEP_OUTSIDE_RUN
         return self._passed(Step(run.steps, run.total, run.number))
+
+    def _loop_of_its_own(self, module: nn.Module, forward: Forward | None) -> DenoisingLoop | None:
+        """What runs a module in no method of a pipeline: by the callers' variables, or `pipeline`.
+
+        Graphs ask at every call of a layer, and look once a step.
+        """
+        known, run = self._here.scope if forward is None else (None, None)
+        scheduler = None if known is None else known()
+        if scheduler is not None and schedulers.run_of(scheduler) == run:
+            return DenoisingLoop("", {"scheduler": scheduler}, None)
+        loop = loop_in_scope(module)
+        if loop is not None:
+            scheduler = loop.scheduler()
+            self._here.scope = (weakref.ref(scheduler), schedulers.run_of(scheduler))
+            return loop
+        pipeline = self._pipeline()
+        knows_time = forward is not None and forward.timestep is not None
+        return loop_of(pipeline, module) if pipeline is not None and knows_time else None
 
     def _passed(self, step: Step) -> Step:
         if (step.run, step.index) != self._here.last:
@@ -167,6 +190,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, Step | Fallback]] = []
+        self.scope: tuple[weakref.ref[Any] | None, Run | None] = (None, None)
         self.last: tuple[int, int] | None = None
         self.seen: weakref.WeakKeyDictionary[Any, tuple[int, int, int, Timestep | None]] = (
             weakref.WeakKeyDictionary()
@@ -174,9 +198,11 @@ class _Thread(threading.local):
 
 
 def _agrees(run: Run, scheduler: Any, forward: Forward | None) -> bool:  # noqa: ANN401
-    """Whether a forward that no known pipeline makes is of this run, by thread and timestep."""
-    if forward is None or forward.timestep is None or run.thread != threading.get_ident():
+    """Whether a forward in no method of a pipeline can be of this run, by thread and timestep."""
+    if run.thread != threading.get_ident():
         return False
+    if forward is None or forward.timestep is None:
+        return True
     place = run.steps + (getattr(scheduler, "begin_index", None) or 0)
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or place >= len(timesteps):

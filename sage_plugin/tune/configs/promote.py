@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from sage_plugin.errors import ConfigError
 from sage_plugin.measure.clocks import stamp
 from sage_plugin.schema import EntryEvidence, LaunchConfig, RegistryEntry, Trial
 from sage_plugin.tune.run.study import Study
@@ -90,7 +91,11 @@ def _entry(
     confirmed = winner is default
     key, time, errors = study.key, winner.time, screens[winner.config].errors
     assert time is not None
-    assert errors is not None, "a config without errors never passed the gate"
+    if errors is None:
+        raise ConfigError(
+            f"the ledger says that {winner.config.text()} passed the gate and holds no errors of "
+            "it: it was changed since; tune again with --fresh"
+        )
     gain_low = NO_BASELINE_GAIN if default is None else winner.extra.get("gain_low", 0.0)
     finished_at, throttled = winner.extra.get("finished_at", 0.0), winner.extra.get("throttled")
     evidence = EntryEvidence(

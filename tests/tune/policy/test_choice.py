@@ -155,9 +155,9 @@ def test_the_front_goes_from_no_error_to_the_fastest(rows):
     assert (front[0].ms, front[0].error) == (pytest.approx(problem.baseline_ms), 0.0)
     assert front[-1].ms == pytest.approx(fastest)
     assert all(a.ms > b.ms for a, b in itertools.pairwise(front))
-    for one in front:
+    for one in front if len(rows) <= 4 else ():  # all choices of more are too many to list
         dominated = [ms for ms, error in every(problem) if error <= one.error * 0.99]
-        assert len(rows) > 4 or one.ms <= min(dominated, default=one.ms) + 1e-9
+        assert one.ms <= min(dominated, default=one.ms) + 1e-9
 
 
 def test_the_front_of_many_cells_reaches_the_fastest_too():
