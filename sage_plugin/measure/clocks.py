@@ -37,16 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ClockSnapshot:
-    """State of one GPU at one moment; `None` where the driver does not tell.
-
-    Attributes:
-        sm_mhz: clock of the multiprocessors.
-        memory_mhz: clock of the memory.
-        temperature_c: temperature of the chip.
-        power_w: power drawn.
-        power_limit_w: enforced power limit.
-        reasons: why the clocks are lower than they could be.
-    """
+    """State of one GPU at one moment; `None` where the driver does not tell."""
 
     sm_mhz: int | None
     memory_mhz: int | None

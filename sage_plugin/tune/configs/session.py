@@ -56,12 +56,6 @@ def tune(
         TuningError: no candidate of any study, the default included, passed the gate.
         ConfigError: the registry file is damaged; found before anything runs.
         OutputError: run folder or registry cannot be written; found before anything runs.
-
-    Example:
-        >>> plan = build(Request(from_captures("captured_inputs")))  # doctest: +SKIP
-        >>> report = tune(plan, SubprocessRunner(timeout_s=300))  # doctest: +SKIP
-        >>> report.outcomes[0].verdict  # doctest: +SKIP
-        'tuned'
     """
     outcomes: list[Outcome] = []
     interrupted = False
