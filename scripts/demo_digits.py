@@ -1,4 +1,4 @@
-"""The training data of the demo model: handwritten digits that move and bounce off the edges.
+"""The training data of the demo model: handwritten digits that bounce off the edges.
 
 The glyphs are scikit-learn's bundled `load_digits` (1,797 scans of 8x8 pixels), enlarged smoothly.
 Clips are drawn in batches on the glyphs' device with one `grid_sample` call, without a loop.

@@ -29,8 +29,8 @@ class OutputDifference(JsonRecord):
     """How a test output differs from a reference, on the same rows.
 
     `upstream_fails` is the share of values with an absolute error above 0.3 and a relative one
-    above 0.25, the rule of the kernels that these descend from; too loose to be a gate. `rows_above` is
-    the share of rows with a cosine above 0.99.
+    above 0.25, the rule of the kernels that these descend from, too loose to be a gate;
+    `rows_above` is the share of rows with a cosine above 0.99.
     """
 
     shape: tuple[int, ...]
