@@ -345,6 +345,8 @@ class EntryEvidence(JsonRecord):
         confirmed: the baseline itself won.
         stamp: how far the times can be trusted (`clean`, `noisy`, `throttled`), or empty.
         host_time: time of the host's attention in the same measurement, `None` where unknown.
+        measured_on: name of the device that was measured, where it is a sibling of the file's own
+            with the same multiprocessors; empty for the file's own.
     """
 
     time: Timing
@@ -360,6 +362,7 @@ class EntryEvidence(JsonRecord):
     confirmed: bool = False
     stamp: str = ""
     host_time: Timing | None = None
+    measured_on: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """A number that changes when shape, dtype or any value of the tensor changes.
+    """Return a number that changes when shape, dtype or any value of the tensor changes.
 
     A weighted sum over the bits of each matrix of the last two dimensions, so that a large or
     strided tensor is never copied as a whole. It finds accidents, not forgeries.

@@ -100,7 +100,8 @@ def _table(case: ReplayInputs, plan: BenchPlan, device: torch.device) -> Table:
     before = snapshot(device)
     samples = _timed(ready, plan, device)
     after = snapshot(device)
-    aa_ratio = _ratio(samples[ready[0].label], samples[f"{ready[0].label} {AGAIN}"])
+    first = ready[0].label
+    aa_ratio = median(samples[first].ms) / median(samples[f"{first} {AGAIN}"].ms)
     trust = stamp(aa_ratio, before, after)
     base = _base(case.family, plan, shape, facts, ready)
     operations = timed.flops()
@@ -165,10 +166,6 @@ def _timed(ready: list[Candidate], plan: BenchPlan, device: torch.device) -> dic
         limits=limits_for(device),
         seed=plan.seed,
     )
-
-
-def _ratio(one: Samples, other: Samples) -> float:
-    return median(one.ms) / median(other.ms)
 
 
 def _base(

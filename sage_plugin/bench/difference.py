@@ -28,18 +28,9 @@ class Spread(JsonRecord):
 class OutputDifference(JsonRecord):
     """How a test output differs from a reference, on the same rows.
 
-    Attributes:
-        shape: of both.
-        reference: values of the reference.
-        test: values of the test output.
-        abs_error: absolute errors.
-        cosine: of the flattened outputs.
-        row_cosine_mean: mean cosine of a row.
-        row_cosine_median: median of it.
-        row_cosine_p10: its 10th percentile.
-        rows_above: share of rows with a cosine above 0.99.
-        upstream_fails: share of values with an absolute error above 0.3 and a relative one above
-            0.25, the rule of the kernels that these descend from; too loose to be a gate.
+    `upstream_fails` is the share of values with an absolute error above 0.3 and a relative one
+    above 0.25, the rule of the kernels that these descend from, too loose to be a gate;
+    `rows_above` is the share of rows with a cosine above 0.99.
     """
 
     shape: tuple[int, ...]
@@ -55,14 +46,7 @@ class OutputDifference(JsonRecord):
 
 
 def difference(test: torch.Tensor, reference: torch.Tensor) -> OutputDifference:
-    """Compare two outputs (B, H, R, Dv) value by value.
-
-    Example:
-        >>> exact = torch.ones(1, 1, 2, 4)
-        >>> found = difference(exact * 1.5, exact)
-        >>> found.abs_error.mean, found.upstream_fails
-        (0.5, 1.0)
-    """
+    """Compare two outputs (B, H, R, Dv) value by value."""
     t, r = _finite(test), _finite(reference)
     error = (t - r).abs()
     rows = torch.nn.functional.cosine_similarity(t, r, dim=-1).flatten()

@@ -13,7 +13,8 @@ from sage_plugin.replay.inputs import ReplayInputs
 PATIENCE_S = 60.0
 """A CPU run that is predicted to take longer has to be asked for."""
 
-SLOWER = {"sdpa": 0.5, "torch": 5.0, "emulation": 6.0, "portable": 1000.0}
+SLOWER = {"sdpa": 0.5, "torch": 5.0, "portable": 1000.0}
+EMULATION = 6.0
 """Time of an attention call over that of plain matrix products of its size, on one CPU.
 
 `portable` runs in Triton's interpreter there."""
@@ -28,14 +29,9 @@ def cpu_seconds(
     *,
     flops_per_s: float | None = None,
 ) -> float:
-    """Predicted seconds for all cases on this CPU, good to a factor of two or three.
-
-    Example:
-        >>> cpu_seconds([], [("sage", "auto")], flops_per_s=1e9)
-        0.0
-    """
+    """Predict the seconds of all cases on this CPU, to a factor of two or three."""
     rate = matmul_flops_per_s() if flops_per_s is None else flops_per_s
-    slower = [_slower(kernel, variant) for kernel, variant in kernels]
+    slower = [SLOWER.get(k, SLOWER.get(variant, EMULATION)) for k, variant in kernels]
     total = 0.0
     for case in cases:
         once = case.family.flops(case.saved_shape) / rate
@@ -47,14 +43,8 @@ def cpu_seconds(
     return total
 
 
-def _slower(kernel: str, variant: str) -> float:
-    if kernel in ("sdpa", "torch"):
-        return SLOWER[kernel]
-    return SLOWER["portable" if variant == "portable" else "emulation"]
-
-
 def matmul_flops_per_s() -> float:
-    """Speed of fp32 matrix products here, from a few milliseconds of them."""
+    """Measure the speed of fp32 matrix products here, in a few milliseconds."""
     a = torch.ones(PROBE, PROBE)
     best = float("inf")
     for _ in range(5):

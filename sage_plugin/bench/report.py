@@ -15,13 +15,13 @@ from sage_plugin import files
 from sage_plugin.bench.rows import KernelRow, Table
 from sage_plugin.errors import OutputError
 from sage_plugin.measure.clocks import ClockSnapshot
-from sage_plugin.schema import SCHEMA_VERSION, DeviceFacts, ErrorMetrics, Timing, Toolchain
+from sage_plugin.schema import SCHEMA_VERSION, DeviceFacts, Timing, Toolchain
 
 REFERENCE_ERRORS = ("rel_l1", "cosine", "rmse", "max_abs", "row_cosine_p10", "centred_rel_l1")
 
 
 def flat(row: KernelRow, device: DeviceFacts, toolchain: Toolchain) -> dict[str, Any]:
-    """One CSV line by column name; units stand in the names."""
+    """Return one CSV line by column name; units stand in the names."""
     cells: dict[str, Any] = {
         "input": row.input,
         "source": row.source,
@@ -42,7 +42,7 @@ def flat(row: KernelRow, device: DeviceFacts, toolchain: Toolchain) -> dict[str,
         "moved_bytes": row.moved_bytes,
         **{f"oracle_{name}": value for name, value in row.errors.to_json().items()},
         "reference": row.reference,
-        **{f"reference_{n}": _of(row.reference_errors, n) for n in REFERENCE_ERRORS},
+        **{f"reference_{n}": getattr(row.reference_errors, n, None) for n in REFERENCE_ERRORS},
         "speedup": row.speedup,
         "speedup_low": row.speedup_low,
         "speedup_high": row.speedup_high,
@@ -65,12 +65,8 @@ def _times(name: str, timing: Timing | None) -> dict[str, float | None]:
     }
 
 
-def _of(metrics: ErrorMetrics | None, name: str) -> float | None:
-    return None if metrics is None else getattr(metrics, name)
-
-
 def csv_text(tables: Iterable[Table], device: DeviceFacts, toolchain: Toolchain) -> str:
-    """All rows as CSV with a header line."""
+    """Write all rows as CSV with a header line."""
     lines = [flat(row, device, toolchain) for table in tables for row in table.rows]
     out = io.StringIO()
     if lines:
@@ -81,7 +77,7 @@ def csv_text(tables: Iterable[Table], device: DeviceFacts, toolchain: Toolchain)
 
 
 def json_text(tables: Iterable[Table], device: DeviceFacts, toolchain: Toolchain) -> str:
-    """All tables as one JSON object, rows nested as their records are."""
+    """Write all tables as one JSON object, rows nested as their records are."""
     body = {
         "schema_version": SCHEMA_VERSION,
         "device": device.to_json(),

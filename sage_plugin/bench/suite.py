@@ -9,7 +9,6 @@ from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.paths import printable
 from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import CaptureRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,7 @@ def captured(folder: Path, max_inputs: int | None = None) -> Suite:
     """
     captures = open_captures(folder)
     chosen = captures.records if max_inputs is None else pick(captures.records, max_inputs)
-    cases = (ReplayInputs(r.shape, _capture_name(r), str(folder), r) for r in chosen)
-    return Suite(tuple(cases), captures.problems)
-
-
-def _capture_name(record: CaptureRecord) -> str:
-    return f"{Path(record.file).stem} {printable(record.layer)} step {record.step}"
+    names = [f"{Path(r.file).stem} {printable(r.layer)} step {r.step}" for r in chosen]
+    pairs = zip(names, chosen, strict=True)
+    cases = tuple(ReplayInputs(r.shape, name, str(folder), r) for name, r in pairs)
+    return Suite(cases, captures.problems)

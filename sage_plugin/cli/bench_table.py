@@ -49,7 +49,9 @@ def _speeds(table: Table, metrics: Sequence[str]) -> list[Column[KernelRow]]:
     }
     columns = [column for metric in metrics for column in of[metric]]
     if table.rows[0].reference:
-        columns.append(("speed-up", _speed(_speedup)))
+        columns.append(
+            ("speed-up", _speed(lambda r: "1" if r.speedup is None else f"{r.speedup:.2f}x"))
+        )
     return columns
 
 
@@ -66,7 +68,7 @@ def _errors(table: Table) -> list[Column[KernelRow]]:
         ("gate", lambda r: Text("fail", style="bold red") if r.gate else Text("ok", style="green")),
     ]
     if table.rows[0].reference:
-        columns.insert(0, ("L1 ref", _reference_error))
+        columns.insert(0, ("L1 ref", lambda r: _error(getattr(r.reference_errors, "rel_l1", None))))
     return columns
 
 
@@ -78,14 +80,6 @@ def _variants(table: Table) -> list[str]:
 def _label(row: KernelRow, table: Table) -> str:
     """The kernel's name, with its variant where the caption cannot say it for all."""
     return row.label if row.variant != HOST and len(_variants(table)) > 1 else row.kernel
-
-
-def _speedup(row: KernelRow) -> str:
-    return "1" if row.speedup is None else f"{row.speedup:.2f}x"
-
-
-def _reference_error(row: KernelRow) -> str:
-    return _error(None if row.reference_errors is None else row.reference_errors.rel_l1)
 
 
 def _spread_text(row: KernelRow) -> str:

@@ -92,12 +92,7 @@ class ClipOptions:
 
 
 def labels(kernels: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Write kernels with their variants as options name them.
-
-    Example:
-        >>> labels([("sage", "auto"), ("fav2", "emulation")])
-        ('sage', 'fav2:emulation')
-    """
+    """Write kernels with their variants as options name them."""
     return tuple(name if variant == "auto" else f"{name}:{variant}" for name, variant in kernels)
 
 
@@ -107,10 +102,6 @@ def checked_policy(text: str) -> Policy:
     Raises:
         ConfigError: there is no such file or preset, or it is not a sound policy.
         UsageError: it is for another model.
-
-    Example:
-        >>> checked_policy("fast").rules[0].kernel
-        'auto'
     """
     from sage_plugin.plugin.policy.rules import chosen
 

@@ -47,13 +47,7 @@ StepRanges = Annotated[int, typer.Option(help="Ranges of denoising steps.")]
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn the option records among a command's parameters into options, a field each.
-
-    Example:
-        >>> def shown(shape: ShapeOptions) -> None: ...
-        >>> list(inspect.signature(flattened(shown)).parameters)[:2]
-        ['seq_len', 'seq_len_k']
-    """
+    """Turn the option records among a command's parameters into options, a field each."""
     hints = get_type_hints(command, include_extras=True)
     records: dict[str, Any] = {
         name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)
@@ -261,10 +255,6 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
 
     Raises:
         UsageError: it is not.
-
-    Example:
-        >>> one_of("--mask", "dense", ("none", "dense"))
-        'dense'
     """
     if value not in allowed:
         raise UsageError(f"{option} {value!r}: allowed are {', '.join(allowed)}")
@@ -276,10 +266,6 @@ def dtype_name(text: str) -> str:
 
     Raises:
         UsageError: it is not one that attention takes.
-
-    Example:
-        >>> dtype_name("bf16")
-        'bfloat16'
     """
     return DTYPES.get(text) or one_of("--dtype", text, (*DTYPES, *DTYPES.values()))
 
@@ -299,10 +285,6 @@ def lengths(texts: Sequence[str]) -> list[int]:
 
     Raises:
         UsageError: one is not a positive whole number that kernels can count to.
-
-    Example:
-        >>> lengths(["8192,16384", "512"])
-        [8192, 16384, 512]
     """
     parts = [part.strip() for text in texts for part in text.split(",")]
     for part in parts:

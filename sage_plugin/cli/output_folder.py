@@ -19,13 +19,6 @@ def prepare(folder: Path, *, marker: str, command: str) -> None:
     Raises:
         UsageError: the folder holds something else.
         OutputError: it cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> prepare(folder, marker=".sage-demo", command="sage demo")
-        >>> [path.name for path in folder.iterdir()]
-        ['.sage-demo']
     """
     try:
         if folder.is_dir() and (folder / marker).is_file():

@@ -129,10 +129,6 @@ def seconds(text: str) -> float:
 
     Raises:
         UsageError: it is not one.
-
-    Example:
-        >>> seconds("1.5m")
-        90.0
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None:

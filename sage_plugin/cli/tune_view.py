@@ -21,6 +21,7 @@ from rich.text import Text
 from sage_plugin.cli import tables
 from sage_plugin.families import ATTENTION
 from sage_plugin.schema import CallShape, LaunchConfig, RegistryEntry, Trial
+from sage_plugin.tune.run.observer import Observer
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.outcome import Outcome
@@ -31,13 +32,8 @@ EMULATION_NOTE = "emulation: not a speed"
 VERDICT_STYLES = {"tuned": "green", "confirmed": "cyan", "failed": "bold red"}
 
 
-class ProgressView:
-    """An observer that draws one line per study.
-
-    Example:
-        >>> with ProgressView(console) as view:  # doctest: +SKIP
-        ...     tune(plan, runner, view)
-    """
+class ProgressView(Observer):
+    """An observer that draws one line per study."""
 
     def __init__(self, console: Console) -> None:
         columns = (
@@ -61,14 +57,14 @@ class ProgressView:
         self._progress.stop()
 
     def study_started(self, study: Study, *, done: int, total: int) -> None:
-        """A new line, that starts where an earlier run stopped."""
+        """Add a line, that starts where an earlier run stopped."""
         self._best, self._failed = float("inf"), 0
         state = f"{done} from an earlier run" if done else ""
         name = f"{study.key.kernel} {ATTENTION.describe(study.timed.shape)}"
         self._task = self._progress.add_task(name, total=total, completed=done, state=state)
 
     def trial_finished(self, study: Study, trial: Trial) -> None:
-        """One step further."""
+        """Advance by one, and show the best time."""
         self._failed += trial.status != "ok"
         if trial.time is not None:
             self._best = min(self._best, trial.time.median_ms)
@@ -77,11 +73,11 @@ class ProgressView:
         self._update(", ".join(part for part in (best, failed) if part), advance=1)
 
     def race_started(self, study: Study, finalists: int) -> None:
-        """The line says so."""
+        """Show the race in the progress line."""
         self._update(f"racing {finalists} finalists")
 
     def study_finished(self, study: Study, verdict: str) -> None:
-        """The line ends with the verdict."""
+        """End the line with the verdict."""
         self._update(verdict)
 
     def _update(self, state: str, advance: int = 0) -> None:
@@ -90,7 +86,7 @@ class ProgressView:
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
-    """One row per study: what the default takes, what the winner takes, and what became of it."""
+    """Show per study what the default takes, what the winner takes, and what became of it."""
     table = tables.grid("call", "default", "best", "gain", "config", "valid", "result", padding=1)
     for outcome in outcomes:
         study, entry = outcome.study, outcome.entry
@@ -132,7 +128,7 @@ def outcome_notes(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def plan_table(plan: TuningPlan) -> Table:
-    """What `--dry-run` shows: one row per study."""
+    """Show what `--dry-run` would do, a row per study."""
     table = tables.grid("call", "inputs", "calls", "configs", "default", padding=1)
     for study, calls in zip(plan.studies, plan.calls, strict=True):
         kind = "synthetic" if study.synthetic else "captured"
@@ -152,12 +148,12 @@ def _lines(shape: CallShape) -> str:
 
 
 def config_text(config: LaunchConfig) -> str:
-    """A launch config on one line: tile, warps, stages, then what is unusual."""
+    """Write a launch config on one line: tile, warps, stages, then what is unusual."""
     return config_lines(config).replace("\n", " ")
 
 
 def config_lines(config: LaunchConfig) -> str:
-    """A launch config on one line or two, for narrow columns."""
+    """Write a launch config on one line or two, for narrow columns."""
     text = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
     numbers = {"maxnreg": config.maxnreg, "waves": config.waves_per_eu}
     numbers["nonkdim"] = config.matrix_instr_nonkdim
@@ -167,7 +163,7 @@ def config_lines(config: LaunchConfig) -> str:
 
 
 def gain_text(entry: RegistryEntry) -> str:
-    """Gain over the default with its sure part, or why there is none."""
+    """Write the gain over the default with its sure part, or why there is none."""
     evidence = entry.evidence
     if evidence.confirmed:
         return "-"
@@ -178,5 +174,5 @@ def gain_text(entry: RegistryEntry) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """A time with three significant digits."""
+    """Write a time with three significant digits."""
     return f"{value:.3g} ms" if value < 100 else f"{value:.0f} ms"

@@ -58,14 +58,14 @@ class DemoModel:
     config: Mapping[str, Any]
 
     def modules(self) -> nn.ModuleDict:
-        """Both modules under the prefixes that the weights file uses."""
+        """Return both modules under the prefixes that the weights file uses."""
         return nn.ModuleDict(
             {"transformer": self.transformer, "label_embedding": self.label_embedding}
         )
 
 
 def shipped_folder() -> Path:
-    """The folder inside the installed package that holds config, weights and training record."""
+    """Return the folder of the package that holds config, weights and training record."""
     return Path(str(resources.files("sage_plugin.demo") / "weights"))
 
 
@@ -147,7 +147,7 @@ def load_model(
 def rotary_embedding(
     size: DemoSize, head_dim: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary cosines and sines for one clip, each (video_tokens, head_dim), float32.
+    """Compute rotary cosines and sines of a clip, each (video_tokens, head_dim), float32.
 
     Space is measured in patches of the smallest frame at every size and time in frames, so a larger
     frame is the same scene drawn finer: its patches lie at fractional positions in the same range.

@@ -90,10 +90,5 @@ def check_installed() -> None:
 
 
 def psnr_db(mse: float) -> float:
-    """Peak signal-to-noise ratio of pixels in [0, 1] from their mean squared error.
-
-    Example:
-        >>> psnr_db(0.01), psnr_db(0.0)
-        (20.0, inf)
-    """
+    """Return the peak signal-to-noise ratio of pixels in [0, 1] from their mean squared error."""
     return math.inf if mse == 0 else -10 * math.log10(mse)

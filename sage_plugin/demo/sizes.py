@@ -71,10 +71,6 @@ def find_size(size: str | DemoSize) -> DemoSize:
 
     Raises:
         DemoError: If there is no size of that name.
-
-    Example:
-        >>> find_size("small").tokens
-        2312
     """
     if isinstance(size, DemoSize):
         return size

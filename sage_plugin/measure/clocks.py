@@ -37,16 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ClockSnapshot:
-    """State of one GPU at one moment; `None` where the driver does not tell.
-
-    Attributes:
-        sm_mhz: clock of the multiprocessors.
-        memory_mhz: clock of the memory.
-        temperature_c: temperature of the chip.
-        power_w: power drawn.
-        power_limit_w: enforced power limit.
-        reasons: why the clocks are lower than they could be.
-    """
+    """State of one GPU at one moment; `None` where the driver does not tell."""
 
     sm_mhz: int | None
     memory_mhz: int | None
@@ -62,12 +53,7 @@ class ClockSnapshot:
 
 
 def snapshot(device: torch.device | str | int) -> ClockSnapshot | None:
-    """Clocks, temperature and power now; `None` on a CPU, without NVML or where NVML refuses.
-
-    Example:
-        >>> snapshot("cpu") is None
-        True
-    """
+    """Clocks, temperature and power now; `None` on a CPU, without NVML or where NVML refuses."""
     resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if resolved.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -80,7 +66,7 @@ def snapshot(device: torch.device | str | int) -> ClockSnapshot | None:
 
 
 def stamp(aa_ratio: float | None, before: ClockSnapshot | None, after: ClockSnapshot | None) -> str:
-    """How far a table can be trusted.
+    """Say how far a table can be trusted: `clean`, `noisy` or `throttled`.
 
     Example:
         >>> stamp(1.002, None, None), stamp(0.97, None, None)

@@ -21,11 +21,6 @@ def save(
 
     Raises:
         OutputError: the file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> save(lambda figure: None, Path(tempfile.mkdtemp()) / "empty.png")
-        ''
     """
     try:
         from matplotlib.figure import Figure

@@ -31,7 +31,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def presets() -> dict[str, CallShape]:
-    """The five video shapes by name: batch, heads, length and head dim of one device's call.
+    """Return the five video shapes by name, as one device calls them.
 
     Example:
         >>> presets()["cogvideox-2b"].seq_q
@@ -43,12 +43,7 @@ def presets() -> dict[str, CallShape]:
 def self_attention(
     batch: int, heads: int, seq: int, head_dim: int, *, dtype: str = "bfloat16"
 ) -> CallShape:
-    """Shape of a plain self-attention call.
-
-    Example:
-        >>> self_attention(1, 2, 64, 64).scale
-        0.125
-    """
+    """Return the shape of a plain self-attention call."""
     return CallShape(
         batch=batch,
         heads_q=heads,
@@ -72,7 +67,7 @@ def synthetic(
     seed: int = 0,
     distribution: str = "normal",
 ) -> Tensors:
-    """Random Q, K and V, drawn head by head in fp32 on the device and rounded to the dtype.
+    """Draw Q, K and V head by head in fp32 on the device, and round them to the dtype.
 
     `normal` is N(0, 1). `biased` adds to V a bias N(0, 1) and to K a bias 3 N(0, 1) of each
     channel, as video models do. `drift` adds 1 to the first half of V and -1 to the second.
@@ -150,7 +145,7 @@ def _v_change(
 
 
 def in_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """A bhsd-indexed tensor whose memory is contiguous in `layout`.
+    """Make the memory of a bhsd-indexed tensor contiguous in `layout`.
 
     Args:
         tensor: (B, H, S, D).
@@ -162,7 +157,7 @@ def in_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Torch's dtype by the name that a `CallShape` holds.
+    """Return torch's dtype by the name that a `CallShape` holds.
 
     Raises:
         UsageError: it is none of float16, bfloat16 and float32.

@@ -14,7 +14,7 @@ LARGEST_BLOCK = 128
 def synthetic_mask(
     shape: CallShape, *, device: torch.device | str, seed: int = 0
 ) -> torch.Tensor | None:
-    """A random bool mask of the call's kind; what is drawn does not depend on the device.
+    """Draw a bool mask of the call's kind, the same on every device; `None` for no mask.
 
     `key_bias` is padding, (B, 1, 1, Sk): each batch item keeps its first keys, a number drawn
     evenly from half of them to all but one. `dense` is (B, 1, Sq, Sk): square blocks, an eighth of
@@ -23,13 +23,6 @@ def synthetic_mask(
 
     Raises:
         UsageError: the mask kind is unknown.
-
-    Example:
-        >>> import dataclasses
-        >>> from sage_plugin.measure.inputs import self_attention
-        >>> shape = dataclasses.replace(self_attention(2, 4, 64, 32), mask_kind="key_bias")
-        >>> synthetic_mask(shape, device="cpu").shape
-        torch.Size([2, 1, 1, 64])
     """
     if shape.mask_kind not in MASK_KINDS:
         raise UsageError(f"mask {shape.mask_kind!r}: allowed are {', '.join(MASK_KINDS)}")

@@ -18,7 +18,7 @@ MIN_RANK_PAIRS = 6
 def median_interval(
     samples: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, float, float]:
-    """Median and its distribution-free interval from binomial order statistics.
+    """Return the median and its distribution-free interval from binomial order statistics.
 
     Below six samples no such interval reaches 95 %; the range of the samples is returned.
 
@@ -59,7 +59,7 @@ def _binomial_rank(n: int, confidence: float) -> int:
 def gain_interval(
     base: Sequence[float], new: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, float, float]:
-    """Gain of `new` over `base`, from samples taken in pairs.
+    """Estimate the gain of `new` over `base`, from samples taken in pairs.
 
     The gain is `1 - new / base`: 0.1 means that a tenth of the time is saved. It is the
     Hodges-Lehmann estimate on the logarithms of the paired ratios with Wilcoxon's signed-rank

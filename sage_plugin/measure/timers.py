@@ -31,7 +31,7 @@ Round = Callable[[Sequence[str]], Sequence[float]]
 def timer(
     functions: Functions, device: torch.device, method: str, *, cold_l2: bool = True
 ) -> Iterator[Round]:
-    """A function that times named calls, one after the other, in milliseconds.
+    """Yield a function that times named calls, one after the other, in milliseconds.
 
     Args:
         functions: name to call.

@@ -44,6 +44,14 @@ class TimingLimits:
     budget_s: float = 10.0
     precision: float = 0.01
 
+    def __post_init__(self) -> None:
+        """Refuse limits that no measurement can keep."""
+        if self.max_samples < 2 or self.min_samples < 1 or self.warmup < 0:
+            raise UsageError(
+                f"measure: got max_samples={self.max_samples}, min_samples={self.min_samples}, "
+                f"warmup={self.warmup}; needs at least 2, 1 and 0"
+            )
+
 
 DEFAULT_LIMITS = TimingLimits()
 
@@ -64,7 +72,7 @@ class Samples:
     method: str
 
     def timing(self) -> Timing:
-        """Median with its 95 % interval."""
+        """Return the median with its 95 % interval."""
         center, low, high = median_interval(self.ms)
         return Timing(
             median_ms=center, low_ms=low, high_ms=high, n=len(self.ms), method=self.method
@@ -99,13 +107,10 @@ def measure(
     *,
     device: torch.device | str,
     method: str | None = None,
-    warmup: int | None = None,
-    min_samples: int | None = None,
-    max_samples: int | None = None,
-    budget_s: float | None = None,
     limits: TimingLimits = DEFAULT_LIMITS,
     cold_l2: bool = True,
     seed: int = 0,
+    **changes: float | None,
 ) -> dict[str, Samples]:
     """Time functions against each other, interleaved.
 
@@ -115,13 +120,10 @@ def measure(
         method: `events` (default on a GPU), `graph` (the call is captured in a CUDA graph, so that
             the host's launch time is gone), `profiler` (the kernels' own time) or `wall` (the only
             one on a CPU, and its default).
-        warmup: rounds that are thrown away, in place of the number in `limits`.
-        min_samples: rounds that are taken at least, likewise.
-        max_samples: rounds that are taken at most, likewise.
-        budget_s: seconds that may be spent, likewise; hard, also in the warm-up.
         limits: when the measurement ends.
         cold_l2: write a buffer larger than twice L2 before each timed call.
         seed: of the order within the rounds.
+        changes: fields of `limits` that differ, `None` for those that do not.
 
     Returns:
         Samples by name, each with the same number of rounds.
@@ -139,13 +141,8 @@ def measure(
         raise UsageError("measure: got no function, needs at least one")
     resolved = _device(device)
     chosen = method or ("wall" if resolved.type == "cpu" else "events")
-    asked = {
-        "warmup": warmup,
-        "min_samples": min_samples,
-        "max_samples": max_samples,
-        "budget_s": budget_s,
-    }
-    limits = _limits(limits, {name: value for name, value in asked.items() if value is not None})
+    given = {name: value for name, value in changes.items() if value is not None}
+    limits = replace(limits, **given)  # type: ignore[arg-type]
     label = chosen if cold_l2 or chosen == "wall" else f"{chosen}/warm"
     with timers.timer(functions, resolved, chosen, cold_l2=cold_l2) as run_round:
         ms = interleave(list(functions), run_round, limits=limits, seed=seed)
@@ -160,13 +157,7 @@ def interleave(
     seed: int = 0,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Take rounds until the limits say stop; knows no device, so that fakes can stand in.
-
-    Example:
-        >>> times = interleave(["a", "b"], lambda order: [1.0 for _ in order])
-        >>> len(times["a"]) == len(times["b"]) == 20
-        True
-    """
+    """Take rounds until the limits say stop; knows no device, so that fakes can stand in."""
     order = random.Random(seed)
     start = now()
     rounds = 0
@@ -191,17 +182,6 @@ def interleave(
 def _precise(ms: Mapping[str, Sequence[float]], precision: float) -> bool:
     intervals = (median_interval(values) for values in ms.values())
     return all(high - low <= precision * center for center, low, high in intervals)
-
-
-def _limits(base: TimingLimits, asked: Mapping[str, float]) -> TimingLimits:
-    """The limits with what was asked in place of their own."""
-    limits = replace(base, **asked)  # type: ignore[arg-type]
-    if limits.max_samples < 2 or limits.min_samples < 1 or limits.warmup < 0:
-        raise UsageError(
-            f"measure: got max_samples={limits.max_samples}, min_samples={limits.min_samples}, "
-            f"warmup={limits.warmup}; needs at least 2, 1 and 0"
-        )
-    return limits
 
 
 def _device(device: torch.device | str) -> torch.device:

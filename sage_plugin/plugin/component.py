@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from sage_plugin import settings
 from sage_plugin.errors import PatchError
-from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
 from sage_plugin.plugin.counts import ComponentCounts, LayerCounts
 from sage_plugin.plugin.hosts import diffusers, transformers
 from sage_plugin.plugin.hosts.diffusers import attention_modules
+from sage_plugin.plugin.twin import layer_of, original_class, original_of
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.patch import PatchHandle
@@ -107,7 +107,7 @@ class Component:
             layers[path] = known or LayerContext(
                 path, self.state, module, None, attends_itself=standing is module
             )
-        originals = {path: _host(x).original_of(found[path][1]) for path, x in layers.items()}
+        originals = {path: _original(x, found[path][1]) for path, x in layers.items()}
         for layer in former.values():
             _host(layer).put_back(layer)
         kept, self.layers = set(self.layers.values()), layers
@@ -125,8 +125,7 @@ class Component:
         with lock:
             replaced = [] if self._released else self._replaced()
             for layer in replaced:
-                host = _host(layer)
-                self._patch_layer(layer, host.original_of(host.found(layer)))
+                self._patch_layer(layer, _original(layer, _host(layer).found(layer)))
         if not replaced or REPLACED in self.state.warned:
             return
         self.state.warned.add(REPLACED)
@@ -236,7 +235,7 @@ class Component:
         ]
 
     def _check_owner(self, path: str, module: nn.Module) -> None:
-        owner = retarget.layer_of(module)
+        owner = layer_of(module)
         if owner is not None and owner.attention is module and owner.state is not self.state:
             raise PatchError(
                 f"{self._full(path)} is patched already, as {owner.name}; unpatch that module first"
@@ -327,6 +326,11 @@ def component_of(module: nn.Module) -> Component | None:
 def _host(layer: LayerContext) -> ModuleType:
     """The library whose attention a layer is: an attention module of transformers is all of it."""
     return transformers if layer.attends_itself else diffusers
+
+
+def _original(layer: LayerContext, found: object) -> object:
+    """What there is to patch in a layer's place, as it is unpatched."""
+    return original_class(found) if layer.attends_itself else original_of(found)
 
 
 def _current(layer: LayerContext) -> object:

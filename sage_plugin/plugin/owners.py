@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 from sage_plugin.errors import PatchError
-from sage_plugin.plugin import retarget
 from sage_plugin.plugin.component import Component, component_of
 from sage_plugin.plugin.hosts.diffusers import attention_modules, components, unwrapped
+from sage_plugin.plugin.twin import layer_of
 
 
 def owners_of(module: nn.Module) -> list[Component]:
     """The patches of layers in a module, through whatever module they were patched."""
     found: dict[int, Component] = {}
     for child in module.modules():
-        layer = retarget.layer_of(child)
+        layer = layer_of(child)
         owner = component_of(child) if layer is None else layer.state.owner
         if owner is not None:
             found[id(owner)] = owner

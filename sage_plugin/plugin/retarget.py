@@ -18,19 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from sage_plugin.plugin.context import STACK, Frame, LayerContext, layer_with
+from sage_plugin.plugin.context import STACK, Frame, layer_with
 from sage_plugin.plugin.redirect import NoRoomError, reaches_attention, redirected
+from sage_plugin.plugin.twin import COPYING, COPYING_MODULES, LAYER, ORIGINAL
 
 logger = logging.getLogger(__name__)
-
-LAYER = "_sage_layer"
-"""Where an attention module has its `LayerContext`."""
-ORIGINAL = "_sage_original"
 
 _lock = threading.RLock()
 _processors: dict[type, type | None] = {}
 _modules: dict[type, type | None] = {}
-_plain: dict[type, type] = {}
 
 
 def patched_class(original: type) -> type | None:
@@ -63,41 +59,6 @@ def patched_module_class(original: type) -> type | None:
         return _modules[original]
 
 
-def generated_class(obj: object) -> type | None:
-    """The class of ours that an object is of, be it under one that somebody put on top of it."""
-    return next((cls for cls in type(obj).__mro__ if ORIGINAL in vars(cls)), None)
-
-
-def original_class(obj: object) -> type:
-    """The class that a processor, or an attention module, has unpatched."""
-    original: type = getattr(type(obj), ORIGINAL, type(obj))
-    return original
-
-
-def plain_class(cls: type) -> type:
-    """A class without ours in it: that which it was made of, or the same on top of that.
-
-    `fully_shard` and parametrizations give a module a subclass of the class that it has.
-    """
-    if ORIGINAL in vars(cls):
-        original: type = vars(cls)[ORIGINAL]
-        return original
-    if not hasattr(cls, ORIGINAL):
-        return cls
-    with _lock:
-        if cls not in _plain:
-            own = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-            bases = tuple(map(plain_class, cls.__bases__))
-            _plain[cls] = types.new_class(cls.__name__, bases, exec_body=lambda ns: ns.update(own))
-        return _plain[cls]
-
-
-def layer_of(module: object) -> LayerContext | None:
-    """The layer that an attention module is patched as; `None` for any other object."""
-    layer: LayerContext | None = getattr(module, "__dict__", {}).get(LAYER)
-    return layer
-
-
 def _generated(generate: Callable[[type], type | None], original: type) -> type | None:
     try:
         return generate(original)
@@ -112,8 +73,8 @@ def _generate(original: type) -> type | None:
     names = {name for cls in original.__mro__ for name in vars(cls)}
     if "__call__" not in names or not any(_attends(original, name) for name in names):
         return None
-    kind = _writing_through(type(original))
-    generated = _subclass(original, kind, f"Sage{original.__name__}", "__call__", _called)
+    kind, name = _writing_through(type(original)), f"Sage{original.__name__}"
+    generated = _subclass(original, kind, name, "__call__", _called, COPYING)
     _register_metadata(original, generated)
     return generated
 
@@ -121,7 +82,14 @@ def _generate(original: type) -> type | None:
 def _generate_module(original: type) -> type | None:
     if not _attends(original, "forward"):
         return None
-    return _subclass(original, type(original), original.__name__, "forward", _entered)
+    return _subclass(
+        original,
+        type(original),
+        original.__name__,
+        "forward",
+        _entered,
+        COPYING_MODULES,
+    )
 
 
 def _attends(cls: type, name: str) -> bool:
@@ -137,15 +105,20 @@ def _attends(cls: type, name: str) -> bool:
 
 
 def _subclass(
-    original: type, kind: type[type], name: str, entry: str, entrance: Callable[..., Any]
+    original: type,
+    kind: type[type],
+    name: str,
+    entry: str,
+    entrance: Callable[..., Any],
+    copying: dict[str, Any],
 ) -> type:
     """A subclass with our copies of methods, each before the method that it is a copy of.
 
     Those of a base class lie in a class of ours before it, where `super` comes by.
     """
-    namespace = _copies(original) | {
+    namespace = _copies(original) | copying
+    namespace |= {
         "__module__": original.__module__,
-        "__reduce_ex__": _reduce_as_original,
         "__doc__": original.__doc__,
         ORIGINAL: original,
     }
@@ -223,12 +196,6 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             frames.pop()
 
     return entrance
-
-
-def _reduce_as_original(self: object, protocol: object) -> tuple[Any, ...]:
-    """A copy or a pickle of what is patched is unpatched."""
-    state = {key: value for key, value in vars(self).items() if key != LAYER}
-    return object.__new__, (plain_class(type(self)),), state
 
 
 def _register_metadata(original: type, generated: type) -> None:

@@ -32,11 +32,6 @@ def read(path: str | Path) -> RegistryFile:
     Raises:
         ConfigError: missing, unreadable, too large, not strict JSON, of another schema version,
             with an unknown, missing or wrongly typed field, or with an unsound entry.
-
-    Example:
-        >>> read("no/such/attention.json")
-        Traceback (most recent call last):
-        sage_plugin.errors.ConfigError: no/such/attention.json: no such file
     """
     return parse(files.read_text(Path(path), MAX_FILE_BYTES, "registry"), str(path))
 
@@ -68,7 +63,7 @@ def parse(text: str, where: str) -> RegistryFile:
 
 
 def entry_problems(entry: RegistryEntry) -> list[str]:
-    """What contradicts itself in an entry, one sentence each; empty for a sound one."""
+    """List what contradicts itself in an entry, a sentence each; empty for a sound one."""
     key, time = entry.key, entry.evidence.time
     problems = _size_problems(key, POSITIVE_KEY_FIELDS, 1)
     problems += _size_problems(entry.config, POSITIVE_CONFIG_FIELDS, 1)
@@ -95,7 +90,7 @@ def _size_problems(record: CallKey | LaunchConfig, names: tuple[str, ...], low: 
 
 
 def foreign_reason(file: RegistryFile, facts: DeviceFacts, family: str) -> str | None:
-    """Why a sound file is not for this device and family, or `None` where it is.
+    """Say why a sound file is not for this device and family, or `None` if it is.
 
     A file never serves another device: names, not numbers alone, tell two chips apart.
     """
@@ -111,12 +106,7 @@ def foreign_reason(file: RegistryFile, facts: DeviceFacts, family: str) -> str |
 def search_path(
     slug: str, family: str = "attention", config_dir: str | Path | None = None
 ) -> list[tuple[str, Path]]:
-    """The files that are looked at for a device, first one first, whether they exist or not.
-
-    Example:
-        >>> search_path("nvidia-l4", config_dir="/tmp/mine")[0]
-        ('argument', PosixPath('/tmp/mine/nvidia-l4/attention.json'))
-    """
+    """List the files that are looked at for a device, in order, whether they exist or not."""
     roots = {
         "argument": None if config_dir is None else Path(os.path.expanduser(config_dir)),
         "env": settings.current().config_dir,
@@ -127,12 +117,12 @@ def search_path(
 
 
 def file_path(root: str | Path, slug: str, family: str = "attention") -> Path:
-    """The registry file of a device and family under a folder of configs."""
+    """Return the registry file of a device and family under a folder of configs."""
     return Path(root) / slug / f"{family}.json"
 
 
 def user_dir() -> Path | None:
-    """The user's folder of configs; `None` without `platformdirs`, or for a user without a home."""
+    """Return the user's folder of configs; `None` without `platformdirs`, or without a home."""
     try:
         import platformdirs
 

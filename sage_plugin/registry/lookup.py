@@ -1,4 +1,4 @@
-"""Find the tuned config of a call: exact key, else the nearest measured one, else nothing.
+"""Find the tuned config of a call: exact key, else the nearest one that reaches it, else nothing.
 
 Everything is remembered, misses too: after the first look at a file nothing here touches the disk.
 """
@@ -30,13 +30,15 @@ class Match:
 
     Attributes:
         entry: the registry entry.
-        source: `"exact"`, or `"near"` where the numbers of its key differ.
+        source: `"exact"`, or `"near"` where its key differs.
+        nearness: how well it fits.
         path: the file that holds it.
         label: which place that file is (`"argument"`, `"env"`, `"user"`, `"shipped"`).
     """
 
     entry: RegistryEntry
     source: str
+    nearness: distance.Nearness
     path: Path
     label: str
 
@@ -56,9 +58,12 @@ def find(
 ) -> Match | None:
     """Find the config for a call on a device.
 
-    Places are asked in the order of `load.search_path`; within one, the exact key comes first, then
-    entries with the same discrete fields and both lengths inside their measured range, the nearest
-    in log space first. A damaged or foreign file is a miss with one warning, never an exception.
+    An entry serves a call that differs in lengths, batch x heads, layout and 16-bit dtype
+    (`distance.py`). The exact key comes first, then entries whose measured range holds the lengths,
+    then those that reach them; of equals, places come in the order of `load.search_path`, so that a
+    far entry of an early place does not hide an exact one of a later. Within a place, the same
+    dtype and layout come first, then the nearest in log space. A damaged or foreign file is a miss
+    with one warning, never an exception.
 
     Args:
         key: the call.
@@ -96,11 +101,19 @@ def clear() -> None:
 
 def matches_in(file: RegistryFile, key: CallKey, path: Path, label: str) -> list[Match]:
     """The entries of one file that may serve a key, best first."""
-    covering = [entry for entry in file.entries if distance.covers(entry, key)]
-    covering.sort(key=lambda entry: (distance.log_distance(entry.key, key), entry.key.numbers()))
-    return [
-        Match(entry, "exact" if entry.key == key else "near", path, label) for entry in covering
+    found = [(distance.nearness(entry, key), entry) for entry in file.entries]
+    matches = [
+        Match(entry, "near" if near else "exact", near, path, label)
+        for near, entry in found
+        if near is not None
     ]
+    return sorted(matches, key=lambda match: (match.nearness, *_order(match.entry, key)))
+
+
+def _order(entry: RegistryEntry, key: CallKey) -> tuple[object, ...]:
+    same = (entry.key.dtype == key.dtype, entry.key.layout == key.layout)
+    far = distance.log_distance(entry.key, key)
+    return (same.count(False), far, entry.key.numbers(), entry.key.dtype, entry.key.layout)
 
 
 def explain(
@@ -141,15 +154,30 @@ def _place_sentence(
     matches = matches_in(file, key, path, label)
     legal = [m for m in matches if is_legal is None or is_legal(m.entry.config)]
     if legal:
-        numbers = dict(zip(distance.NUMBER_FIELDS, legal[0].entry.key.numbers(), strict=True))
-        near = "" if legal[0].source == "exact" else f", measured at {numbers}"
-        return f"{legal[0].source} match{near}"
+        return f"{legal[0].source} match{_near_words(legal[0], key)}"
     if matches:
         return f"{len(matches)} matching entries, none legal for this call on this device"
     nearest = distance.closest(file.entries, key)
     if nearest is None:
         return "no entries"
     return f"no match; in the closest entry {distance.first_difference(nearest, key)}"
+
+
+def _near_words(match: Match, key: CallKey) -> str:
+    """At what a near match was measured, and what is known of the loss."""
+    if match.source == "exact":
+        return ""
+    measured = match.entry.key
+    numbers = dict(zip(distance.NUMBER_FIELDS, measured.numbers(), strict=True))
+    forms = {n: getattr(measured, n) for n in ("dtype", "layout")}
+    other = {n: form for n, form in forms.items() if form != getattr(key, n)}
+    loss = (
+        "between measured lengths"
+        if match.nearness == distance.Nearness.MEASURED
+        else f"within {distance.REACH} times its lengths, loss not measured"
+    )
+    where = f" on {match.entry.evidence.measured_on}" if match.entry.evidence.measured_on else ""
+    return f", measured at {numbers | other}{where}; {loss}"
 
 
 def _rank(
@@ -160,6 +188,7 @@ def _rank(
         file = _file(path, facts, family)
         if file is not None:
             ranked += matches_in(file, key, path, label)
+    ranked.sort(key=lambda match: match.nearness)  # stable: places stay in their order
     return tuple(ranked)
 
 

@@ -62,11 +62,6 @@ def merge(
         ConfigError: the file that is there is damaged or another device's; it is left untouched. Or
             an entry is unsound.
         OutputError: the file cannot be written.
-
-    Example:
-        >>> merge("configs/nvidia-l4/attention.json", [entry], family="attention",
-        ...       facts=device.facts(), toolchain=device.toolchain())  # doctest: +SKIP
-        MergeReport(added=((CallKey(...), 'new'),), replaced=(), kept=())
     """
     for entry in entries:
         for problem in load.entry_problems(entry):

@@ -15,7 +15,7 @@ LOCK_TIMEOUT_S = 60.0
 
 
 def text_of(file: RegistryFile) -> str:
-    """The text of a registry file: sorted entries, a line per flat record, hence small diffs."""
+    """Write a registry file: sorted entries, a line per flat record, hence small diffs."""
     ordered = sorted(file.entries, key=lambda entry: (entry.key.discrete(), entry.key.numbers()))
     data = file.to_json()
     data["entries"] = [entry.to_json() for entry in ordered]

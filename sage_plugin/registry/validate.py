@@ -24,12 +24,7 @@ IllegalReason = Callable[[LaunchConfig, CallKey, DeviceFacts], str | None]
 def problems(
     path: str | Path, facts: DeviceFacts | None = None, *, illegal: IllegalReason | None = None
 ) -> list[str]:
-    """Everything that is wrong with one registry file.
-
-    Example:
-        >>> problems("no/such/attention.json")
-        ['no/such/attention.json: no such file']
-    """
+    """List everything that is wrong with one registry file."""
     path = Path(path)
     try:
         file = load.read(path)
@@ -43,7 +38,7 @@ def problems(
 
 
 def registry_files(path: str | Path) -> list[Path]:
-    """The registry files of a folder of configs (`<device_slug>/<family>.json`), or a file itself.
+    """List the registry files of a folder (`<device_slug>/<family>.json`), or a file itself.
 
     Raises:
         ConfigError: there is nothing at `path`, or a folder without registry files.

@@ -185,7 +185,7 @@ def test_models_without_attention_are_passed_over(tmp_path):
     )
     assert ran.end.traceback == ""
     assert ran.summary.steps == {}
-    assert "no forward of a diffusers denoiser" in ran.summary.why_nothing()
+    assert "no attention of a diffusers or transformers model" in ran.summary.why_nothing()
 
 
 def test_a_compiled_model_is_named_as_the_reason(tmp_path):

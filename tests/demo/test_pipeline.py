@@ -111,7 +111,8 @@ def test_generated_digits_can_be_read() -> None:
     digits = loaded("demo_digits")
     pipe = load_pipeline()
     pipe.set_progress_bar_config(disable=True)
-    size = replace(SIZES["small"], frames=4)  # an eighth or less of the attention
+    # A quarter of the length, a sixteenth of the attention.
+    size = replace(SIZES["small"], frames=4)
     frames = run(pipe, digit=list(range(10)), size=size, num_inference_steps=6)
     read = digits.read_digits(frames, size, digits.load_glyphs())
     assert (read == torch.arange(10)).sum() >= 8

@@ -231,7 +231,7 @@ def test_a_tuned_config_is_found_exactly_and_nearby(tmp_path, warnings):
     assert found.detail == f"argument: {tmp_path / FACTS.slug / 'attention.json'}"
     near = launch_space.find_launch(key(seq_q=3000, seq_k=3000), FACTS, config_dir=folder)
     assert (near.config, near.source) == (other, "near")
-    far = launch_space.find_launch(key(seq_q=30000, seq_k=30000), FACTS, config_dir=folder)
+    far = launch_space.find_launch(key(seq_q=300_000, seq_k=300_000), FACTS, config_dir=folder)
     assert far.source == "default"
     assert len(warnings()) == 1
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sage_plugin.plugin import redirect, retarget
+from sage_plugin.plugin import redirect, retarget, twin
 from sage_plugin.plugin.patch import patch, unpatch
 from tests.plugin import toys
 from tests.plugin.toys import ToyAttention, generated, qkv, sage
@@ -338,4 +338,4 @@ def test_report_135_a_frozen_processor_is_patched_and_stays_as_it_is():
     assert layer.processor is mine
     assert generated(layer) == []
     assert vars(mine) == {"gain": 2.0}
-    assert retarget.generated_class(mine) is None
+    assert twin.generated_class(mine) is None

@@ -18,7 +18,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
 from sage_plugin.errors import PatchError
-from sage_plugin.plugin import retarget
+from sage_plugin.plugin import twin
 from sage_plugin.plugin.hosts import diffusers as host
 from sage_plugin.plugin.patch import handle_of, patch, patched, refresh, unpatch
 from sage_plugin.plugin.report import report
@@ -166,11 +166,11 @@ def test_report_132_a_class_that_somebody_puts_on_top_is_kept(put, order):
     names = [cls.__name__ for cls in type(plain.module.model.layers[0].self_attn).__mro__]
     for layer in layers:
         assert [cls.__name__ for cls in type(layer).__mro__] == names
-        assert retarget.generated_class(layer) is None
+        assert twin.generated_class(layer) is None
     if put is sharded:
         assert type(layers[0]) is type(layers[1])
         assert layers[0].reshard() == "resharded"
-    assert retarget.layer_of(copied) is None
+    assert twin.layer_of(copied) is None
     if put is parametrized:
         parametrize.remove_parametrizations(layers[0], "weight")
         assert type(layers[0]).__name__ == "LlamaAttention"

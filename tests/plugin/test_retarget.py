@@ -110,6 +110,42 @@ def test_copies_and_pickles_are_unpatched(way):
     assert handle.report().total_calls() == 1
 
 
+class Counted(toys.Direct):
+    """Says itself how it is copied and pickled."""
+
+    def __init__(self):
+        self.copies = 0
+
+    def __deepcopy__(self, memo):
+        made = memo[id(self)] = type(self)()
+        made.copies = self.copies + 1
+        return made
+
+    def __getstate__(self):
+        return {"copies": self.copies + 10}
+
+
+WAYS_TO_COPY = {
+    "shallow": (copy.copy, 10),
+    "deep": (copy.deepcopy, 1),
+    "pickle": (lambda obj: pickle.loads(pickle.dumps(obj)), 10),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_COPY)
+def test_copies_are_made_as_the_original_s_are_and_shared_as_they_are(way):
+    made, copies = WAYS_TO_COPY[way]
+    mine = Counted()
+    model = torch.nn.ModuleList([ToyAttention(mine), ToyAttention(mine)])
+    patch(model, kernel="sage", min_seq=0)
+    found = made(model[0].processor)
+    assert (type(found), found.copies) == (Counted, copies)
+    assert found is not mine
+    first, second = (layer.processor for layer in copy.deepcopy(model))
+    assert first is second
+    assert type(first) is Counted
+
+
 def test_a_module_processor_keeps_its_weights():
     layer = ToyAttention(toys.ModuleProcessor())
     names, weight = list(layer.state_dict()), layer.processor.gain

@@ -372,9 +372,19 @@ def test_a_loop_of_somebodys_own_over_a_graph_keeps_nothing_alive():
             scheduler.step(ZERO, t, ZERO)
         return [*seen, unet(t)]
 
+    def stop(unet, scheduler):
+        scheduler.set_timesteps(5)
+        for t in scheduler.timesteps[:2]:
+            unet(t)
+            scheduler.step(ZERO, t, ZERO)
+
+    other = FlowMatchEulerDiscreteScheduler()
     for steps in (4, 3):
-        seen = draw(made.unet, made.scheduler, steps)
-        assert places(seen) == [*whole(steps, 2), Fallback.STEP_OUTSIDE_RUN]
+        for scheduler in (made.scheduler, other):
+            seen = draw(made.unet, scheduler, steps)
+            assert places(seen) == [*whole(steps, 2), Fallback.STEP_OUTSIDE_RUN]
+            stop(made.unet, scheduler)
+    del scheduler
     unet, gone = made.unet, weakref.ref(made.scheduler)
     del made
     assert gone() is None
@@ -392,6 +402,27 @@ def test_the_variables_of_callers_are_left_as_they_are():
 
     assert places(draw("a cat")[1]) == whole(3)
     assert draw("a cat")[0] == {"prompt": "a cat", "made": made}
+
+
+def test_a_pipeline_in_a_variable_is_looked_for_there_first():
+    made, _ = sampler("FlowMatchEulerDiscreteScheduler")
+
+    def draw(pipes, number):
+        first, pipe = pipes[number], pipes[1 - number]
+        first.timesteps(9)
+        pipe = first  # the variable that had it the last time, or another
+        if number:
+            del first
+        pipe.scheduler.set_timesteps(3)
+        seen = []
+        for t in pipe.scheduler.timesteps:
+            seen.append(pipe.unet(t))
+            pipe.scheduler.step(ZERO, t, ZERO)
+        return seen
+
+    pipes = (made, Sampler(made.unet, FlowMatchEulerDiscreteScheduler()))
+    for number in (0, 1, 0):
+        assert places(draw(pipes, number)) == whole(3)
 
 
 def test_the_scheduler_stays_what_it_is():

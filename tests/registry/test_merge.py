@@ -115,7 +115,7 @@ def test_a_place_that_cannot_be_written_is_an_output_error(tmp_path):
         put_in(tmp_path / "taken" / FACTS.slug / "attention.json", samples.entry())
 
 
-def test_entries_reach_towards_measured_neighbors_only(path, tmp_path, monkeypatch):
+def test_entries_reach_towards_measured_neighbors_and_twice_beyond(path, tmp_path, monkeypatch):
     monkeypatch.setattr(load, "shipped_dir", lambda: None)
 
     def square(seq: int, **changes: object) -> RegistryEntry:
@@ -137,15 +137,10 @@ def test_entries_reach_towards_measured_neighbors_only(path, tmp_path, monkeypat
         match = lookup.find(key, facts=FACTS, config_dir=tmp_path)
         return match and match.entry.key.seq_q
 
-    assert [found(s) for s in (1023, 1200, 1300, 3072, 5000, 9000, 16_385)] == [
-        None,
-        1024,
-        1536,
-        1536,
-        None,
-        16_384,
-        None,
-    ]
+    asked = (511, 512, 1023, 1200, 1300, 3072, 3500, 9000, 16_385, 32_768, 32_769)
+    assert [found(s) for s in asked] == [
+        None, 1024, 1024, 1024, 1536, 1536, 1536, 16_384, 16_384, 16_384, None
+    ]  # fmt: skip
 
 
 def test_a_range_that_a_file_states_is_never_narrowed(path):

@@ -21,7 +21,7 @@ from sage_plugin.tune.configs.session import tune
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.crash_marker import CrashMarker
 from sage_plugin.tune.run.ledger import Ledger
-from sage_plugin.tune.run.observer import Silent
+from sage_plugin.tune.run.observer import Observer
 from tests.registry import samples
 from tests.tune import scripted
 from tests.tune.scripted import ScriptedRunner
@@ -229,7 +229,7 @@ def test_what_was_measured_is_what_is_reported_and_written(tmp_path):
     plan = scripted.plan(tmp_path, study)
     foreign = samples.entry(study.key, samples.config(block_m=1024, num_warps=3))
 
-    class Neighbor(Silent):
+    class Neighbor(Observer):
         def race_started(self, study, finalists):
             merge(
                 plan.registry_path,

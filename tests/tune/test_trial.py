@@ -24,9 +24,9 @@ FAST = Timer("wall", screen_rounds=2, screen_s=0.02, race_rounds=4, race_s=0.1)
 
 @pytest.fixture(autouse=True)
 def _forget():
-    trial._held = None
+    trial._loaded_study = None
     yield
-    trial._held = None
+    trial._loaded_study = None
 
 
 @pytest.fixture

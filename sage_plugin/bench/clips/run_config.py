@@ -55,24 +55,14 @@ class RunConfig:
 def run_configs(
     kernels: Sequence[str], policy: Policy | None = None, *, baseline: str = HOST
 ) -> list[RunConfig]:
-    """List the baseline first, each kernel once, and the policy last.
-
-    Example:
-        >>> [config.name for config in run_configs(["sdpa", "sage", "sage"])]
-        ['sdpa', 'sage']
-    """
+    """List the baseline first, each kernel once, and the policy last."""
     singles = [RunConfig(name, name) for name in dict.fromkeys(kernels) if name != baseline]
     policies = [] if policy is None else [RunConfig(POLICY, policy=policy)]
     return [RunConfig(baseline), *singles, *policies]
 
 
 def mismatches(prediction: Prediction | None, *, device: str, calls: int) -> Iterator[str]:
-    """Yield a sentence for each reason why predicted and real numbers do not belong together.
-
-    Example:
-        >>> list(mismatches(Prediction("H100", 15, 60, ()), device="H100", calls=8))
-        ['predicted for a run of 60 attention calls, and this one has 8']
-    """
+    """Yield a sentence for each reason why predicted and real numbers do not belong together."""
     if prediction is None:
         return
     if prediction.device != device:

@@ -19,15 +19,8 @@ class RunTime(JsonRecord):
     A step's time is the mean over all steps of a run: a policy's steps differ, so that their median
     would hide those that it runs on slower kernels.
 
-    Attributes:
-        step_ms: median over the runs of the mean step.
-        step_low_ms: lower end of its 95 % interval.
-        step_high_ms: upper end.
-        steps_ms: median over the runs of each step.
-        run_ms: median of the whole run, from call to clip.
-        run_low_ms: lower end of its 95 % interval.
-        run_high_ms: upper end.
-        runs: how many were timed.
+    `step_ms` and `run_ms` are medians over the runs with 95 % intervals, `steps_ms` medians of each
+    step.
     """
 
     step_ms: float

@@ -14,12 +14,7 @@ DECADES = 4
 
 
 def verdict(comparison: ClipComparison) -> str:
-    """Say in one sentence how the policy stands against the single kernels.
-
-    Example:
-        >>> verdict(ClipComparison((), None, "", ()))
-        'No policy was drawn with.'
-    """
+    """Say in one sentence how the policy stands against the single kernels."""
     policy = comparison.of(POLICY)
     if policy is None:
         return "No policy was drawn with."
@@ -62,11 +57,6 @@ def largest_error(comparison: ClipComparison) -> float:
 
 
 def worst_step(curve: Sequence[float]) -> int | None:
-    """Return the step in which most error came in, from 0; `None` if none did.
-
-    Example:
-        >>> worst_step([0.0, 0.3, 0.5])
-        1
-    """
+    """Return the step in which most error came in, from 0; `None` if none did."""
     gains = [after - before for before, after in zip((0.0, *curve), curve, strict=False)]
     return None if not gains or max(gains) <= 0 else gains.index(max(gains))

@@ -170,10 +170,12 @@ def _front_table(found: PolicySearchResult) -> Table:
 def _summary(found: PolicySearchResult) -> str:
     """What was chosen beside the host's attention and the fastest kernel, in sentences."""
     host, *singles, policy = found.prediction.runs
+    error, plain = found.assignment.error, found.assignment.plain_error
+    weighted = "" if abs(error - plain) < 1e-9 else f" (weighted by sensitivity {error:.4f})"
     lines = [
         f"Attention of a run on {found.device}: {policy.ms:.2f} ms with the policy, "
         f"{host.ms:.2f} with the host's ({host.ms / (policy.ms or host.ms or 1):.2f} times as "
-        f"fast), mean error {policy.error:.4f}{_weighted(found)}."
+        f"fast), mean error {policy.error:.4f}{weighted}."
     ]
     if singles:
         lines.append(
@@ -181,16 +183,8 @@ def _summary(found: PolicySearchResult) -> str:
             + ", ".join(f"{one.name} {one.ms:.2f} ms ({one.error:.4f})" for one in singles)
             + "."
         )
-    by_error = found.assignment.slack
     lines.append(
         f"{found.judged} captures in {len(found.grid.captured)} of {len(found.grid.cells)} cells, "
-        f"{found.seconds:.0f} s; no choice can be better by more than {by_error:.3g}."
+        f"{found.seconds:.0f} s; no choice can be better by more than {found.assignment.slack:.3g}."
     )
     return "\n".join(lines)
-
-
-def _weighted(found: PolicySearchResult) -> str:
-    """The weighted error where there are weights."""
-    weighted = found.assignment.error
-    same = abs(weighted - found.assignment.plain_error) < 1e-9
-    return "" if same else f" (weighted by sensitivity {weighted:.4f})"

@@ -7,7 +7,6 @@ it itself; those of transformers are found in `transformers.py`.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
@@ -18,14 +17,19 @@ from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import WRAPPER, LayerContext, layer_path, layer_with
 from sage_plugin.plugin.hosts import transformers
 from sage_plugin.plugin.redirect import NO_CALL
+from sage_plugin.plugin.twin import (
+    LAYER,
+    layer_of,
+    lies_in_dict,
+    make_plain,
+    original_class,
+    twin_of,
+)
 
 DENOISERS = ("transformer*", "unet*", "*_transformer", "*_unet", "prior", "prior_prior", "decoder")
 """Component names of a pipeline that `patch` chooses by itself."""
 
 SLOTS = "the processor keeps its state in __slots__, which no other object can share"
-
-HEAP_TYPE = 1 << 9
-"""CPython's flag of classes that were made at run time."""
 
 AUTOENCODERS = ("Autoencoder", "AsymmetricAutoencoder", "ConsistencyDecoder", "VQModel")
 
@@ -141,7 +145,7 @@ def _with_processors(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]
 
 def _attends_itself(module: nn.Module) -> bool:
     """Whether a module of diffusers calls attention in its `forward`, without a processor."""
-    original = retarget.original_class(module)
+    original = original_class(module)
     named = original.__module__.startswith("diffusers.")
     return named and retarget.patched_module_class(original) is not None
 
@@ -159,11 +163,11 @@ def swap(layer: LayerContext) -> str | None:
     generated = _class_for(original)
     if generated is None or module is None:
         return NO_CALL
-    if not _lies_in_dict(original):
+    if not lies_in_dict(original):
         return SLOTS
-    layer.processor = _twin(original, generated)
+    layer.processor = twin_of(original, generated)
     module.processor = layer.processor  # type: ignore[assignment]
-    vars(module)[retarget.LAYER] = layer
+    vars(module)[LAYER] = layer
     return None
 
 
@@ -173,14 +177,14 @@ def put_back(layer: LayerContext) -> None:
     layer.processor = None
     if module is None or twin is None:
         return
-    if retarget.layer_of(module) is layer:
-        del vars(module)[retarget.LAYER]
+    if layer_of(module) is layer:
+        del vars(module)[LAYER]
     if module.processor is twin:
         module.processor = original  # type: ignore[assignment]
     elif layer_with(module.processor) is None:  # upstream made it with `type(processor)()`
-        _make_plain(module.processor)
+        make_plain(module.processor)
     # The twin may lie elsewhere: `fuse_qkv_projections` keeps the processors that it replaces.
-    _make_plain(twin)
+    make_plain(twin)
 
 
 def standing(layer: LayerContext) -> object:
@@ -192,39 +196,8 @@ found = standing
 """What there is to patch in a layer's place."""
 
 
-def original_of(processor: object) -> object:
-    """What a processor is unpatched: itself, or what a twin of ours was made of."""
-    owner = layer_with(processor)
-    if owner is not None:
-        return owner.original
-    if retarget.generated_class(processor) is None:
-        return processor
-    return _twin(processor, retarget.original_class(processor))
-
-
-def _twin(processor: object, cls: type) -> object:
-    """Another object with the same `__dict__`."""
-    twin: object = object.__new__(cls)
-    object.__setattr__(twin, "__dict__", vars(processor))
-    return twin
-
-
-def _make_plain(processor: object) -> None:
-    if retarget.generated_class(processor) is not None:
-        object.__setattr__(processor, "__class__", retarget.plain_class(type(processor)))
-
-
-def _lies_in_dict(processor: object) -> bool:
-    """Whether all that an object holds lies in its `__dict__`, as Python's own classes have it."""
-    classes = type(processor).__mro__[:-1]
-    members = (value for cls in classes for value in vars(cls).values())
-    written_in_c = any(not cls.__flags__ & HEAP_TYPE for cls in classes)
-    slots = any(isinstance(value, types.MemberDescriptorType) for value in members)
-    return hasattr(processor, "__dict__") and not (slots or written_in_c)
-
-
 def _class_for(processor: object) -> type | None:
-    return retarget.patched_class(retarget.original_class(processor))
+    return retarget.patched_class(original_class(processor))
 
 
 def _name_of(module: nn.Module) -> str:

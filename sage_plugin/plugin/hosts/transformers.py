@@ -16,6 +16,7 @@ from torch import nn
 from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import LayerContext, layer_path
 from sage_plugin.plugin.redirect import NO_CALL
+from sage_plugin.plugin.twin import LAYER, generated_class, layer_of, original_class, plain_class
 
 
 def is_model(obj: object) -> bool:
@@ -36,7 +37,7 @@ def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]
     """
     anybodys = is_model(root)
     for path, module in root.named_modules():
-        original = retarget.original_class(module)
+        original = original_class(module)
         ours = anybodys and not original.__module__.startswith("torch.")
         if (ours or is_model(module)) and retarget.patched_module_class(original):
             yield layer_path(path), module, module
@@ -51,12 +52,12 @@ def swap(layer: LayerContext) -> str | None:
     module = layer.attention
     if module is None:
         return NO_CALL
-    generated = retarget.patched_module_class(retarget.original_class(module))
+    generated = retarget.patched_module_class(original_class(module))
     if generated is None or not _rebind(module, _forward):
         return NO_CALL
     module.__class__ = generated
-    vars(module)[retarget.LAYER] = layer
-    layer.original, layer.processor = retarget.original_class(module), generated
+    vars(module)[LAYER] = layer
+    layer.original, layer.processor = original_class(module), generated
     return None
 
 
@@ -66,26 +67,21 @@ def put_back(layer: LayerContext) -> None:
     layer.processor = None
     if module is None or ours is None:
         return
-    if retarget.layer_of(module) is layer:
-        original: Any = retarget.original_class(module)
+    if layer_of(module) is layer:
+        original: Any = original_class(module)
         _rebind(module, original.forward)
-        module.__class__ = retarget.plain_class(type(module))
-        del vars(module)[retarget.LAYER]
+        module.__class__ = plain_class(type(module))
+        del vars(module)[LAYER]
 
 
 def standing(layer: LayerContext) -> object:
     """What stands in the layer's place: our class of the module, `None` once it has another."""
-    return retarget.generated_class(layer.attention)
+    return generated_class(layer.attention)
 
 
 def found(layer: LayerContext) -> object:
     """What there is to patch in a layer's place: the module, of whatever class it is now."""
     return layer.attention
-
-
-def original_of(module: object) -> object:
-    """What a module is unpatched: one of its former class."""
-    return retarget.original_class(module)
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -99,7 +95,7 @@ def _rebind(module: nn.Module, forward: Callable[..., Any]) -> bool:
     Returns:
         Whether a call of the module comes to it, or to the class, and not to somebody's function.
     """
-    original = retarget.original_class(module)
+    original = original_class(module)
     known = [getattr(cls, "forward", None) for cls in (original, type(module))]
     held = [
         (holder, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -33,6 +34,8 @@ COMPONENTS = "components"
 NEAR = 6
 """Callers whose variables are looked at: a loop of somebody's own is not far from its model."""
 
+_known: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
+"""In which variable of a loop of somebody's own its pipeline was, to look there first."""
 _PLAIN = (
     torch.Tensor, str, int, float, list, tuple, dict, type(None), type, ModuleType, FunctionType
 )  # fmt: skip
@@ -95,12 +98,13 @@ def loop_in_scope(module: nn.Module) -> DenoisingLoop | None:
 
     For loops of somebody's own, among the `NEAR` innermost callers.
     """
-    for scope in _scopes(sys._getframe(1)):
-        loop = _loop_of([scope], scope, module)
+    for code, scope in _scopes(sys._getframe(1)):
+        loop = _loop_of([scope], scope, module) or loop_of(scope.get(_known.get(code, "")), module)
         if loop is not None:
             return loop
-        for candidate in scope.values():
+        for name, candidate in scope.items():
             if not isinstance(candidate, _PLAIN) and (loop := loop_of(candidate, module)):
+                _known[code] = name
                 return loop
     return None
 
@@ -142,13 +146,13 @@ def _schedulers(named: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _scopes(frame: FrameType | None) -> Iterator[dict[str, Any]]:
-    """The variables of the nearest callers that step something, by name, innermost caller first."""
+def _scopes(frame: FrameType | None) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+    """The nearest callers that step something, with their variables, innermost caller first."""
     for code, near in itertools.islice(_frames(frame), NEAR):
         if "step" in code.co_names:
             own = {} if near.f_locals is near.f_globals else near.f_locals
             used = {name: near.f_globals[name] for name in code.co_names if name in near.f_globals}
-            yield used | own
+            yield code, used | own
 
 
 def _candidates(frame: FrameType | None) -> Iterator[tuple[FrameType, object]]:

@@ -145,18 +145,9 @@ class StepTracker:
         return self._passed(Step(run.steps, run.total, run.number))
 
     def _loop_of_its_own(self, module: nn.Module, forward: Forward | None) -> DenoisingLoop | None:
-        """What runs a module in no method of a pipeline: by the callers' variables, or `pipeline`.
-
-        Graphs ask at every call of a layer, and look once a step.
-        """
-        known, run = self._here.scope if forward is None else (None, None)
-        scheduler = None if known is None else known()
-        if scheduler is not None and schedulers.run_of(scheduler) == run:
-            return DenoisingLoop("", {"scheduler": scheduler}, None)
+        """What runs a module in no pipeline's method: by callers' variables, or `pipeline`."""
         loop = loop_in_scope(module)
         if loop is not None:
-            scheduler = loop.scheduler()
-            self._here.scope = (weakref.ref(scheduler), schedulers.run_of(scheduler))
             return loop
         pipeline = self._pipeline()
         knows_time = forward is not None and forward.timestep is not None
@@ -190,7 +181,6 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, Step | Fallback]] = []
-        self.scope: tuple[weakref.ref[Any] | None, Run | None] = (None, None)
         self.last: tuple[int, int] | None = None
         self.seen: weakref.WeakKeyDictionary[Any, tuple[int, int, int, Timestep | None]] = (
             weakref.WeakKeyDictionary()

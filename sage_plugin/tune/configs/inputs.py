@@ -70,7 +70,10 @@ def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY
     place = str(captures.path.resolve())
     built, damaged = [], list[str]()
     for key, records in groups.items():
-        chosen = sorted(_sound(captures, records, max_per_key, damaged), key=_saved_heads)
+        chosen = sorted(
+            _sound(captures, records, max_per_key, damaged),
+            key=lambda r: (len(r.batch_indices) * len(r.head_indices), r.sha256),
+        )
         if not chosen:
             continue
         sources = tuple(ReplayInputs(r.shape, folder=place, record=r) for r in chosen)
@@ -113,10 +116,6 @@ def from_drawn(inputs: Iterable[ReplayInputs]) -> TuningInputs:
 
 def _shape_key(shape: CallShape) -> CallKey:
     return ATTENTION.call_key(shape, Decision("any", "any"))
-
-
-def _saved_heads(record: CaptureRecord) -> tuple[int, str]:
-    return len(record.batch_indices) * len(record.head_indices), record.sha256
 
 
 def _by_cost(groups: Sequence[InputGroup]) -> tuple[InputGroup, ...]:

@@ -20,14 +20,8 @@ from sage_plugin.tune.run.study import Study
 class Outcome:
     """What became of one study.
 
-    Attributes:
-        study: the tuning problem.
-        verdict: `"tuned"`, `"confirmed"` or `"failed"`.
-        entry: the winner with its evidence; `None` where the study failed.
-        written: what the registry did with it: `"added"`, `"replaced"` or `"kept: <why>"`.
-        trials: number of screened configs by status.
-        kernel_ms: time of the winner's attention launch alone, `None` where it was not taken.
-        notes: sentences on the winner.
+    `verdict` is "tuned", "confirmed" or "failed", `written` what the registry did: "added",
+    "replaced" or "kept: <why>"; `trials` counts screened configs by status.
     """
 
     study: Study

@@ -71,14 +71,8 @@ class TuningRequest:
 class TuningPlan:
     """A request made concrete.
 
-    Attributes:
-        request: what was asked for.
-        studies: the tuning problems, the most expensive call first.
-        calls: recorded calls of each study's key, in the same order.
-        notes: sentences on inputs and configs that were left out.
-        facts: the device.
-        run_folder: where trials and results go.
-        registry_path: the file that winners are merged into.
+    `studies` come the most expensive call first, `calls` in the same order; `notes` say what was
+    left out.
     """
 
     request: TuningRequest

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from sage_plugin.errors import ConfigError
 from sage_plugin.measure.clocks import stamp
-from sage_plugin.schema import EntryEvidence, ErrorMetrics, LaunchConfig, RegistryEntry, Trial
+from sage_plugin.schema import EntryEvidence, LaunchConfig, RegistryEntry, Trial
 from sage_plugin.tune.run.study import Study
 
 TUNED, CONFIRMED, FAILED = "tuned", "confirmed", "failed"
@@ -59,11 +59,7 @@ def decide(
 
 
 def failure_summary(trials: list[Trial]) -> str:
-    """The failures of a study by class with counts, and one example of each.
-
-    Example:
-        "3 gate_failed (cosine of the worst head is 0.9, ...), 1 crashed (...)"
-    """
+    """Sum up the failures of a study by class with counts, and one example of each."""
     classes: dict[str, list[str]] = {}
     for trial in trials:
         if trial.status != "ok":
@@ -93,21 +89,28 @@ def _entry(
     run: str,
 ) -> RegistryEntry:
     confirmed = winner is default
-    key, time = study.key, winner.time
+    key, time, errors = study.key, winner.time, screens[winner.config].errors
     assert time is not None
+    if errors is None:
+        raise ConfigError(
+            f"the ledger says that {winner.config.text()} passed the gate and holds no errors of "
+            "it: it was changed since; tune again with --fresh"
+        )
+    gain_low = NO_BASELINE_GAIN if default is None else winner.extra.get("gain_low", 0.0)
+    finished_at, throttled = winner.extra.get("finished_at", 0.0), winner.extra.get("throttled")
     evidence = EntryEvidence(
         time=time,
         baseline_time=default.time if default is not None and default.time else time,
         baseline=study.default.text() if default else f"unusable: {study.default.text()}",
-        gain_low=0.0 if confirmed else _gain_low(winner, default),
-        errors=_errors(screens[winner.config]),
+        gain_low=0.0 if confirmed else gain_low,
+        errors=errors,
         synthetic=study.synthetic,
         inputs=tuple(source.label for source in study.sources),
         run=run,
         toolchain=study.toolchain,
-        date=_date(winner),
+        date=datetime.fromtimestamp(finished_at, UTC).date().isoformat(),
         confirmed=confirmed,
-        stamp=_stamp(winner),
+        stamp="throttled" if throttled else stamp(winner.extra.get("aa_ratio"), None, None),
         host_time=winner.host_time,
     )
     return RegistryEntry(
@@ -128,26 +131,3 @@ def _rounded(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return value
-
-
-def _gain_low(winner: Trial, default: Trial | None) -> float:
-    return NO_BASELINE_GAIN if default is None else winner.extra["gain_low"]
-
-
-def _errors(screen: Trial) -> ErrorMetrics:
-    if screen.errors is None:
-        raise ConfigError(
-            f"the ledger says that {screen.config.text()} passed the gate and holds no errors of "
-            "it: it was changed since; tune again with --fresh"
-        )
-    return screen.errors
-
-
-def _date(trial: Trial) -> str:
-    return datetime.fromtimestamp(trial.extra.get("finished_at", 0.0), UTC).date().isoformat()
-
-
-def _stamp(trial: Trial) -> str:
-    if trial.extra.get("throttled"):
-        return "throttled"
-    return stamp(trial.extra.get("aa_ratio"), None, None)

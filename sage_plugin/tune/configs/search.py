@@ -36,7 +36,7 @@ class SearchLimits:
 def order(
     space: Sequence[LaunchConfig], incumbent: LaunchConfig | None, seed: int
 ) -> list[LaunchConfig]:
-    """The default, what the registry holds now, then the rest of the space in a seeded order.
+    """List the default, what the registry holds now, then the rest in a seeded order.
 
     Shuffled, because a search that is cut short by its budget must not leave a corner out.
     """
@@ -49,12 +49,12 @@ def order(
 
 
 def ratio(trial: Trial) -> float:
-    """Time relative to the default in the same measurement; infinite where the trial failed."""
+    """Return the time relative to the default of the same measurement; infinite if it failed."""
     return trial.extra.get("ratio", float("inf")) if trial.status == "ok" else float("inf")
 
 
 def exhausted(trials: Iterable[Trial], limits: SearchLimits) -> bool:
-    """Whether the trials so far, in their order, end the search."""
+    """Tell whether the trials so far, in their order, end the search."""
     if limits.max_trials is None and limits.patience is None:
         return False
     done, best, stale = 0, float("inf"), 0
@@ -75,7 +75,7 @@ def finalists(
     default: LaunchConfig,
     incumbent: LaunchConfig | None,
 ) -> tuple[LaunchConfig, ...]:
-    """The configs to race, the default first where it may run at all; empty where none may.
+    """List the configs to race, the default first if it may run; empty if none may.
 
     The few best of the screen, of many only those within its band, and what the registry holds now,
     since an entry is only replaced by what beats it in the same race.
@@ -95,11 +95,7 @@ def finalists(
 
 
 def edges(config: LaunchConfig, space: Sequence[LaunchConfig]) -> tuple[str, ...]:
-    """The numeric fields in which a config is the smallest or largest of its space, as sentences.
-
-    Example:
-        `"block_n 256 is the largest that was searched"`: a wider `--space` may hold a better one.
-    """
+    """Name the numeric fields in which a config is the smallest or largest of its space."""
     found = []
     for name, value in config.to_json().items():
         values = sorted({getattr(other, name) for other in space})

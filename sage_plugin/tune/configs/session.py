@@ -24,7 +24,7 @@ from sage_plugin.tune.configs.plan import TuningPlan
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.crash_marker import CrashMarker
 from sage_plugin.tune.run.ledger import Ledger
-from sage_plugin.tune.run.observer import Observer, Silent
+from sage_plugin.tune.run.observer import Observer
 from sage_plugin.tune.run.runner import Race, Runner
 from sage_plugin.tune.run.study import Study
 
@@ -49,19 +49,13 @@ def tune(
     Args:
         plan: from `plan.build`.
         runner: runs candidates; closed at the end.
-        observer: who is told.
+        observer: follows how it goes.
         argv: the command, for the run's metadata.
 
     Raises:
         TuningError: no candidate of any study, the default included, passed the gate.
         ConfigError: the registry file is damaged; found before anything runs.
         OutputError: run folder or registry cannot be written; found before anything runs.
-
-    Example:
-        >>> plan = build(Request(from_captures("captured_inputs")))  # doctest: +SKIP
-        >>> report = tune(plan, SubprocessRunner(timeout_s=300))  # doctest: +SKIP
-        >>> report.outcomes[0].verdict  # doctest: +SKIP
-        'tuned'
     """
     outcomes: list[Outcome] = []
     interrupted = False
@@ -71,7 +65,7 @@ def tune(
                 run_folder.set_aside(plan.run_folder)
             _merge(plan, ())
             write_metadata(plan, argv)
-            session = _Session(plan, runner, observer or Silent())
+            session = _Session(plan, runner, observer or Observer())
             try:
                 for study in plan.studies:
                     outcomes.append(session.run(study, len(plan.studies) - len(outcomes)))

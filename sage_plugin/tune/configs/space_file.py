@@ -42,7 +42,7 @@ class SpaceFile:
     notes: tuple[str, ...] = ()
 
     def configs(self, default: LaunchConfig) -> list[LaunchConfig]:
-        """The default first, then every other combination."""
+        """List the default, then every other combination."""
         names = [name for name, _ in self.axes]
         combinations = itertools.product(*(values for _, values in self.axes))
         found = (default.replaced(**dict(zip(names, c, strict=True))) for c in combinations)
@@ -55,12 +55,6 @@ def read(path: str | Path) -> SpaceFile:
     Raises:
         ConfigError: missing, not strict JSON, an unknown field, a value of a wrong type, an empty
             list, or more combinations than can be searched.
-
-    Example:
-        >>> read("no_such_space.json")
-        Traceback (most recent call last):
-        ...
-        sage_plugin.errors.ConfigError: no_such_space.json: cannot be read ...
     """
     path = Path(path)
     data = files.read_json(path, MAX_FILE_BYTES, "search space")

@@ -25,7 +25,7 @@ class SubprocessRunner:
         )
 
     def screen(self, study: Study, config: LaunchConfig, base: LaunchConfig | None) -> Trial:
-        """As `Runner.screen`."""
+        """Screen as `Runner` says."""
         reply = self._run(ScreenJob(study, config, base))
         if reply.status == "done":
             trial: Trial = reply.value
@@ -33,7 +33,7 @@ class SubprocessRunner:
         return self._failed(study, config, "screen", reply)
 
     def race(self, study: Study, race: Race) -> tuple[Trial, ...]:
-        """As `Runner.race`."""
+        """Race as `Runner` says."""
         reply = self._run(RaceJob(study, race))
         if reply.status == "done":
             trials: tuple[Trial, ...] = reply.value
@@ -59,12 +59,7 @@ class SubprocessRunner:
 
 
 def classify(reply: Reply) -> str:
-    """Trial status of an exception: did the compiler refuse the config, or did running it fail?
-
-    Example:
-        >>> classify(Reply("raised", error="RuntimeError", message="PassManager::run failed"))
-        'compile_error'
-    """
+    """Tell whether the compiler refused the config, or running it failed."""
     if reply.error == "sage_plugin.errors.ConfigError":
         return "illegal"
     return "compile_error" if by_compiler(reply.error, reply.message) else "run_error"

@@ -34,7 +34,7 @@ class Loaded:
     fingerprints: tuple[int, ...]
 
     def changed(self) -> bool:
-        """Whether somebody wrote into the inputs since they were loaded."""
+        """Tell whether the inputs were written into since they were loaded."""
         return self.fingerprints != _fingerprints(self.judged, self.timed)
 
 

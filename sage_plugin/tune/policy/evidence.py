@@ -74,7 +74,7 @@ class PolicyEvidence:
     def times(
         self, shape: CallShape, record: CaptureRecord | None, options: Sequence[Option]
     ) -> dict[str, float]:
-        """Milliseconds of a call of this shape, by label, `sdpa` for the host's attention.
+        """Time a call of this shape in milliseconds, by label, `sdpa` for the baseline.
 
         All are timed interleaved, with quantisation; what cannot run is left out.
         """

@@ -82,7 +82,9 @@ class Option:
     @property
     def label(self) -> str:
         """The text that `parse` reads."""
-        return "+".join((self.name, *(f"{name}={_text(value)}" for name, value in self.launch)))
+        words = (str(v).lower() if isinstance(v, bool) else str(v) for _, v in self.launch)
+        names = (name for name, _ in self.launch)
+        return "+".join((self.name, *map("=".join, zip(names, words, strict=True))))
 
     def runnable(
         self, shape: CallShape, facts: DeviceFacts, config_dir: str | None
@@ -105,11 +107,6 @@ def default_options(facts: DeviceFacts, head_dim: int) -> tuple[Option, ...]:
     """List the kernels that a device runs, the quantized ones also with rotated Q and K.
 
     A rotation spreads outliers over a head's channels: it costs time and saves error.
-
-    Example:
-        >>> from sage_plugin import device
-        >>> [option.label for option in default_options(device.facts("cpu"), 96)][:3]
-        ['fav2', 'sage', 'sage+hadamard=32']
     """
     rotated = head_dim & -head_dim  # the greatest power of two that divides it
     options = []
@@ -132,7 +129,3 @@ def _value(text: str, field: str, value: str) -> int | bool | str:
         return value
     wanted = {bool: "true or false", int: "a whole number", str: "a word"}[kind]
     raise UsageError(f"--kernel {text!r}: {field} takes {wanted}, as {field}=...")
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

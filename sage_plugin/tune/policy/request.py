@@ -19,22 +19,7 @@ STEP_RANGES = 5
 class PolicyRequest:
     """What is searched for.
 
-    Attributes:
-        folder: the captures.
-        max_error: greatest mean error of the run's attention calls, `None` where `max_ms` is given.
-        max_ms: longest attention of a run in milliseconds, `None` where `max_error` is given.
-        max_layer_error: greatest error of one call.
-        kernels: options as text; empty for all kernels of the device.
-        device: torch's name of a device, `None` for the GPU where there is one.
-        config_dir: folder of configs searched first.
-        step_ranges: ranges of denoising steps.
-        min_seq: calls with fewer queries or keys stay with the host's attention.
-        captures_per_cell: captures judged for each layer and step range.
-        times: result of `sage bench --json` whose times are taken in place of this device's.
-        sensitivity: file of sensitivities whose weights are taken.
-        runs_dir: folder that holds run folders.
-        run_name: name of the run folder, `None` for one that the same captures always get.
-        fresh: measure anew instead of going on from the ledger.
+    The fields are the options of `sage policy search`, with what `None` stands for.
     """
 
     folder: Path

@@ -45,18 +45,8 @@ Progress = Callable[[str, int, int], None]
 class PolicySearchResult:
     """What a search came to.
 
-    Attributes:
-        policy: the rules.
-        prediction: what the policy, the baseline and each option everywhere would come to.
-        problem: the cells with what was estimated in each.
-        assignment: what was chosen, cell by cell.
-        front: assignments from no error to the most.
-        grid: the cells.
-        device: name of the device whose times were taken.
-        judged: captures that were replayed.
-        notes: sentences on what was left out or taken from elsewhere.
-        seconds: how long it took.
-        run_folder: where the measurements are.
+    `problem` holds what was estimated, `assignment` what was chosen, `front` goes from no error to
+    the most, `prediction` compares them with the baseline and each option everywhere.
     """
 
     policy: Policy
@@ -164,11 +154,6 @@ def search(
         ConfigError: a file of times or sensitivities is not one.
         TuningError: nothing meets what was asked for.
         OutputError: the run folder cannot be written.
-
-    Example:
-        >>> found = search(PolicyRequest(Path("captured_inputs"), max_error=0.03))  # doctest: +SKIP
-        >>> found.policy.prediction.of("policy").error <= 0.03  # doctest: +SKIP
-        True
     """
     started = time.monotonic()
     request.check()

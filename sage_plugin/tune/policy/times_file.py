@@ -55,7 +55,7 @@ def read(path: Path) -> tuple[str, Times]:
 
 
 def scaled(times: Times, shape: CallShape) -> dict[str, float]:
-    """Times of a call, by those of the nearest call that was timed, in proportion to the pairs.
+    """Scale the times of the nearest call that was timed, in proportion to the pairs.
 
     Calls are compared that differ in batch, heads and lengths alone; a call that has no other
     within four times its size has no times.

@@ -40,7 +40,7 @@ class CrashMarker:
         return None
 
     def end(self) -> None:
-        """The config is done and recorded."""
+        """Note that the config is done and recorded."""
         self._left = ("", "", 0)
         with contextlib.suppress(OSError):
             self._path.unlink()

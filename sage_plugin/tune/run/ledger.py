@@ -29,10 +29,6 @@ class Ledger:
 
     Raises:
         OutputError: the file exists and cannot be read.
-
-    Example:
-        >>> ledger = Ledger(Path("tuning_runs/mine/ledger.jsonl"))  # doctest: +SKIP
-        >>> ledger.append(trial)  # doctest: +SKIP
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,11 +39,11 @@ class Ledger:
             self._remember(trial)
 
     def trials(self, study: str, stage: str) -> dict[LaunchConfig, Trial]:
-        """The last trial of each config in a study's stage, in the order of their first lines."""
+        """Return the last trial of each config in a study's stage, in the order of first lines."""
         return dict(self._trials.get((study, stage), {}))
 
     def all(self) -> list[Trial]:
-        """Every trial that stands, study by study."""
+        """List every trial that stands, study by study."""
         return [trial for trials in self._trials.values() for trial in trials.values()]
 
     def append(self, trial: Trial) -> Trial:

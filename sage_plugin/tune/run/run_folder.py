@@ -18,7 +18,7 @@ from typing import Any
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError, OutputError, UsageError
-from sage_plugin.schema import DeviceFacts, LaunchConfig, Timing, Trial
+from sage_plugin.schema import DeviceFacts, LaunchConfig, Trial
 from sage_plugin.tune.run.study import Study
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def metadata(
     options: dict[str, Any],
     git: str,
 ) -> dict[str, Any]:
-    """What is needed to know, later, what a run measured and with what."""
+    """Collect what tells, later, what a run measured and with what."""
     return {
         "argv": list(argv),
         "options": options,
@@ -149,7 +149,7 @@ def metadata(
 
 
 def git_revision() -> str:
-    """Commit of the checkout that this package runs from, or empty."""
+    """Return the commit of the checkout that this package runs from, or empty."""
     import subprocess
 
     root = Path(__file__).resolve().parents[2]
@@ -175,13 +175,9 @@ def _row(study: Study, trial: Trial) -> dict[str, object]:
     known: dict[str, object] = study.key.to_json() | trial.config.to_json() | trial.extra
     known |= {"study": trial.study, "stage": trial.stage, "status": trial.status}
     known["reason"] = trial.reason
-    known |= _of(trial.time)
+    known |= trial.time.to_json() if trial.time else {}
     known["kernel_median_ms"] = trial.kernel_time.median_ms if trial.kernel_time else None
     # An error's `gain` (mean over mean) is not a trial's (time saved): the trial's stays.
     errors = trial.errors.to_json() if trial.errors else {}
     known |= {name: value for name, value in errors.items() if name != "gain"}
     return {name: known.get(name) for name in _row_names()}
-
-
-def _of(timing: Timing | None) -> dict[str, object]:
-    return {} if timing is None else timing.to_json()

@@ -97,11 +97,6 @@ class Study:
 
 
 def digest(value: object) -> str:
-    """Sixteen hex digits of the SHA-256 of a value's canonical JSON.
-
-    Example:
-        >>> digest({"b": 1, "a": 2}) == digest({"a": 2, "b": 1})
-        True
-    """
+    """Return sixteen hex digits of the SHA-256 of a value's canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -58,13 +58,7 @@ class Reply:
 
 
 class WorkerProcess:
-    """One child at a time, one job at a time: jobs that are timed never share the device.
-
-    Example:
-        >>> with WorkerProcess(timeout_s=60) as lane:  # doctest: +SKIP
-        ...     lane.run(job).status
-        'done'
-    """
+    """One child at a time, one job at a time: jobs that are timed never share the device."""
 
     def __init__(
         self,
