@@ -35,6 +35,7 @@ SLOW = (
     "tests/plugin/test_names.py",
     "tests/plugin/test_policy.py::test_a_graph",
     "tests/plugin/test_policy.py::test_twelve_blocks",
+    "tests/plugin/test_transformers.py::test_report_136",
     "tests/plugin/test_retarget.py::test_every_way_compiles",
     "tests/plugin/test_transformers.py::test_report_136",
     "tests/plugin/test_transformers.py::test_report_79",

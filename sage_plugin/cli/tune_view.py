@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.cli import tables
 from sage_plugin.families import ATTENTION
 from sage_plugin.schema import CallShape, LaunchConfig, RegistryEntry, Trial
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from sage_plugin.tune.configs.plan import TuningPlan
     from sage_plugin.tune.run.study import Study
 
-EMULATION_NOTE = "emulation: not a speed"
 VERDICT_STYLES = {"tuned": "green", "confirmed": "cyan", "failed": "bold red"}
 
 

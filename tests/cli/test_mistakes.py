@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -177,19 +178,26 @@ MISTAKES = [
 ]
 
 
-@pytest.fixture
-def _theirs(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Path:
     """A folder with captures, times, policies of other models, and what is somebody else's."""
-    recordings.write(Path("captured_inputs"))
-    recordings.times(Path("times.json"))
-    Path("theirs.py").write_text(SCRIPT.format(patch="", end=""))
-    for folder in ("empty", "foreign"):
-        Path(folder).mkdir()
-    Path("foreign/photo.jpg").write_text("years of work")
+    folder = tmp_path_factory.mktemp("theirs")
+    recordings.write(folder / "captured_inputs")
+    recordings.times(folder / "times.json")
+    (folder / "theirs.py").write_text(SCRIPT.format(patch="", end=""))
+    for name in ("empty", "foreign"):
+        (folder / name).mkdir()
+    (folder / "foreign" / "photo.jpg").write_text("years of work")
     far = {"rules": [{"kernel": "sage", "layers": ["*blocks.29.*"]}]}
     wan = {"rules": [{"kernel": "sage"}], "model": "WanTransformer3DModel"}
     for name, policy in (("far", far), ("wan", wan)):
-        Path(f"{name}.json").write_text(json.dumps({"schema_version": 1, **policy}))
+        (folder / f"{name}.json").write_text(json.dumps({"schema_version": 1, **policy}))
+    return folder
+
+
+@pytest.fixture
+def _copied(theirs, monkeypatch):
+    shutil.copytree(theirs, Path(), dirs_exist_ok=True)
     monkeypatch.setitem(SIZES, "small", dataclasses.replace(SIZES["small"], frames=4))
 
 
@@ -197,7 +205,7 @@ def contents() -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
-@pytest.mark.usefixtures("_theirs")
+@pytest.mark.usefixtures("_copied")
 @pytest.mark.parametrize(
     ("line", "code", "sentence"), MISTAKES, ids=[line[:60] for line, _, _ in MISTAKES]
 )

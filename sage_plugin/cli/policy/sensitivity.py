@@ -42,6 +42,7 @@ def command(
     from sage_plugin import device as devices
     from sage_plugin import files
     from sage_plugin.bench.clips.sensitivity import measure_sensitivity
+    from sage_plugin.plugin.policy.step_range import equal_bands
     from sage_plugin.tune.policy.sensitivity_file import SCHEMA_VERSION, Sensitivities, Sensitivity
 
     where, facts = devices.chosen(device)
@@ -53,6 +54,7 @@ def command(
             "one: give --kernel fav3_fp8"
         )
     _check_output(output)
+    equal_bands(step_ranges, None)  # an impossible number is refused before anything is drawn
     steps = clip.num_inference_steps or SIZES[clip.size_on(where)].default_steps
     with progress("loading the model") as report:
         subject = clip.subject(where, steps, config_dir)
