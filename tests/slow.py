@@ -37,7 +37,6 @@ SLOW = (
     "tests/plugin/test_policy.py::test_twelve_blocks",
     "tests/plugin/test_transformers.py::test_report_136",
     "tests/plugin/test_retarget.py::test_every_way_compiles",
-    "tests/plugin/test_transformers.py::test_report_136",
     "tests/plugin/test_transformers.py::test_report_79",
     "tests/plugin/test_transformers.py::test_report_129",
     # Many models, processes or drawn runs: 3 to 20 s each.
