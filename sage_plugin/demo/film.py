@@ -16,7 +16,7 @@ Clips = Mapping[str, np.ndarray[Any, Any]]
 
 GAP, TITLE_HEIGHT, FONT_SIZE = 6, 22, 14
 DIFFERENCE_GAIN = 10
-SMALLEST_SIDE, LARGEST_SIDE = 96, 360
+SHEET_SIDE, FILM_SIDE, LARGEST_SIDE = 96, 256, 360
 """Of a shown frame in pixels: smaller ones are enlarged by a whole factor, larger ones shrunk."""
 
 INK, PAPER = (20, 20, 20), (255, 255, 255)
@@ -34,7 +34,8 @@ def save_comparison(clips: Clips, path: Path, *, fps: int = 12) -> tuple[Path, P
         shown[name] = frames
         if name != baseline:
             gap = np.abs(frames - clips[baseline]) * DIFFERENCE_GAIN
-            shown[f"{name}: difference x{DIFFERENCE_GAIN}"] = gap
+            title = f"difference x{DIFFERENCE_GAIN}"
+            shown[title if len(clips) == 2 else f"{name}: {title}"] = gap
     return save_clips(shown, path, fps=fps)
 
 
@@ -53,11 +54,11 @@ def save_clips(clips: Clips, path: Path, *, columns: int = 8, fps: int = 12) -> 
     Raises:
         OutputError: the files cannot be written.
     """
-    images = {name: list(_images(frames)) for name, frames in clips.items()}
-    count = len(next(iter(images.values())))
+    count = len(next(iter(clips.values())))
     spread = np.linspace(0, count - 1, min(columns, count)).round().astype(int)
-    sheet = _stacked([_row({n: [cells[i] for i in spread]}) for n, cells in images.items()])
-    film = [_row({n: [cells[i]] for n, cells in images.items()}) for i in range(count)]
+    sheet = _stacked([_row({n: list(_images(c[spread], SHEET_SIDE))}) for n, c in clips.items()])
+    large = {name: list(_images(frames, FILM_SIDE)) for name, frames in clips.items()}
+    film = [_row({n: [cells[i]] for n, cells in large.items()}) for i in range(count)]
     png, gif = path.with_suffix(".png"), path.with_suffix(".gif")
     with files.writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +67,8 @@ def save_clips(clips: Clips, path: Path, *, columns: int = 8, fps: int = 12) -> 
     return png, gif
 
 
-def _images(frames: np.ndarray[Any, Any]) -> Iterator[Image.Image]:
-    factor = max(1, -(-SMALLEST_SIDE // min(frames.shape[1:3])))
+def _images(frames: np.ndarray[Any, Any], smallest_side: int) -> Iterator[Image.Image]:
+    factor = max(1, -(-smallest_side // min(frames.shape[1:3])))
     pixels = (frames.clip(0, 1) * 255).round().astype(np.uint8).repeat(factor, 1).repeat(factor, 2)
     for frame in np.broadcast_to(pixels, (*pixels.shape[:3], 3)):
         image = Image.fromarray(frame)

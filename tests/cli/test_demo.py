@@ -59,7 +59,7 @@ def test_the_whole_path(tmp_path):
 
     with Image.open(out / "side_by_side.gif") as film, Image.open(out / "side_by_side.png") as png:
         assert film.n_frames == FRAMES
-        assert film.size == (3 * (2 * SHORT.width + 6), 2 * SHORT.height + 22)  # and a difference
+        assert film.size == (3 * (6 * SHORT.width + 6), 6 * SHORT.height + 22)  # and a difference
         assert png.size == (8 * (2 * SHORT.width + 6), 3 * (2 * SHORT.height + 22))
 
     captures = open_captures(out / "captured_inputs")

@@ -71,7 +71,7 @@ def test_the_whole_path(tmp_path):
     with Image.open(out / "side_by_side.gif") as film:
         assert film.n_frames == FRAMES
         # The baseline, and two others with their differences.
-        assert film.size == (5 * (2 * SHORT.width + 6), 2 * SHORT.height + 22)
+        assert film.size == (5 * (6 * SHORT.width + 6), 6 * SHORT.height + 22)
 
     found = json.loads((out / "result.json").read_text())
     facts = [found[name] for name in ("policy", "size", "steps", "seed", "digits")]
