@@ -118,7 +118,7 @@ def test_measure_on_a_cpu():
     )
     assert samples["small"].method == "wall"
     assert len(samples["small"].ms) == len(samples["large"].ms) == 5
-    assert samples["small"].timing().median_ms < samples["large"].timing().median_ms
+    assert min(samples["small"].ms) < min(samples["large"].ms)
 
 
 @pytest.mark.parametrize("method", ["events", "graph", "profiler", "sundial"])
