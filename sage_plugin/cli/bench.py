@@ -254,9 +254,9 @@ def _say_next(tables: Sequence[Table], written: Sequence[str], folder: Path | No
         say(
             "Next: sage capture, to compare the kernels on your model's own tensors", to_stderr=True
         )
-    elif any(row.config_source == "default" for row in rows):
+    elif not any(row.config_source in ("exact", "near", "env") for row in rows):
         place = shlex.quote(str(folder or DEFAULT_FOLDER))
-        say(f"Next: sage tune {place}, since some configs are defaults", to_stderr=True)
+        say(f"Next: sage tune {place}, since all configs are defaults", to_stderr=True)
     else:
         say("Next: your own pipeline; sage_plugin.patch(pipe) uses these configs", to_stderr=True)
 

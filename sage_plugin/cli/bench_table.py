@@ -48,11 +48,14 @@ def _speeds(table: Table, metrics: Sequence[str]) -> list[Column[KernelRow]]:
         "arithmetic_intensity": [("FLOP/B", lambda r: digits(r.flop_per_byte))],
     }
     columns = [column for metric in metrics for column in of[metric]]
-    if table.rows[0].reference:
-        columns.append(
-            ("speed-up", _speed(lambda r: "1" if r.speedup is None else f"{r.speedup:.2f}x"))
-        )
+    if reference := table.rows[0].reference:
+        emulated = any(row.note for row in table.rows if row.label == reference)
+        columns.append(("speed-up", _speed(lambda r: "-" if emulated else _speedup(r))))
     return columns
+
+
+def _speedup(row: KernelRow) -> str:
+    return "1" if row.speedup is None else f"{row.speedup:.2f}x"
 
 
 def _speed(cell: Callable[[KernelRow], str]) -> Callable[[KernelRow], str]:
@@ -118,9 +121,9 @@ def _captions(table: Table) -> list[Text]:
 def render_summary(tables: Sequence[Table]) -> RenderableType:
     """Render over several inputs how often each kernel passed, its worst error, its speed-up."""
     reference = next((row.reference for t in tables for row in t.rows if row.reference), "")
-    ratio = [f"speed-up over {reference}"] if reference else []
-    table = grid("kernel", "inputs", "gate ok", "worst rel L1", "worst cosine", *ratio)
     rows = [row for one in tables for row in one.rows]
+    emulated = any(row.note for row in rows if row.label == reference)
+    table = grid("kernel", "inputs", "gate ok", "rel L1", "cosine", *["speed-up"] * bool(reference))
     for label in dict.fromkeys(row.label for row in rows):
         own = [row for row in rows if row.label == label]
         cells = [
@@ -133,9 +136,10 @@ def render_summary(tables: Sequence[Table]) -> RenderableType:
         ratios = [row.speedup for row in own if row.speedup is not None]
         if reference:
             mean = f"{geometric_mean(ratios):.2f}x" if ratios else "1"
-            cells.append("-" if own[0].note else mean)
+            cells.append("-" if emulated or own[0].note else mean)
         table.add_row(*cells)
-    return Group(Text(f"All {len(tables)} inputs", style="bold"), table)
+    over = f"; speed-up over {reference}" if reference else ""
+    return Group(Text(f"All {len(tables)} inputs, worst errors{over}", style="bold"), table)
 
 
 def verdict(tables: Sequence[Table]) -> str:

@@ -104,7 +104,8 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
             yield f"{label}: not readable: {error}"
             continue
         kernels = sorted({f"{one.key.kernel}:{one.key.variant}" for one in entries})
-        yield f"{label}: {len(entries)} tuned calls of {', '.join(kernels)} ({path})"
+        calls = "1 tuned call" if len(entries) == 1 else f"{len(entries)} tuned calls"
+        yield f"{label}: {calls} of {', '.join(kernels)} ({path})"
 
 
 def _auto(facts: DeviceFacts) -> Iterator[str]:

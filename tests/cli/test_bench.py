@@ -45,7 +45,7 @@ def test_a_capture_folder_is_the_default_input(tmp_path, monkeypatch):
     assert "emulation: not a speed" in result.stdout
     assert "against fav2:emulation" in " ".join(result.stdout.split())
     assert "All 2 inputs" in result.stdout
-    assert "Next: sage tune captured_inputs, since some configs are defaults" in result.stderr
+    assert "Next: sage tune captured_inputs, since all configs are defaults" in result.stderr
 
 
 def test_csv_on_stdout_is_nothing_but_csv():
