@@ -257,7 +257,11 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
         UsageError: it is not.
     """
     if value not in allowed:
-        raise UsageError(f"{option} {value!r}: allowed are {', '.join(allowed)}")
+        import difflib
+
+        close = difflib.get_close_matches(value, allowed, n=1)
+        meant = f"did you mean {close[0]!r}? Allowed" if close else "allowed"
+        raise UsageError(f"{option} {value!r}: {meant} are {', '.join(allowed)}")
     return value
 
 

@@ -40,7 +40,7 @@ MISTAKES = [
             (f"{SHAPE} -dv 16", "-dv 16 differs from -d 32"),
             (f"{SHAPE} -hk 3", "-hq 2 is not a multiple of -hk 3"),
             (f"{SHAPE} --dtype int4", "--dtype 'int4': allowed are fp16"),
-            (f"{SHAPE} --layout sbhd", "--layout 'sbhd': allowed are"),
+            (f"{SHAPE} --layout sbhd", "--layout 'sbhd': did you mean"),
             (f"{SHAPE} --mask diagonal", "--mask 'diagonal': allowed are"),
             (f"{SHAPE} --inputs-distribution zeros", "--inputs-distribution 'zeros'"),
             (f"{SHAPE} --preset wan-720p", "--preset names whole shapes: leave --seq-len out"),
@@ -84,6 +84,7 @@ MISTAKES = [
     ("tune -sq 64 folder", 2, "--seq-len does not change captures"),
     ("configs list --config-dir nope", 2, "--config-dir nope: no such folder"),
     ("configs check captured_inputs", 2, "captured_inputs holds captures, not configs"),
+    ("bench --preset cogvideo-2b", 2, "did you mean 'cogvideox-2b'? Allowed are"),
     ("bench --kernel fav3sage", 2, "did you mean 'fav3_sage'?"),
     # sage bench
     (f"bench {SHAPE} --kernel auto", 2, "--kernel auto"),
@@ -126,7 +127,7 @@ MISTAKES = [
     # sage configs
     ("configs explain", 2, "which call? Give its length"),
     ("configs explain -sq 64 --kernel flash9", 2, "kernel 'flash9' is not known"),
-    ("configs explain -sq 64 --layout sbhd", 2, "--layout 'sbhd': allowed are"),
+    ("configs explain -sq 64 --layout sbhd", 2, "--layout 'sbhd': did you mean"),
     ("configs explain -sq 64 --mask diagonal", 2, "--mask 'diagonal': allowed are"),
     ("configs check absent", 2, "absent: no such file or folder"),
     ("configs check c --config-dir c", 2, "give a path or --config-dir, not both"),
