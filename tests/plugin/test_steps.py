@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import pickle
 import threading
 import weakref
 
@@ -15,14 +13,12 @@ import torch
 pytest.importorskip("diffusers")
 
 import diffusers
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from torch import nn
 
 from sage_plugin.kernels.fallback import Fallback
-from sage_plugin.plugin.steps.caller import schedulers_of
-from sage_plugin.plugin.steps.forward import ForwardCounter
-from sage_plugin.plugin.steps.scheduler import counts_steps
-from sage_plugin.plugin.steps.tracker import MOST_CALLS_OF_A_STEP, Step, StepTracker
+from sage_plugin.plugin.steps.tracker import MOST_CALLS_OF_A_STEP, StepTracker
+from tests.plugin.samplers import ZERO, Announcing, Denoiser, Sampler, places, sampler, whole
 
 SCHEDULERS = (
     "DDIMScheduler", "CogVideoXDDIMScheduler", "EulerDiscreteScheduler",
@@ -30,86 +26,6 @@ SCHEDULERS = (
     "LCMScheduler", "PNDMScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
     "KDPM2AncestralDiscreteScheduler", "DDPMScheduler",
 )  # fmt: skip
-ZERO = torch.zeros(1, 4, 2, 2)
-
-
-class Denoiser(nn.Module):
-    """Asks a tracker for the step, as patched layers do."""
-
-    tracker: StepTracker
-    eager = True
-
-    def __init__(self):
-        super().__init__()
-        self.counter = ForwardCounter(self)
-
-    def forward(self, timestep):
-        if not self.eager:
-            return self.tracker.now(self, self)
-        self.tracker.enter(self.counter.begin(self, (), {"timestep": timestep}))
-        try:
-            return self.tracker.now(self)
-        finally:
-            self.tracker.leave()
-
-
-class Sampler:
-    """A loop of denoising steps: where each forward stands.
-
-    Args:
-        forwards: how many a step has.
-    """
-
-    def __init__(self, unet, scheduler, forwards=1):
-        self.unet, self.scheduler, self.forwards = unet, scheduler, forwards
-
-    def __call__(self, steps, *, stop=None, advance=True, **part):
-        return self.loop(self.timesteps(steps, **part), stop, advance)
-
-    def timesteps(self, steps, strength=1.0, end=None):
-        """Those of a run of a part of the steps: from `strength` on, up to `end`."""
-        self.scheduler.set_timesteps(steps)
-        begin = (steps - int(steps * strength)) * self.scheduler.order
-        if begin and hasattr(self.scheduler, "set_begin_index"):
-            self.scheduler.set_begin_index(begin)
-        return self.scheduler.timesteps[begin:end]
-
-    def loop(self, timesteps, stop, advance):
-        latents, seen = ZERO, []
-        scale = getattr(self.scheduler, "scale_model_input", lambda x, _: x)
-        for t in timesteps[:stop]:
-            time = t.expand(2)
-            scaled = scale(latents, t)
-            seen += [self.unet(time) for _ in range(self.forwards)]
-            if advance:
-                noise = torch.zeros_like(scaled)
-                latents = self.scheduler.step(noise, t, latents, return_dict=False)[0]
-        return seen
-
-
-class Announcing(Sampler):
-    """Says how many steps its loop has, as newer pipelines do."""
-
-    def __call__(self, steps, *, stop=None, advance=True, **part):
-        timesteps = self.timesteps(steps, **part)
-        self._num_timesteps = len(timesteps)
-        return self.loop(timesteps, stop, advance)
-
-
-def sampler(name="DDIMScheduler", kind=Sampler, **options):
-    """A sampler whose steps are tracked, and its tracker."""
-    made = kind(Denoiser(), getattr(diffusers, name)(), **options)
-    made.unet.tracker = StepTracker(made)
-    return made, made.unet.tracker
-
-
-def places(seen):
-    """Step and total of each forward, or why they are not known."""
-    return [(x.index, x.total) if isinstance(x, Step) else x for x in seen]
-
-
-def whole(total, forwards=1):
-    return [(step, total) for step in range(total) for _ in range(forwards)]
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -423,124 +339,3 @@ def test_a_pipeline_in_a_variable_is_looked_for_there_first():
     pipes = (made, Sampler(made.unet, FlowMatchEulerDiscreteScheduler()))
     for number in (0, 1, 0):
         assert places(draw(pipes, number)) == whole(3)
-
-
-def test_the_scheduler_stays_what_it_is():
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    before = inspect.signature(scheduler.step)
-    pipeline = Sampler(Denoiser(), scheduler)
-    tracker, other = StepTracker(pipeline), StepTracker(pipeline)
-    assert isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
-    assert type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
-    assert inspect.signature(scheduler.step) == before
-    assert scheduler.config.shift == 3.0
-    tracker.stop()
-    assert type(scheduler) is not FlowMatchEulerDiscreteScheduler  # the other one counts
-    other.stop()
-    other.stop()
-    assert type(scheduler) is FlowMatchEulerDiscreteScheduler
-    assert not any("sage" in key for key in vars(scheduler))
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        copy.deepcopy,
-        copy.copy,
-        lambda s: pickle.loads(pickle.dumps(s)),
-        lambda s: type(s).from_config(s.config),
-        lambda s: type(s)(),
-    ],
-)
-def test_copies_of_a_watched_scheduler_are_plain(way):
-    made, _ = sampler()
-    made(3)
-    other = way(made.scheduler)
-    assert type(other) is DDIMScheduler
-    assert not any("sage" in key for key in vars(other))
-    made.scheduler.set_timesteps(3)
-    other.set_timesteps(9)
-    other.step(torch.zeros(1, 1, 2, 2), other.timesteps[0], torch.zeros(1, 1, 2, 2))
-    assert places(made.loop(made.scheduler.timesteps, 1, True)) == [(0, 3)]
-
-
-def test_a_saved_scheduler_is_the_original_one(tmp_path):
-    pipeline = Sampler(Denoiser(), DDIMScheduler(beta_end=0.01))
-    StepTracker(pipeline)
-    pipeline.scheduler.save_pretrained(tmp_path)
-    loaded = DDIMScheduler.from_pretrained(tmp_path)
-    assert type(loaded) is DDIMScheduler
-    assert loaded.config.beta_end == 0.01
-    assert '"_class_name": "DDIMScheduler"' in (tmp_path / "scheduler_config.json").read_text()
-
-
-def test_what_a_pipeline_restores_in_its_scheduler_counts():
-    """MultiDiffusion takes one step for each view, from the same state of the scheduler."""
-    made, _ = sampler()
-
-    class Panorama(Sampler):
-        def loop(self, timesteps, stop, advance):
-            seen, kept = [], [copy.deepcopy(self.scheduler.__dict__)] * 2
-            for t in timesteps:
-                for view in range(2):
-                    self.scheduler.__dict__.update(kept[view])
-                    seen.append(self.unet(t))
-                    self.scheduler.step(ZERO, t, ZERO)
-                    kept[view] = copy.deepcopy(self.scheduler.__dict__)
-            return seen
-
-    assert places(Panorama(made.unet, made.scheduler)(4)) == whole(4, 2)
-
-
-def test_an_exchanged_scheduler_is_watched_from_then_on():
-    made, tracker = sampler()
-    first = made.scheduler
-    made.scheduler = UniPCMultistepScheduler.from_config(first.config)
-    assert places(made(4)) == whole(4)
-    tracker.stop()
-    assert type(first) is DDIMScheduler
-    assert type(made.scheduler) is UniPCMultistepScheduler
-
-
-def test_one_that_is_exchanged_in_the_middle_of_a_run_tells_by_itself():
-    made, _ = sampler()
-    other = FlowMatchEulerDiscreteScheduler()
-    other.set_timesteps(5)
-    for t in other.timesteps[:2]:
-        other.step(ZERO, t, ZERO)
-    made.scheduler = other
-    assert places(made.loop(other.timesteps[2:3], None, True)) == [(2, 5)]
-
-
-def test_what_has_no_scheduler_counts_no_steps():
-    assert set(schedulers_of(Sampler(None, DDIMScheduler()))) == {"scheduler"}
-    assert schedulers_of(torch.nn.Linear(2, 2)) == {}
-    assert schedulers_of(Sampler(None, object())) == {}
-    assert counts_steps(DDIMScheduler())
-
-
-def test_a_scheduler_that_is_equal_to_others_tells_nothing():
-    """Such ones have no hash."""
-
-    class Equal(DDIMScheduler):
-        def __eq__(self, other):
-            return True
-
-    made = Sampler(Denoiser(), Equal())
-    made.unet.tracker = StepTracker(made)
-    assert type(made.scheduler) is Equal
-    assert places(made(2)) == [Fallback.STEP_OUTSIDE_RUN] * 2
-
-
-def test_a_scheduler_that_cannot_be_changed_tells_nothing():
-    class Frozen:
-        __slots__ = ("__weakref__", "timesteps")
-
-        def step(self):
-            """Needed to be a scheduler."""
-
-        set_timesteps = step
-
-    made = Sampler(Denoiser(), Frozen())
-    made.unet.tracker = StepTracker(made)
-    assert places(made.loop(torch.tensor([9.0]), 1, False)) == [Fallback.STEP_OUTSIDE_RUN]
