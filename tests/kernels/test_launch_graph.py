@@ -57,6 +57,11 @@ def mask_of(kind, seed):
         return torch.rand(1, 1, 1, SHAPE.seq_k, generator=generator) < 0.7
     if kind == "bias":
         return torch.randn(1, 1, 1, SHAPE.seq_k, generator=generator)
+    if kind == "one row":
+        return torch.rand(SHAPE.seq_k, generator=generator) < 0.7
+    if kind == "expanded":
+        row = torch.rand(1, 1, 1, SHAPE.seq_k, generator=generator) < 0.7
+        return row.expand(1, SHAPE.heads_q, SHAPE.seq_q, SHAPE.seq_k)
     return torch.rand(1, 1, SHAPE.seq_q, SHAPE.seq_k, generator=generator) < 0.7
 
 
