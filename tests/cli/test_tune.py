@@ -238,9 +238,9 @@ class Everything(dict):
 class FailsForGrouped(ScriptedRunner):
     """Every config of the grouped call fails its gate."""
 
-    def screen(self, study, config, base):
+    def judge(self, study, config):
         self.fails = Everything() if study.key.gqa_ratio == 2 else {}
-        return super().screen(study, config, base)
+        return super().judge(study, config)
 
 
 def test_exit_3_where_the_output_cannot_be_written(folder, script):

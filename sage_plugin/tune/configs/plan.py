@@ -13,7 +13,7 @@ from sage_plugin.kernels.contract import HOST
 from sage_plugin.registry import load
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs
-from sage_plugin.tune.configs.search import SearchLimits
+from sage_plugin.tune.configs.search import ErrorLimit, SearchLimits
 from sage_plugin.tune.configs.space_file import SpaceFile
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.study import Study, Timer, digest
@@ -45,6 +45,7 @@ class TuningRequest:
         run_name: name of the run folder, `None` for one that the same request always gets.
         min_gain: smallest gain worth an entry.
         limits: when to stop early.
+        error_limit: how inexact a winner may be.
         timeout_s: longest that one trial may take.
         seed: of the search order and of the order within timing rounds.
         fresh: start over instead of going on from the ledger.
@@ -61,6 +62,7 @@ class TuningRequest:
     run_name: str | None = None
     min_gain: float = 0.01
     limits: SearchLimits = field(default_factory=SearchLimits)
+    error_limit: ErrorLimit = field(default_factory=ErrorLimit)
     timeout_s: float = DEFAULT_TIMEOUT_S
     seed: int = 0
     fresh: bool = False
@@ -213,8 +215,9 @@ def _config_root(request: TuningRequest) -> Path:
 
 
 def _check_numbers(request: TuningRequest) -> None:
-    limits = request.limits
+    limits, errors = request.limits, request.error_limit
     least = {
+        "--max-error": (1.0 if errors.max_error is None else errors.max_error, 0.0),
         "--timeout": (request.timeout_s, 0.0),
         "--budget": (1.0 if limits.budget_s is None else limits.budget_s, 0.0),
         "--max-trials": (1 if limits.max_trials is None else limits.max_trials, 0),
@@ -226,6 +229,10 @@ def _check_numbers(request: TuningRequest) -> None:
     if not request.timeout_s <= MAX_TIMEOUT_S:
         raise UsageError(
             f"--timeout {request.timeout_s}: must be at most {MAX_TIMEOUT_S:g} seconds"
+        )
+    if not errors.max_ratio >= 1:
+        raise UsageError(
+            f"--max-error-ratio {errors.max_ratio}: must be at least 1, the default's own error"
         )
     if not 0 <= request.min_gain < 1:
         raise UsageError(f"--min-gain {request.min_gain}: must be from 0 to below 1 (0.01 is 1 %)")
