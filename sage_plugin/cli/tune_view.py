@@ -1,88 +1,24 @@
-"""How a tuning session looks on a terminal: progress while it runs, a table when it is done."""
+"""What a tuning session came to, as tables and sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.cli import tables
 from sage_plugin.families import ATTENTION
-from sage_plugin.schema import CallShape, LaunchConfig, RegistryEntry, Trial
-from sage_plugin.tune.run.observer import Observer
+from sage_plugin.schema import CallShape, LaunchConfig, RegistryEntry
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.outcome import Outcome
     from sage_plugin.tune.configs.plan import TuningPlan
-    from sage_plugin.tune.run.study import Study
+    from sage_plugin.tune.configs.simulate import SimulationResult
 
 VERDICT_STYLES = {"tuned": "green", "confirmed": "cyan", "failed": "bold red"}
-
-
-class ProgressView(Observer):
-    """An observer that draws one line per study."""
-
-    def __init__(self, console: Console) -> None:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=12),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[state]}"),
-        )
-        self._progress = Progress(*columns, console=console)
-        self._task: TaskID | None = None
-        self._best = float("inf")
-        self._failed = 0
-
-    def __enter__(self) -> ProgressView:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def study_started(self, study: Study, *, done: int, total: int) -> None:
-        """Add a line, that starts where an earlier run stopped."""
-        self._best, self._failed = float("inf"), 0
-        state = f"{done} from an earlier run" if done else ""
-        name = f"{study.key.kernel} {ATTENTION.describe(study.timed.shape)}"
-        self._task = self._progress.add_task(name, total=total, completed=done, state=state)
-
-    def trial_finished(self, study: Study, trial: Trial) -> None:
-        """Advance by one, and show the best time."""
-        self._failed += trial.status != "ok"
-        if trial.time is not None:
-            self._best = min(self._best, trial.time.median_ms)
-        best = "" if self._best == float("inf") else f"best {milliseconds(self._best)}"
-        failed = f"{self._failed} failed" if self._failed else ""
-        self._update(", ".join(part for part in (best, failed) if part), advance=1)
-
-    def race_started(self, study: Study, finalists: int) -> None:
-        """Show the race in the progress line."""
-        self._update(f"racing {finalists} finalists")
-
-    def study_finished(self, study: Study, verdict: str) -> None:
-        """End the line with the verdict."""
-        self._update(verdict)
-
-    def _update(self, state: str, advance: int = 0) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, advance=advance, state=state)
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
@@ -127,6 +63,59 @@ def outcome_notes(outcomes: Sequence[Outcome]) -> list[str]:
     return notes
 
 
+def front_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """Write what a loss of exactness would buy: the front of time and error of each call."""
+    lines = []
+    for outcome in outcomes:
+        if len(outcome.front) < 2:
+            continue
+        study = outcome.study
+        lines.append(f"{study.kernel} {ATTENTION.describe(study.timed.shape)}: time and error")
+        for point in outcome.front:
+            note = "" if point.allowed else "  (too inexact to win: --max-error-ratio)"
+            changes = changes_text(point.config, study.default)
+            lines.append(f"  {point.ratio:6.3f}  {point.error:.5f}  {changes}{note}")
+    return lines
+
+
+def best_lines(unfinished: Sequence[Outcome]) -> list[str]:
+    """Write the best so far of calls that were begun and not decided."""
+    lines = []
+    for outcome in unfinished:
+        study, tried = outcome.study, sum(outcome.trials.values())
+        where = f"{study.kernel} {ATTENTION.describe(study.timed.shape)}"
+        if outcome.best is None:
+            lines.append(f"{where}: nothing valid among {tried} so far")
+            continue
+        config, ratio = outcome.best
+        changes = changes_text(config, study.default)
+        lines.append(f"{where}: best of {tried} so far takes {ratio:.3f} of the default: {changes}")
+    return lines
+
+
+def simulation_table(results: Sequence[SimulationResult]) -> Table:
+    """Show how the search does on recorded studies, a row each."""
+    table = tables.grid(
+        "call", "configs", "noise", "best gain", "mean loss", "p95", "within 0.5 %", "tried",
+        "launches", "of all", "false wins", padding=1,
+    )  # fmt: skip
+    for one in results:
+        table.add_row(
+            f"{one.kernel}\n{one.call}".replace(" ", "\n", 1),
+            str(one.configs),
+            f"{one.noise:.1%}",
+            f"{one.gain:.1%}",
+            f"{one.regret:.2%}",
+            f"{one.regret_p95:.2%}",
+            f"{one.within:.0%}",
+            f"{one.tried:.0f}",
+            f"{one.launches:.0f}",
+            f"{one.launches / one.exhaustive:.1%}",
+            f"{one.false_wins:.1%}",
+        )
+    return table
+
+
 def plan_table(plan: TuningPlan) -> Table:
     """Show what `--dry-run` would do, a row per study."""
     table = tables.grid("call", "inputs", "calls", "configs", "default", padding=1)
@@ -145,6 +134,13 @@ def plan_table(plan: TuningPlan) -> Table:
 def _lines(shape: CallShape) -> str:
     """A call's shape on two lines, for narrow columns."""
     return ATTENTION.describe(shape).replace(" ", "\n", 1)
+
+
+def changes_text(config: LaunchConfig, default: LaunchConfig) -> str:
+    """Write the fields of a launch config that are not those of the default."""
+    own, other = config.to_json(), default.to_json()
+    changed = [f"{name} {value}" for name, value in own.items() if value != other[name]]
+    return ", ".join(changed) or "the default"
 
 
 def config_text(config: LaunchConfig) -> str:

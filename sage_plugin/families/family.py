@@ -93,7 +93,7 @@ class Family:
         decide: kernel and variant of a call, or why it falls back.
         call_key: the key under which a call's launch config is looked up.
         default_launch: the architecture's default config of a key.
-        candidates: legal configs to search for a key, the default first.
+        search_space: configs to search for a key, legal or not, the default first.
         illegal_reason: why a config cannot run a key on a device, or `None`.
         find_launch: the config that the runtime would use.
         forget: drop what was looked up.
@@ -112,7 +112,7 @@ class Family:
     decide: Callable[..., Decision]
     call_key: Callable[[CallShape, Decision], CallKey]
     default_launch: Callable[[CallKey, DeviceFacts], LaunchConfig]
-    candidates: Callable[[CallKey, DeviceFacts], tuple[LaunchConfig, ...]]
+    search_space: Callable[[CallKey, DeviceFacts], tuple[LaunchConfig, ...]]
     illegal_reason: Callable[[LaunchConfig, CallKey, DeviceFacts], str | None]
     find_launch: Callable[..., ResolvedConfig]
     forget: Callable[[], None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -176,24 +176,22 @@ def refuse_gpu_variant(kernel: str, variant: str, facts: DeviceFacts) -> None:
 def _space(
     request: TuningRequest, key: CallKey, facts: DeviceFacts, notes: list[str]
 ) -> tuple[LaunchConfig, ...]:
-    """Legal configs, the default first; what a space file holds beyond them is counted."""
+    """Legal configs, the default first; what cannot run is left out before it is compiled."""
     given, family = request.space, request.family
     if given is None:
-        return family.candidates(key, facts)
-    notes += given.notes
-    legal, refused = [], Counter[str]()
-    for config in given.configs(family.default_launch(key, facts)):
+        what, every = f"{key.kernel}:{key.variant}", family.search_space(key, facts)
+    else:
+        what, every = str(given.path), tuple(given.configs(family.default_launch(key, facts)))
+        notes += given.notes
+    legal, refused = [], dict[str, list[str]]()
+    for config in every:
         reason = family.illegal_reason(config, key, facts)
         if reason is None:
             legal.append(config)
         else:
-            refused[reason] += 1
-    if refused:
-        (reason, _), *_ = refused.most_common(1)
-        notes.append(
-            f"{given.path}: {refused.total()} configs cannot run here and are left out, "
-            f"most often because {reason}"
-        )
+            refused.setdefault(re.sub(r"\d+", "N", reason), []).append(reason)
+    for kind in sorted(refused.values(), key=len, reverse=True):
+        notes.append(f"{what}: {len(kind)} configs cannot run here: {kind[0]}")
     return tuple(legal)
 
 

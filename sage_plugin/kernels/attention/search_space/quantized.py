@@ -64,7 +64,7 @@ def hopper(
 
 
 GLUON_TILES = (Tile(192, 128, 12), Tile(128, 128, 8))
-GLUON_AXES = {"num_stages": (3, 4), "exp_linear": (4, 6), "persistent": (False, True)}
+GLUON_AXES = {"num_stages": (2, 3, 4), "persistent": (False, True)}
 GLUON_64_AXES = {**GLUON_AXES, "overlap": (False, True)}
 UNMASKED = ("none", "key_bias")
 HOPPER_TILES = (Tile(64, 128, 4), Tile(64, 64, 4), Tile(128, 128, 8))
@@ -73,8 +73,9 @@ QUARTER_SM, THIRD_SM = 128, 168
 DENSE = ("dense",)
 """A mask of rows and keys has configs of its own: one that adds is loaded ahead like K and V."""
 DENSE_TILES = (*HOPPER_TILES, Tile(64, 128, 8), Tile(64, 64, 8))
-HOPPER_64_AXES = {"num_stages": (2, 3), "maxnreg": (0, QUARTER_SM)}
-HOPPER_128_AXES = {"num_stages": (2, 3), "maxnreg": (0, THIRD_SM)}
+LOADS = ("descriptor", "pointer")
+HOPPER_64_AXES = {"num_stages": (2, 3, 4), "maxnreg": (0, QUARTER_SM, THIRD_SM), "loads": LOADS}
+HOPPER_128_AXES = {"num_stages": (2, 3), "maxnreg": (0, QUARTER_SM, THIRD_SM), "loads": LOADS}
 NVIDIA_TILES = (
     Tile(128, 64, 4),
     Tile(128, 64, 8),
@@ -86,8 +87,28 @@ NVIDIA_TILES = (
 NVIDIA_AXES = {"num_stages": (2, 3, 4)}
 AMD_TILES = (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4))
 RDNA_TILES = (Tile(128, 64, 8), Tile(128, 32, 8), Tile(64, 32, 8), Tile(64, 32, 4))
-AMD_AXES = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
+AMD_AXES = {"num_stages": (1, 2), "waves_per_eu": (0, 1, 2, 3)}
+CDNA_AXES = {**AMD_AXES, "matrix_instr_nonkdim": (0, 16, 32)}
 EMULATION_TILES = (Tile(128, 64, 4), Tile(128, 128, 4), Tile(128, 256, 4))
+
+
+LARGE_TILES = (Tile(64, 32, 8), Tile(64, 64, 8), Tile(128, 32, 8), Tile(64, 32, 4), Tile(32, 32, 4))
+LARGE_AXES = {"num_stages": (1, 2, 3)}
+"""Of heads above 128 channels, whose blocks of keys are half as many for the same memory."""
+LARGE_AMD_TILES = (Tile(64, 32, 4), Tile(32, 32, 4), Tile(64, 64, 8), Tile(64, 32, 8))
+QUANTIZERS = {"smooth_k": (True, False), "hadamard": (0, 64), "q_granule": (1, 16)}
+"""How Q and K are quantized."""
+FP8_VALUES = {"smooth_v": (True, False), "pv_flush": (0, 1)}
+GLUON_FP8_VALUES = {
+    "smooth_v": (True, False),
+    "pv_flush": (4, 8, 32),
+    "exp_linear": (0, 4, 6),
+}
+SAGE_RECIPES = {"portable": QUANTIZERS, "hopper": {**QUANTIZERS, "pv_flush": (0, 8, 32)}}
+FP8_RECIPES = {
+    "portable": {**QUANTIZERS, **FP8_VALUES},
+    "hopper": {**QUANTIZERS, **GLUON_FP8_VALUES},
+}
 
 
 def common_regions(*, smooth_v: bool) -> tuple[Region, ...]:
@@ -103,15 +124,15 @@ def common_regions(*, smooth_v: bool) -> tuple[Region, ...]:
         Region("sm_1[01]*", 128, at(128, 64, 8, 2), NVIDIA_TILES, NVIDIA_AXES),
         Region("sm_*", 64, at(128, 64, 8, 3), NVIDIA_TILES, NVIDIA_AXES),
         Region("sm_*", 128, at(128, 32, 8, 2), NVIDIA_TILES, NVIDIA_AXES),
-        Region("sm_*", 256, at(64, 32, 8, 1)),
+        Region("sm_*", 256, at(64, 32, 8, 1), LARGE_TILES, LARGE_AXES),
         Region("gfx11*", 64, at(128, 32, 8, 1), RDNA_TILES, AMD_AXES),
         Region("gfx11*", 128, at(64, 32, 8, 1), RDNA_TILES, AMD_AXES),
-        Region("gfx11*", 256, at(32, 32, 16, 1)),
+        Region("gfx11*", 256, at(32, 32, 16, 1), (Tile(32, 32, 8), Tile(64, 32, 16)), AMD_AXES),
         Region("gfx12*", 64, at(128, 64, 8, 1), RDNA_TILES, AMD_AXES),
         Region("gfx12*", 128, at(64, 32, 8, 1), RDNA_TILES, AMD_AXES),
-        Region("gfx12*", 256, at(64, 32, 8, 1)),
-        Region("gfx*", 128, at(128, 64, 4, 1), AMD_TILES, AMD_AXES),
-        Region("gfx*", 256, at(64, 32, 4, 1)),
+        Region("gfx12*", 256, at(64, 32, 8, 1), LARGE_AMD_TILES, AMD_AXES),
+        Region("gfx*", 128, at(128, 64, 4, 1), AMD_TILES, CDNA_AXES),
+        Region("gfx*", 256, at(64, 32, 4, 1), LARGE_AMD_TILES, CDNA_AXES),
     )
 
 
@@ -138,7 +159,8 @@ SAGE = Space(
             "hopper",
         ),
         *common_regions(smooth_v=False),
-    )
+    ),
+    SAGE_RECIPES,
 )  # fmt: skip
 """INT8 Q and K with FP16 P and V."""
 
@@ -160,7 +182,8 @@ def _fp8_values(*, stages_64: int) -> Space:
             Region("sm_90", 64, GLUON_64_FP8, GLUON_TILES, GLUON_64_AXES, 4, UNMASKED, "hopper"),
             Region("sm_90", 128, GLUON_128_FP8, GLUON_TILES, GLUON_AXES, 4, UNMASKED, "hopper"),
             *common_regions(smooth_v=True),
-        )
+        ),
+        FP8_RECIPES,
     )
 
 

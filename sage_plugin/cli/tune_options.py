@@ -1,0 +1,97 @@
+"""Options of `sage tune`: what is searched and how long, and where it runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sage_plugin.errors import UsageError
+
+if TYPE_CHECKING:
+    from sage_plugin.tune.configs.search import ErrorLimit, SearchLimits
+    from sage_plugin.tune.configs.space_file import SpaceFile
+
+SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """What is searched, and what may win."""
+
+    space: Annotated[
+        Path | None,
+        typer.Option("--space", "--config-file", help="JSON object of lists to search."),
+    ] = None
+    min_gain: Annotated[
+        float, typer.Option(help="Smallest sure gain worth an entry; 0.01 is 1 %.")
+    ] = 0.01
+    max_error_ratio: Annotated[
+        float, typer.Option(help="A winner's error over the default's, at most.")
+    ] = 1.1
+    max_error: Annotated[
+        float | None, typer.Option(help="A winner's error (centred relative L1), at most.")
+    ] = None
+    timeout: Annotated[float, typer.Option(help="Seconds that one trial may take.")] = 300.0
+    budget: Annotated[str | None, typer.Option(help="Time for all of it: 600, 10m or 2h.")] = None
+    max_trials: Annotated[int | None, typer.Option(help="Configs to try for each call key.")] = None
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            "--patience",
+            "--max-configs-without-improvement",
+            help="Stop after so many valid configs without a better one.",
+        ),
+    ] = None
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Try every config of the space.")
+    ] = False
+    method: Annotated[
+        str | None,
+        typer.Option(help="Timing: events (default on a GPU), graph, profiler or wall."),
+    ] = None
+
+    def limits(self) -> SearchLimits:
+        """Return when a search ends.
+
+        Raises:
+            UsageError: the budget is not a duration.
+        """
+        from sage_plugin.tune.configs.search import SearchLimits
+
+        budget_s = None if self.budget is None else seconds(self.budget)
+        return SearchLimits(self.max_trials, self.patience, budget_s, self.exhaustive)
+
+    def error_limit(self) -> ErrorLimit:
+        """Return how inexact a winner may be."""
+        from sage_plugin.tune.configs.search import ErrorLimit
+
+        return ErrorLimit(self.max_error_ratio, self.max_error)
+
+    def space_file(self) -> SpaceFile | None:
+        """Return the user's own space.
+
+        Raises:
+            ConfigError: it is not one.
+        """
+        from sage_plugin.tune.configs import space_file
+
+        return None if self.space is None else space_file.read(self.space)
+
+
+def seconds(text: str) -> float:
+    """Read a duration such as `600`, `90s`, `10m` or `2h` in seconds.
+
+    Raises:
+        UsageError: it is not one.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None:
+        raise UsageError(f"--budget {text!r}: a number of seconds, or such as 10m or 2h")
+    value = float(match[1]) * SECONDS[match[2]]
+    if value == float("inf"):
+        raise UsageError("--budget: more seconds than a number holds")
+    return value
