@@ -96,21 +96,25 @@ def best_lines(unfinished: Sequence[Outcome]) -> list[str]:
 def simulation_table(results: Sequence[SimulationResult]) -> Table:
     """Show how the search does on recorded studies, a row each."""
     table = tables.grid(
-        "call", "configs", "noise", "best gain", "mean loss", "p95", "within 0.5 %", "tried",
-        "launches", "of all", "false wins", padding=1,
-    )  # fmt: skip
+        "call",
+        "configs",
+        "gain",
+        "loss",
+        "near",
+        "tried",
+        "launches",
+        "A/A",
+        padding=1,
+    )
     for one in results:
         table.add_row(
             f"{one.kernel}\n{one.call}".replace(" ", "\n", 1),
-            str(one.configs),
-            f"{one.noise:.1%}",
+            f"{one.configs}\nnoise {one.noise:.1%}",
             f"{one.gain:.1%}",
-            f"{one.regret:.2%}",
-            f"{one.regret_p95:.2%}",
+            f"{one.regret:.2%}\np95 {one.regret_p95:.2%}",
             f"{one.within:.0%}",
             f"{one.tried:.0f}",
-            f"{one.launches:.0f}",
-            f"{one.launches / one.exhaustive:.1%}",
+            f"{one.launches:.0f}\n{one.launches / one.exhaustive:.1%}",
             f"{one.false_wins:.1%}",
         )
     return table

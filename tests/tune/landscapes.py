@@ -1,4 +1,4 @@
-"""Made-up recorded runs: the spaces of real kernels, with times and errors that have a structure."""
+"""Made-up recorded runs: the spaces of real kernels, whose times and errors have a structure."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from sage_plugin.measure.statistics import gain_interval
 BASE, AGAIN = "0", "again"
 """The first finalist, and the same once more: how far two timings of one config differ."""
 
-LOOKS = (6, 9, 13, 19, 28, 40, 60, 90, 130, 180)
+LOOKS = (8, 12, 18, 27, 40, 60, 90, 130)
 """Rounds after which the rule looks; the more often, the less each look may claim."""
 
 DROP_CONFIDENCE = 0.98

@@ -32,7 +32,7 @@ SPREAD = 16
 POOL = 512
 """A spread is chosen from so many at most."""
 
-REFINED = 3
+REFINED = 5
 """The best configs, whose neighbors are tried."""
 
 TILE = ("block_m", "block_n", "num_warps")

@@ -45,6 +45,9 @@ from sage_plugin.tune.run.runner import Race, Resources
 from sage_plugin.tune.run.study import Study, Timer
 
 MAX_METADATA_BYTES = 64 * 2**20
+REPEATS = 100
+"""Searches of a recorded study, and of a space whose configs are alike."""
+
 FEWEST = 4
 """Valid configs without which there is nothing to search."""
 
@@ -212,10 +215,11 @@ def read(path: str | Path) -> list[RecordedStudy]:
 
 
 def simulate(
-    recorded: RecordedStudy, request: TuningRequest, *, repeats: int = 100
+    recorded: RecordedStudy, request: TuningRequest, *, repeats: int | None = None
 ) -> SimulationResult:
     """Search a recorded study again and again, and a space of its size whose configs are alike."""
     study, times = recorded.study, recorded.times
+    repeats = REPEATS if repeats is None else repeats
     alike = dict.fromkeys(times, 1.0)
     default = recorded.trials.get(study.default)
     allowed = [
