@@ -47,7 +47,7 @@ from sage_plugin.measure.clocks import ClockSnapshot, snapshot, stamp
 from sage_plugin.measure.inputs import presets, synthetic
 from sage_plugin.measure.timing import Samples, measure
 from sage_plugin.schema import CallShape, LaunchConfig
-from sage_plugin.tune.configs.search import RECIPE
+from sage_plugin.tune.search.search import RECIPE
 
 OURS = ("fav2", "sage", "fav3_sage", "fav3_fp8")
 AGAIN = " again"

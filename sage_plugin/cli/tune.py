@@ -22,7 +22,7 @@ from sage_plugin.cli.options import (
     flattened,
     folder_of,
 )
-from sage_plugin.cli.tune_options import SearchOptions
+from sage_plugin.cli.tuning.options import SearchOptions
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _inputs(
 
 
 def _tune(plan: TuningPlan) -> TuneReport:
-    from sage_plugin.cli.tune_progress import ProgressView
+    from sage_plugin.cli.tuning.progress import ProgressView
     from sage_plugin.tune.configs.session import tune
     from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner
     from sage_plugin.tune.run import run_folder

@@ -11,6 +11,7 @@ import torch
 from sage_plugin.accuracy.gate import Gate
 from sage_plugin.accuracy.output import CheckedOutput, ExactRows
 from sage_plugin.capture.store.reader import CaptureFolder
+from sage_plugin.kernels.absent_device import BuildResources
 from sage_plugin.kernels.contract import Decision, ResolvedConfig
 from sage_plugin.schema import (
     CallKey,
@@ -97,6 +98,7 @@ class Family:
         illegal_reason: why a config cannot run a key on a device, or `None`.
         find_launch: the config that the runtime would use.
         forget: drop what was looked up.
+        compile_call: compile what a call would launch, in a process that stands for its device.
         gate_for: the accuracy limits of a kernel.
         captured: a capture of a folder, on a device.
         drawn: drawn values of a shape: device, seed, distribution.
@@ -116,6 +118,9 @@ class Family:
     illegal_reason: Callable[[LaunchConfig, CallKey, DeviceFacts], str | None]
     find_launch: Callable[..., ResolvedConfig]
     forget: Callable[[], None]
+    compile_call: Callable[
+        [CallShape, Decision, LaunchConfig, DeviceFacts], tuple[BuildResources, ...]
+    ]
     gate_for: Callable[[str], Gate]
     captured: Callable[[CaptureFolder, CaptureRecord, Any], ReplayCall]
     drawn: Callable[[CallShape, Any, int, str], ReplayCall]

@@ -12,6 +12,7 @@ from typing import Any
 from sage_plugin.schema import LaunchConfig
 
 Value = int | bool | str
+Axes = Mapping[str, tuple[Value, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,12 @@ class Region:
     max_head_dim: int
     default: LaunchConfig
     tiles: tuple[Tile, ...] = ()
-    axes: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    axes: Axes = field(default_factory=dict)
     element_bytes: int = 4
     mask_kinds: tuple[str, ...] = ("none", "key_bias", "dense")
     variant: str = "portable"
 
-    def candidates(
-        self, recipe: Mapping[str, tuple[Value, ...]] | None = None
-    ) -> tuple[LaunchConfig, ...]:
+    def candidates(self, recipe: Axes | None = None) -> tuple[LaunchConfig, ...]:
         """The default first, then every other combination of tiles and axes, in a fixed order.
 
         Args:
@@ -79,7 +78,7 @@ class Space:
     """
 
     regions: tuple[Region, ...]
-    recipes: Mapping[str, Mapping[str, tuple[Value, ...]]] = field(default_factory=dict)
+    recipes: Mapping[str, Axes] = field(default_factory=dict)
 
     def region(
         self,

@@ -16,7 +16,7 @@ import torch
 import sage_plugin
 from sage_plugin import device
 from sage_plugin.cli import tune as tune_command
-from sage_plugin.cli import tune_options
+from sage_plugin.cli.tuning import options as tune_options
 from sage_plugin.errors import UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load

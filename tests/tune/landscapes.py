@@ -11,9 +11,9 @@ from pathlib import Path
 
 from sage_plugin.kernels.attention import launch_space
 from sage_plugin.schema import LaunchConfig, Timing, Trial
-from sage_plugin.tune.configs.search import FREE, RECIPE, TOO_LARGE
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
+from sage_plugin.tune.search.search import FREE, RECIPE, TOO_LARGE
 from tests.kernels.devices import facts
 from tests.registry import samples
 

@@ -11,12 +11,12 @@ from sage_plugin.measure.timing import Samples, TimingLimits, interleave
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import CallShape, ErrorMetrics, LaunchConfig, Trial
 from sage_plugin.tune.configs import trial as trials
-from sage_plugin.tune.configs.elimination import LOOKS
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
-from sage_plugin.tune.configs.search import TOO_LARGE, SearchLimits
 from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Study, Timer
+from sage_plugin.tune.search.elimination import LOOKS
+from sage_plugin.tune.search.search import TOO_LARGE, SearchLimits
 from tests.registry import samples
 
 SHAPE = CallShape(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from sage_plugin.tune.configs.elimination import AGAIN, BASE, LOOKS, Elimination
+from sage_plugin.tune.search.elimination import AGAIN, BASE, LOOKS, Elimination
 
 
 def race(times: dict[str, float], *, min_gain: float | None, noise: float = 0.004, seed: int = 0):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sage_plugin.tune.configs.learned_order import FEWEST, learned
 from sage_plugin.tune.run.runner import Resources
+from sage_plugin.tune.search.learned_order import FEWEST, learned
 from tests.tune import landscapes, scripted
 from tests.tune.test_search import bad, ok
 

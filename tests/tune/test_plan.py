@@ -16,7 +16,7 @@ from sage_plugin.tune.configs import plan as plans
 from sage_plugin.tune.configs import space_file
 from sage_plugin.tune.configs.inputs import from_captures, from_drawn
 from sage_plugin.tune.configs.plan import TuningRequest, build
-from sage_plugin.tune.configs.search import SearchLimits
+from sage_plugin.tune.search.search import SearchLimits
 from tests.registry import samples
 from tests.tune import captures
 from tests.tune.captures import DENSE, GROUPED, MASKED, SELF, WIDE

@@ -9,8 +9,8 @@ import pytest
 from sage_plugin.errors import ConfigError
 from sage_plugin.schema import LaunchConfig, Trial
 from sage_plugin.tune.configs import promote
-from sage_plugin.tune.configs.search import Search
 from sage_plugin.tune.run.runner import Race
+from sage_plugin.tune.search.search import Search
 from tests.registry import samples
 from tests.tune import scripted
 from tests.tune.scripted import ScriptedRunner

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sage_plugin.schema import Trial
-from sage_plugin.tune.configs import search
-from sage_plugin.tune.configs.search import ErrorLimit, Search, SearchLimits
+from sage_plugin.tune.search import search
+from sage_plugin.tune.search.search import ErrorLimit, Search, SearchLimits
 from tests.registry import samples
 from tests.tune import scripted
 

@@ -16,12 +16,12 @@ import pytest
 from sage_plugin.errors import ConfigError, OutputError, TuningError
 from sage_plugin.registry import load, lookup
 from sage_plugin.registry.merge import merge
-from sage_plugin.tune.configs.search import SearchLimits
 from sage_plugin.tune.configs.session import tune
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.crash_marker import CrashMarker
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.observer import Observer
+from sage_plugin.tune.search.search import SearchLimits
 from tests.registry import samples
 from tests.tune import scripted
 from tests.tune.scripted import ScriptedRunner

@@ -8,7 +8,7 @@ import pytest
 
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.tune.configs import simulate
-from sage_plugin.tune.configs.search import ErrorLimit, SearchLimits
+from sage_plugin.tune.search.search import ErrorLimit, SearchLimits
 from tests.cli import program
 from tests.tune import landscapes
 

@@ -10,13 +10,14 @@ from typing import Any
 
 from sage_plugin import files
 from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
-from sage_plugin.tune.configs import front, promote, search
-from sage_plugin.tune.configs.front import FrontPoint
+from sage_plugin.tune.configs import promote
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
-from sage_plugin.tune.configs.search import Search
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.study import Study
+from sage_plugin.tune.search import front, search
+from sage_plugin.tune.search.front import FrontPoint
+from sage_plugin.tune.search.search import Search
 
 UNFINISHED = "unfinished"
 

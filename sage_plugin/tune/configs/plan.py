@@ -13,10 +13,10 @@ from sage_plugin.kernels.contract import HOST
 from sage_plugin.registry import load
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs
-from sage_plugin.tune.configs.search import ErrorLimit, SearchLimits
 from sage_plugin.tune.configs.space_file import SpaceFile
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.study import Study, Timer, digest
+from sage_plugin.tune.search.search import ErrorLimit, SearchLimits
 
 CPU_KERNEL = "fav3_sage"
 """What is tuned on a CPU unless a kernel is named: the emulation of a GPU's default kernel."""

@@ -32,10 +32,8 @@ from sage_plugin.schema import (
     Trial,
 )
 from sage_plugin.tune.configs import promote
-from sage_plugin.tune.configs.elimination import AGAIN, LOOKS
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.plan import TuningRequest
-from sage_plugin.tune.configs.search import ratio
 from sage_plugin.tune.configs.study_search import Notebook, StudySearch
 from sage_plugin.tune.configs.trial import elimination_of, finals_of, screened
 from sage_plugin.tune.run import run_folder
@@ -43,6 +41,8 @@ from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.observer import Observer
 from sage_plugin.tune.run.runner import Race, Resources
 from sage_plugin.tune.run.study import Study, Timer
+from sage_plugin.tune.search.elimination import AGAIN, LOOKS
+from sage_plugin.tune.search.search import ratio
 
 MAX_METADATA_BYTES = 64 * 2**20
 REPEATS = 100

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from sage_plugin.schema import LaunchConfig, Trial
 from sage_plugin.tune.configs.final import MIN_BUDGET_S, run_final
-from sage_plugin.tune.configs.learned_order import learned
 from sage_plugin.tune.configs.plan import TuningRequest
-from sage_plugin.tune.configs.search import Rank, Search, ratio
 from sage_plugin.tune.run.crash_marker import CrashMarker
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.observer import Observer
 from sage_plugin.tune.run.runner import Race, Runner
 from sage_plugin.tune.run.study import Study
+from sage_plugin.tune.search.learned_order import learned
+from sage_plugin.tune.search.search import Rank, Search, ratio
 
 logger = logging.getLogger(__name__)
 

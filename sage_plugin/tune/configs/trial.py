@@ -19,7 +19,9 @@ from sage_plugin.measure.statistics import gain_interval
 from sage_plugin.measure.timing import Samples, measure
 from sage_plugin.replay.inputs import runs
 from sage_plugin.schema import LaunchConfig, Timing, Trial
-from sage_plugin.tune.configs.elimination import (
+from sage_plugin.tune.run.runner import Race
+from sage_plugin.tune.run.study import Problem
+from sage_plugin.tune.search.elimination import (
     AGAIN,
     BASE,
     LOOKS,
@@ -27,8 +29,6 @@ from sage_plugin.tune.configs.elimination import (
     aa_ratio,
     win_confidence,
 )
-from sage_plugin.tune.run.runner import Race
-from sage_plugin.tune.run.study import Problem
 
 HOST_CALL = "host"
 ASIDE_ROUNDS, ASIDE_SHARE = 10, 0.2

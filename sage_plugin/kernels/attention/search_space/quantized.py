@@ -7,7 +7,7 @@ tiles that spill least (`make compile-matrix`).
 
 from __future__ import annotations
 
-from sage_plugin.kernels.search_space import Region, Space, Tile
+from sage_plugin.kernels.search_space import Axes, Region, Space, Tile
 from sage_plugin.schema import LaunchConfig
 
 
@@ -64,8 +64,8 @@ def hopper(
 
 
 GLUON_TILES = (Tile(192, 128, 12), Tile(128, 128, 8))
-GLUON_AXES = {"num_stages": (2, 3, 4), "persistent": (False, True)}
-GLUON_64_AXES = {**GLUON_AXES, "overlap": (False, True)}
+GLUON_AXES: Axes = {"num_stages": (2, 3, 4), "persistent": (False, True)}
+GLUON_64_AXES: Axes = {**GLUON_AXES, "overlap": (False, True)}
 UNMASKED = ("none", "key_bias")
 HOPPER_TILES = (Tile(64, 128, 4), Tile(64, 64, 4), Tile(128, 128, 8))
 QUARTER_SM, THIRD_SM = 128, 168
@@ -74,8 +74,12 @@ DENSE = ("dense",)
 """A mask of rows and keys has configs of its own: one that adds is loaded ahead like K and V."""
 DENSE_TILES = (*HOPPER_TILES, Tile(64, 128, 8), Tile(64, 64, 8))
 LOADS = ("descriptor", "pointer")
-HOPPER_64_AXES = {"num_stages": (2, 3, 4), "maxnreg": (0, QUARTER_SM, THIRD_SM), "loads": LOADS}
-HOPPER_128_AXES = {"num_stages": (2, 3), "maxnreg": (0, QUARTER_SM, THIRD_SM), "loads": LOADS}
+HOPPER_64_AXES: Axes = {
+    "num_stages": (2, 3, 4),
+    "maxnreg": (0, QUARTER_SM, THIRD_SM),
+    "loads": LOADS,
+}
+HOPPER_128_AXES: Axes = {"num_stages": (2, 3), "maxnreg": (0, QUARTER_SM, THIRD_SM), "loads": LOADS}
 NVIDIA_TILES = (
     Tile(128, 64, 4),
     Tile(128, 64, 8),
@@ -84,28 +88,31 @@ NVIDIA_TILES = (
     Tile(128, 32, 4),
     Tile(128, 32, 8),
 )
-NVIDIA_AXES = {"num_stages": (2, 3, 4)}
+NVIDIA_AXES: Axes = {"num_stages": (2, 3, 4)}
 AMD_TILES = (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4))
 RDNA_TILES = (Tile(128, 64, 8), Tile(128, 32, 8), Tile(64, 32, 8), Tile(64, 32, 4))
-AMD_AXES = {"num_stages": (1, 2), "waves_per_eu": (0, 1, 2, 3)}
-CDNA_AXES = {**AMD_AXES, "matrix_instr_nonkdim": (0, 16, 32)}
+AMD_AXES: Axes = {"num_stages": (1, 2), "waves_per_eu": (0, 1, 2, 3)}
+CDNA_AXES: Axes = {**AMD_AXES, "matrix_instr_nonkdim": (0, 16, 32)}
 EMULATION_TILES = (Tile(128, 64, 4), Tile(128, 128, 4), Tile(128, 256, 4))
 
 
 LARGE_TILES = (Tile(64, 32, 8), Tile(64, 64, 8), Tile(128, 32, 8), Tile(64, 32, 4), Tile(32, 32, 4))
-LARGE_AXES = {"num_stages": (1, 2, 3)}
+LARGE_AXES: Axes = {"num_stages": (1, 2, 3)}
 """Of heads above 128 channels, whose blocks of keys are half as many for the same memory."""
 LARGE_AMD_TILES = (Tile(64, 32, 4), Tile(32, 32, 4), Tile(64, 64, 8), Tile(64, 32, 8))
-QUANTIZERS = {"smooth_k": (True, False), "hadamard": (0, 64), "q_granule": (1, 16)}
+QUANTIZERS: Axes = {"smooth_k": (True, False), "hadamard": (0, 64), "q_granule": (1, 16)}
 """How Q and K are quantized."""
-FP8_VALUES = {"smooth_v": (True, False), "pv_flush": (0, 1)}
-GLUON_FP8_VALUES = {
+FP8_VALUES: Axes = {"smooth_v": (True, False), "pv_flush": (0, 1)}
+GLUON_FP8_VALUES: Axes = {
     "smooth_v": (True, False),
     "pv_flush": (4, 8, 32),
     "exp_linear": (0, 4, 6),
 }
-SAGE_RECIPES = {"portable": QUANTIZERS, "hopper": {**QUANTIZERS, "pv_flush": (0, 8, 32)}}
-FP8_RECIPES = {
+SAGE_RECIPES: dict[str, Axes] = {
+    "portable": QUANTIZERS,
+    "hopper": {**QUANTIZERS, "pv_flush": (0, 8, 32)},
+}
+FP8_RECIPES: dict[str, Axes] = {
     "portable": {**QUANTIZERS, **FP8_VALUES},
     "hopper": {**QUANTIZERS, **GLUON_FP8_VALUES},
 }
@@ -141,7 +148,7 @@ HOPPER_128_INT8 = launch(64, 64, 4, 2, loads="descriptor", smooth_v=False, maxnr
 GLUON_64_INT8 = hopper(192, 128, 12, 4, pv_flush=32, smooth_v=False)
 GLUON_128_INT8 = hopper(192, 128, 12, 2, pv_flush=32, smooth_v=False)
 GLUON_128_INT8_TILES = (Tile(192, 128, 12), Tile(192, 64, 12), Tile(128, 64, 8))
-GLUON_INT8_AXES = {
+GLUON_INT8_AXES: Axes = {
     "num_stages": (2, 3, 4),
     "overlap": (False, True),
     "persistent": (False, True),

@@ -7,7 +7,7 @@ values. On RDNA 3 each lane holds its factors twice: heads of 256 channels spill
 
 from __future__ import annotations
 
-from sage_plugin.kernels.search_space import Region, Space, Tile
+from sage_plugin.kernels.search_space import Axes, Region, Space, Tile
 from sage_plugin.schema import LaunchConfig
 
 
@@ -25,15 +25,15 @@ def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Laun
 
 
 NVIDIA_TILES = (Tile(128, 64, 4), Tile(128, 64, 8), Tile(128, 128, 8), Tile(64, 64, 4))
-NVIDIA_AXES = {"num_stages": (2, 3, 4)}
+NVIDIA_AXES: Axes = {"num_stages": (2, 3, 4)}
 LARGE_TILES = (Tile(64, 64, 8), Tile(128, 32, 8), Tile(64, 32, 8), Tile(64, 32, 4), Tile(32, 32, 4))
-LARGE_AXES = {"num_stages": (1, 2, 3)}
+LARGE_AXES: Axes = {"num_stages": (1, 2, 3)}
 """Of heads above 128 channels."""
 DENSE = ("dense",)
 WARP_TILES = (*NVIDIA_TILES, Tile(128, 32, 8), Tile(128, 32, 4))
 AMD_TILES = (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 32, 4))
 RDNA_TILES = (Tile(128, 32, 8), Tile(64, 32, 8), Tile(64, 16, 4), Tile(64, 16, 8))
-AMD_AXES = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
+AMD_AXES: Axes = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
 
 SPACE = Space(
     (

@@ -12,8 +12,8 @@ import typer
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
-    from sage_plugin.tune.configs.search import ErrorLimit, SearchLimits
     from sage_plugin.tune.configs.space_file import SpaceFile
+    from sage_plugin.tune.search.search import ErrorLimit, SearchLimits
 
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
@@ -60,14 +60,14 @@ class SearchOptions:
         Raises:
             UsageError: the budget is not a duration.
         """
-        from sage_plugin.tune.configs.search import SearchLimits
+        from sage_plugin.tune.search.search import SearchLimits
 
         budget_s = None if self.budget is None else seconds(self.budget)
         return SearchLimits(self.max_trials, self.patience, budget_s, self.exhaustive)
 
     def error_limit(self) -> ErrorLimit:
         """Return how inexact a winner may be."""
-        from sage_plugin.tune.configs.search import ErrorLimit
+        from sage_plugin.tune.search.search import ErrorLimit
 
         return ErrorLimit(self.max_error_ratio, self.max_error)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from sage_plugin.schema import LaunchConfig, Trial
-from sage_plugin.tune.configs.search import Rank, ratio
 from sage_plugin.tune.run.runner import Resources
+from sage_plugin.tune.search.search import Rank, ratio
 
 FEWEST = 12
 """Trials from which an order is learned."""

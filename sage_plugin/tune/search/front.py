@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sage_plugin.measure import figure
 from sage_plugin.schema import JsonRecord, LaunchConfig, Trial
-from sage_plugin.tune.configs.search import Search, error_of, ratio
+from sage_plugin.tune.search.search import Search, error_of, ratio
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
