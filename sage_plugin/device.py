@@ -9,6 +9,7 @@ import functools
 import os
 import platform
 import re
+from dataclasses import dataclass
 
 import torch
 
@@ -43,6 +44,36 @@ def fp8_dtype(arch: str) -> str | None:
     if arch in E4M3FNUZ_ARCHS:
         return "float8_e4m3fnuz"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this machine.
+
+    Attributes:
+        index: its number, as torch counts.
+        uuid: what names it wherever it is counted.
+    """
+
+    index: int
+    uuid: str
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """List the GPUs that torch sees.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("no GPU that torch can use: install a CUDA or ROCm build, or use the CPU")
+    return tuple(Gpu(index, _uuid(index)) for index in range(torch.cuda.device_count()))
+
+
+def _uuid(index: int) -> str:
+    """The driver's name of a GPU, or its number where it tells none."""
+    text = str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
+    return text if text.startswith(("GPU-", "MIG-")) or text.isdigit() else f"GPU-{text}"
 
 
 _stand_in: DeviceFacts | None = None

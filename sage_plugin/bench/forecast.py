@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
-import torch
-
 from sage_plugin.bench.compare import CPU_LIMITS
+from sage_plugin.measure.cpu_rate import matmul_flops_per_s
 from sage_plugin.replay.inputs import ReplayInputs
 
 PATIENCE_S = 60.0
@@ -20,7 +18,6 @@ EMULATION = 6.0
 `portable` runs in Triton's interpreter there."""
 
 CHECKED_CALLS = 2
-PROBE = 256
 
 
 def cpu_seconds(
@@ -41,14 +38,3 @@ def cpu_seconds(
         timed = CPU_LIMITS.warmup * round_s + max(2 * round_s, rounds_s)
         total += timed + CHECKED_CALLS * once * sum(slower)
     return total
-
-
-def matmul_flops_per_s() -> float:
-    """Measure the speed of fp32 matrix products here, in a few milliseconds."""
-    a = torch.ones(PROBE, PROBE)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - start)
-    return 2 * PROBE**3 / best

@@ -152,7 +152,8 @@ def _short_enough(suite: Suite, plan: BenchPlan, *, may_choose: bool) -> Suite:
     """
     import dataclasses
 
-    from sage_plugin.bench.forecast import PATIENCE_S, cpu_seconds, matmul_flops_per_s
+    from sage_plugin.bench.forecast import PATIENCE_S, cpu_seconds
+    from sage_plugin.measure.cpu_rate import matmul_flops_per_s
 
     kernels = (*(() if plan.reference is None else (plan.reference,)), *plan.kernels)
     rate = matmul_flops_per_s()

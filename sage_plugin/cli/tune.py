@@ -22,7 +22,7 @@ from sage_plugin.cli.options import (
     flattened,
     folder_of,
 )
-from sage_plugin.cli.tuning.options import SearchOptions
+from sage_plugin.cli.tuning.options import PlaceOptions, SearchOptions
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ Simulate = Annotated[
 def command(
     inputs: DrawnInputOptions,
     search: SearchOptions,
+    place: PlaceOptions,
     words: Words = None,
     from_captures: FromCaptures = False,
     kernel: Kernels = None,
@@ -72,6 +73,9 @@ def command(
         inputs=_inputs(inputs, folder_of(words, inputs), from_captures, max_captures_per_key),
         kernels=tuple(kernel or ()),
         device=device,
+        gpus=place.chosen_gpus(),
+        method=search.method,
+        shard=place.part(),
         space=search.space_file(),
         config_dir=config_dir,
         run_name=run_name,
@@ -86,7 +90,7 @@ def command(
     if dry_run:
         _show_plan(plan)
         return
-    report = _tune(plan)
+    report = _tune(plan, place)
     _show(report)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -133,17 +137,18 @@ def _inputs(
     return tuning_inputs.from_captures(folder or DEFAULT_FOLDER, max_per_key=max_per_key)
 
 
-def _tune(plan: TuningPlan) -> TuneReport:
+def _tune(plan: TuningPlan, place: PlaceOptions) -> TuneReport:
     from sage_plugin.cli.tuning.progress import ProgressView
+    from sage_plugin.tune.configs.compile_pool import default_workers
+    from sage_plugin.tune.configs.forecast import forecast
     from sage_plugin.tune.configs.session import tune
-    from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner
-    from sage_plugin.tune.run import run_folder
 
     say_left_out(plan.notes)
-    log = plan.run_folder / run_folder.LOG
-    runner = SubprocessRunner(timeout_s=plan.request.timeout_s, log=log)
+    expected = forecast(plan, num_workers=place.num_workers or default_workers())
+    say(f"Tune: {expected.text()}. Ctrl-C keeps what is known.", to_stderr=True)
+    first, *more = place.lanes(plan)
     with ProgressView(stderr) as view:
-        return tune(plan, runner, view, argv=sys.argv)
+        return tune(plan, first, view, argv=sys.argv, more_lanes=more)
 
 
 def _show_plan(plan: TuningPlan) -> None:

@@ -47,8 +47,8 @@ def merge(
     """Merge entries into a registry file; the whole read-change-write is one critical section.
 
     An entry is written where the lower bound of its gain beats `min_gain`, or where it confirms the
-    baseline. Synthetic evidence never replaces an entry that was tuned on captures. Nothing is
-    written where nothing changes.
+    baseline. Noisy or throttled evidence replaces nothing, and synthetic evidence no entry that was
+    tuned on captures. Nothing is written where nothing changes.
 
     Args:
         path: a `<device_slug>/<family>.json`; folders are made as needed.
@@ -116,6 +116,8 @@ def _refusal(entry: RegistryEntry, old: RegistryEntry | None, min_gain: float) -
         )
     if old is None:
         return None
+    if evidence.stamp not in ("", "clean"):
+        return f"its times are {evidence.stamp}, and change nothing that is held; tune again"
     if evidence.synthetic and not old.evidence.synthetic:
         return "an entry tuned on captures is there, synthetic inputs do not replace it"
     if (old.config, old.evidence) == (entry.config, evidence):

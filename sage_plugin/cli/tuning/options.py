@@ -12,7 +12,10 @@ import typer
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
+    from sage_plugin.device import Gpu
+    from sage_plugin.tune.configs.plan import TuningPlan
     from sage_plugin.tune.configs.space_file import SpaceFile
+    from sage_plugin.tune.run.runner import Runner
     from sage_plugin.tune.search.search import ErrorLimit, SearchLimits
 
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -80,6 +83,66 @@ class SearchOptions:
         from sage_plugin.tune.configs import space_file
 
         return None if self.space is None else space_file.read(self.space)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceOptions:
+    """Where a session runs: lanes, compile processes, parts of it elsewhere."""
+
+    num_workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compile processes (default: by cores); none on a CPU."),
+    ] = None
+    gpus: Annotated[str | None, typer.Option(help="Share the calls among GPUs: all, or 0,1.")] = (
+        None
+    )
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Tune part I of N of the calls.")
+    ] = None
+    executor: Annotated[
+        str, typer.Option(help="local, or ray: a lane for each GPU of a Ray cluster.")
+    ] = "local"
+
+    def part(self) -> tuple[int, int]:
+        """Return which part of how many is tuned.
+
+        Raises:
+            UsageError: it is not written `1/4`.
+        """
+        if self.shard is None:
+            return 1, 1
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.shard.strip())
+        if match is None:
+            raise UsageError(f"--shard {self.shard!r}: write it as 1/4")
+        return int(match[1]), int(match[2])
+
+    def chosen_gpus(self) -> tuple[Gpu, ...]:
+        """Return the GPUs that share the calls; empty for the one of `--device`.
+
+        Raises:
+            UsageError: not numbers of GPUs, or of several kinds.
+        """
+        if self.gpus is None:
+            return ()
+        from sage_plugin.tune.configs.lanes import chosen_gpus
+
+        return chosen_gpus(self.gpus)
+
+    def lanes(self, plan: TuningPlan) -> tuple[Runner, ...]:
+        """Make the lanes of a plan.
+
+        Raises:
+            UsageError: an unknown executor.
+        """
+        from sage_plugin.cli.options import one_of
+
+        if one_of("--executor", self.executor, ("local", "ray")) == "ray":
+            from sage_plugin.tune.configs import ray_lanes
+
+            return ray_lanes.lanes(plan, self.num_workers)
+        from sage_plugin.tune.configs import lanes
+
+        return lanes.lanes(plan, self.num_workers)
 
 
 def seconds(text: str) -> float:

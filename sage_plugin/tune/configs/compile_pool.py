@@ -60,7 +60,7 @@ def default_workers() -> int:
 
 
 class CompilePool:
-    """Compile processes, shared by all lanes of a session.
+    """Compile processes, shared by all lanes of a session; each of them may close it.
 
     Args:
         num_workers: processes.

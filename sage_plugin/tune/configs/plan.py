@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from sage_plugin import device as devices
+from sage_plugin.device import Gpu
 from sage_plugin.errors import CaptureError, ConfigError, OutputError, UsageError
 from sage_plugin.families import ATTENTION, Family
 from sage_plugin.kernels.contract import HOST
+from sage_plugin.measure.timers import check_method
 from sage_plugin.registry import load
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs
@@ -38,8 +43,11 @@ class TuningRequest:
         inputs: what to tune on.
         kernels: `kernel` or `kernel:variant`; empty for the device's default.
         device: torch's name of a device, `None` for the GPU where there is one.
+        gpus: GPUs that share the studies, one lane each; empty for the one of `device`.
         space: search space in place of the kernels' own.
         timer: how to time, `None` for the device's default.
+        method: timing method, `None` for the timer's.
+        shard: one part of several of the studies, as `(1, 4)`, for a machine of its own.
         config_dir: folder of configs to write to, `None` for the user's.
         runs_dir: folder that holds run folders.
         run_name: name of the run folder, `None` for one that the same request always gets.
@@ -55,8 +63,11 @@ class TuningRequest:
     inputs: TuningInputs
     kernels: tuple[str, ...] = ()
     device: str | None = None
+    gpus: tuple[Gpu, ...] = ()
     space: SpaceFile | None = None
     timer: Timer | None = None
+    method: str | None = None
+    shard: tuple[int, int] = (1, 1)
     config_dir: Path | None = None
     runs_dir: Path = RUNS
     run_name: str | None = None
@@ -96,7 +107,8 @@ def build(request: TuningRequest) -> TuningPlan:
         OutputError: there is no folder to write configs to.
     """
     _check_numbers(request)
-    device, facts = devices.chosen(request.device)
+    chosen = f"cuda:{request.gpus[0].index}" if request.gpus else request.device
+    device, facts = devices.chosen(chosen)
     studies, calls, notes = [], [], list(request.inputs.notes)
     for group in request.inputs.groups:
         for text in request.kernels or (CPU_KERNEL if facts.kind == "cpu" else "auto",):
@@ -107,7 +119,13 @@ def build(request: TuningRequest) -> TuningPlan:
     if not studies:
         reasons = "; ".join(dict.fromkeys(notes)) or "there are no inputs"
         raise CaptureError(f"nothing can be tuned: {reasons}")
-    run_name = request.run_name or _default_name(request.inputs, facts)
+    run_name = request.run_name or _default_name(request, facts, device.index)
+    part, parts = request.shard
+    if parts > 1:
+        run_name += f".shard-{part}-of-{parts}"
+        studies, calls = studies[part - 1 :: parts], calls[part - 1 :: parts]
+        if not studies:
+            raise UsageError(f"--shard {part}/{parts}: there are fewer calls than shards")
     return TuningPlan(
         request=request,
         studies=tuple(studies),
@@ -153,11 +171,19 @@ def _study(
         timed=group.timed,
         space=space,
         gate=family.gate_for(key.kernel),
-        timer=request.timer or TIMERS.get(facts.kind, GPU_TIMER),
+        timer=_timer(request, device, facts),
         device=device,
         facts=facts,
         toolchain=devices.toolchain(),
     )
+
+
+def _timer(request: TuningRequest, device: str, facts: DeviceFacts) -> Timer:
+    timer = request.timer or TIMERS.get(facts.kind, GPU_TIMER)
+    if request.method is None:
+        return timer
+    check_method(request.method, torch.device(device))
+    return dataclasses.replace(timer, method=request.method)
 
 
 def refuse_gpu_variant(kernel: str, variant: str, facts: DeviceFacts) -> None:
@@ -195,14 +221,20 @@ def _space(
     return tuple(legal)
 
 
-def _default_name(inputs: TuningInputs, facts: DeviceFacts) -> str:
-    """A name that the same inputs on the same device always get, so that a run is resumed."""
+def _default_name(request: TuningRequest, facts: DeviceFacts, index: int | None) -> str:
+    """A name that the same inputs on the same devices always get, so that a run is resumed.
+
+    GPUs count by their UUIDs: a command on each of two equal ones has a folder of its own.
+    """
     labels = sorted(
         f"{source.label} {source.shape.to_json()}"
-        for group in inputs.groups
+        for group in request.inputs.groups
         for source in group.sources
     )
-    return f"{facts.slug}-{digest(labels)[:8]}"
+    uuids = sorted(gpu.uuid for gpu in request.gpus)
+    if not uuids and facts.kind != "cpu" and torch.cuda.is_available():
+        uuids = [gpu.uuid for gpu in devices.gpus() if gpu.index == index]
+    return f"{facts.slug}-{digest([*labels, *uuids])[:8]}"
 
 
 def _config_root(request: TuningRequest) -> Path:
@@ -228,6 +260,8 @@ def _check_numbers(request: TuningRequest) -> None:
         raise UsageError(
             f"--timeout {request.timeout_s}: must be at most {MAX_TIMEOUT_S:g} seconds"
         )
+    if not 1 <= request.shard[0] <= request.shard[1]:
+        raise UsageError(f"--shard {request.shard[0]}/{request.shard[1]}: count from 1/N to N/N")
     if not errors.max_ratio >= 1:
         raise UsageError(
             f"--max-error-ratio {errors.max_ratio}: must be at least 1, the default's own error"

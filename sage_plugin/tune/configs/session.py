@@ -29,6 +29,7 @@ from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.observer import Observer
 from sage_plugin.tune.run.runner import Runner
 from sage_plugin.tune.run.study import Study
+from sage_plugin.tune.run.terminated import sigterm_raises
 
 
 def tune(
@@ -64,7 +65,8 @@ def tune(
             write_metadata(plan, argv)
             session = _Session(plan, observer or Observer())
             try:
-                session.run(lanes)
+                with sigterm_raises():
+                    session.run(lanes)
             except KeyboardInterrupt:
                 interrupted = True
             finally:

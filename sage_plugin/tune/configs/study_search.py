@@ -71,9 +71,8 @@ class StudySearch:
         deadline = time.monotonic() + budget_s * (1 - RACE_SHARE)
         former = self.notebook.ledger.trials(self.study.id, "screen")
         trials = {c: trial for c, trial in former.items() if trial.status not in TRIED_AGAIN}
-        limits, size = self.request.limits, len(self.study.space)
-        total = min(size, limits.max_trials or size)
-        self.notebook.observer.study_started(self.study, done=len(trials), total=total)
+        done, total = len(trials), self.search.expected
+        self.notebook.observer.study_started(self.study, done=done, total=max(done, total))
         while batch := self.search.propose(trials, self._rank(trials)):
             mandatory = any(config in self.search.first for config in batch)
             if trials and not mandatory and time.monotonic() > deadline:

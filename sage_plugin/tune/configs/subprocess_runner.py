@@ -32,7 +32,7 @@ class SubprocessRunner:
     Args:
         timeout_s: longest that one job may take.
         log: where the child's output goes.
-        pool: compiles ahead of the lane; closed with it, so that one lane of several has it.
+        pool: compiles ahead of the lanes that share it; closed with the first of them.
         gpu: UUID of the one GPU that the child sees; `None` for all. Lanes of any command take
             turns on a GPU of a UUID, so that nothing is timed beside something else.
     """

@@ -120,6 +120,15 @@ class Search:
         held = self.incumbent
         return (self.space[0],) if held in (None, self.space[0]) else (self.space[0], held)
 
+    @property
+    def expected(self) -> int:
+        """How many configs the search tries, about."""
+        count = len(self.space)
+        if not self.limits.exhaustive:
+            values = [len(set(axis)) for axis in zip(*map(_axes, self.space), strict=True)]
+            count = min(count, len(self.first) + SPREAD + REFINED * sum(n - 1 for n in values))
+        return min(count, self.limits.max_trials or count)
+
     def propose(
         self, trials: Mapping[LaunchConfig, Trial], rank: Rank | None = None
     ) -> list[LaunchConfig]:
