@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.crash_marker import CrashMarker
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.observer import Observer
-from sage_plugin.tune.search.search import SearchLimits
+from sage_plugin.tune.search.search import ErrorLimit, SearchLimits
 from tests.registry import samples
 from tests.tune import scripted
 from tests.tune.scripted import ScriptedRunner
@@ -490,3 +491,92 @@ def test_ctrl_c_does_not_count_as_an_ended_session(tmp_path):
     for _ in range(4):
         assert tune(plan, ScriptedRunner(before=press)).interrupted
     assert tune(plan, ScriptedRunner()).outcomes[0].trials == {"ok": 3}
+
+
+def test_sigterm_ends_a_session_as_ctrl_c_does_and_brands_nothing(tmp_path):
+    study = scripted.study(3)
+    plan = scripted.plan(tmp_path, study)
+
+    def end(count: int) -> None:
+        if count == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    for _ in range(3):
+        assert tune(plan, ScriptedRunner(before=end)).interrupted
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert not (plan.run_folder / run_folder.CRASH_MARKER).exists()
+    assert tune(plan, ScriptedRunner()).outcomes[0].trials == {"ok": 3}
+
+
+def test_a_noisy_or_throttled_result_replaces_nothing(tmp_path):
+    study = scripted.study()
+    plan = held(tmp_path, study, study.space[3])
+
+    class Throttled(ScriptedRunner):
+        def race(self, study, race):
+            finals = super().race(study, race)
+            return tuple(
+                dataclasses.replace(one, extra=one.extra | {"throttled": 1.0}) for one in finals
+            )
+
+    slow = Throttled(lambda config: 1.2 if config == study.space[3] else 1.0, noise=0.005)
+    (outcome,) = tune(plan, slow).outcomes
+    assert outcome.verdict == "confirmed"
+    assert outcome.written.startswith("kept: its times are throttled")
+    assert entries(plan)[0].config == study.space[3]
+    fresh = scripted.plan(tmp_path / "new", study)
+    (first,) = tune(fresh, Throttled(noise=0.005)).outcomes
+    assert first.written == "added", "where nothing is held, something is better than nothing"
+
+
+def inexact(*configs):
+    """Errors that are half as large again for some configs."""
+    return lambda config: dataclasses.replace(
+        samples.ERRORS,
+        centred_rel_l1=samples.ERRORS.centred_rel_l1 * (1.5 if config in configs else 1.0),
+    )
+
+
+def test_speed_is_not_bought_with_errors_and_the_front_says_what_it_would_buy(tmp_path):
+    study = scripted.study()
+    fast, sound = study.space[4], study.space[5]
+    speed = {fast: 0.5, sound: 0.9}
+    runner = ScriptedRunner(lambda c: speed.get(c, 1.0), noise=0.002, errors=inexact(fast))
+    plan = scripted.plan(tmp_path, study)
+    (outcome,) = tune(plan, runner).outcomes
+    assert outcome.entry.config == sound
+    assert outcome.trials == {"ok": 7, "inexact": 1}
+    assert [(p.config, p.allowed) for p in outcome.front] == [(fast, False), (sound, True)]
+    results = json.loads((plan.run_folder / run_folder.RESULTS).read_text())
+    assert [p["allowed"] for p in results["results"][0]["front"]] == [False, True]
+    loose = scripted.plan(tmp_path, study, error_limit=ErrorLimit(max_ratio=2.0))
+    again = ScriptedRunner(lambda c: speed.get(c, 1.0), noise=0.002)
+    assert tune(loose, again).outcomes[0].entry.config == fast
+    assert again.screened == [], "another limit needs no new screen"
+
+
+def test_what_cannot_fit_is_not_tried_and_is_counted(tmp_path):
+    space = [samples.config(block_m=m, num_stages=s) for m in (16, 32, 64, 128) for s in (1, 2)]
+    study = scripted.study(tuple(space))
+    small = space[2]
+    runner = ScriptedRunner(fails={small: "compile_error"}, too_large=("compile_error",))
+    limits = SearchLimits(exhaustive=True)
+    (outcome,) = tune(scripted.plan(tmp_path, study, limits=limits), runner).outcomes
+    assert outcome.trials["compile_error"] == 1
+    tried = outcome.trials["ok"] + 1
+    assert outcome.trials["skipped"] == len(space) - tried > 0
+
+
+def test_a_ratio_without_a_usable_default_is_paired_with_the_first_valid_config(tmp_path):
+    study = scripted.study(12)
+    drifting = ScriptedRunner(
+        lambda c: 0.9 if c == study.space[7] else 1.0,
+        fails={study.default: "gate_failed"},
+        drift=lambda n: 1 + n / 20,
+    )
+    (outcome,) = tune(scripted.plan(tmp_path, study), drifting).outcomes
+    assert outcome.entry.config == study.space[7]
+    bases = {base for base, _ in drifting.batches}
+    assert len(bases) == 1
+    assert study.default not in bases
