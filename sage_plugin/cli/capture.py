@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.console import counted, say, stderr
-from sage_plugin.cli.options import DEFAULT_FOLDER
+from sage_plugin.cli.options import DEFAULT_FOLDER, flattened, shown_first
 from sage_plugin.errors import SageError, UsageError
 
 if TYPE_CHECKING:
@@ -61,6 +61,14 @@ Size = Annotated[
 ]
 
 
+EXAMPLES = (
+    "sage capture --max-captures 4 my_script.py --its-own options",
+    "sage capture --size small --num-steps 2 --max-captures 4",
+)
+
+
+@shown_first("out", "max_captures", "overwrite")
+@flattened
 def command(
     script: Script = None,
     args: Args = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.console import say, stdout
-from sage_plugin.cli.options import ConfigDir, Device, ShapeOptions, flattened
+from sage_plugin.cli.options import ConfigDir, Device, ShapeOptions, examples, flattened
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.schema import CallKey, CallShape, DeviceFacts, RegistryFile
 
@@ -53,7 +53,7 @@ def list_configs(config_dir: ConfigDir = None, device: Device = None, every: All
     )
 
 
-@app.command()
+@app.command(epilog=examples("sage configs explain -b 1 -hq 8 -sq 4096 -d 128 --kernel sage"))
 @flattened
 def explain(
     shape: ShapeOptions,

@@ -13,7 +13,7 @@ from sage_plugin import files
 from sage_plugin.cli import output_folder
 from sage_plugin.cli.clips import ClipOptions, checked_policy
 from sage_plugin.cli.console import counted, progress, say, stderr, stdout
-from sage_plugin.cli.options import Device, flattened
+from sage_plugin.cli.options import Device, flattened, shown_first
 from sage_plugin.demo.sizes import SIZES
 from sage_plugin.errors import SageError, UsageError
 
@@ -43,6 +43,10 @@ PolicyOf = Annotated[
 ]
 
 
+EXAMPLES = ("sage demo", "sage demo --policy balanced --out demo_of_a_policy")
+
+
+@shown_first("kernel", "policy", "out")
 @flattened
 def command(
     clip: ClipOptions,
@@ -177,7 +181,7 @@ class _Demo:
         from sage_plugin.bench.compare import BenchPlan, run_case
         from sage_plugin.bench.report import csv_text, json_text
         from sage_plugin.bench.suite import captured
-        from sage_plugin.cli.bench_table import render
+        from sage_plugin.cli.bench.table import render
         from sage_plugin.cli.options import named_kernels
 
         kernels = named_kernels((), self.facts)
@@ -191,8 +195,7 @@ class _Demo:
             content = text(tables, self.facts, devices.toolchain())
             files.write_atomically(self.folder / name, content)
         say("5. Measure: every kernel on captured inputs, time beside error.")
-        for table in tables:
-            stdout.print(render(table, ("time", "throughput"), width=stdout.width))
+        stdout.print(render(tables, ("time", "throughput"), width=stdout.width), soft_wrap=False)
         say(f"   Tables: {self.folder / 'bench.csv'}.")
         return tables
 

@@ -21,6 +21,7 @@ from sage_plugin.cli.options import (
     Words,
     flattened,
     folder_of,
+    shown_first,
 )
 from sage_plugin.errors import UsageError
 
@@ -58,6 +59,13 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Start over instead of resu
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be tuned, and stop.")]
 
 
+EXAMPLES = (
+    "sage tune captured_inputs --budget 10m",
+    "sage tune -sq 1024 -hq 2 -d 64 --kernel sage --max-trials 2",
+)
+
+
+@shown_first("kernel", "budget", "dry_run")
 @flattened
 def command(
     inputs: DrawnInputOptions,

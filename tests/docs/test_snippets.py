@@ -31,7 +31,7 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    # On a busy machine the forecast of `sage bench` may say more than a minute, and refuse.
+    # With one thread the forecast of `sage bench` may say more than a minute, and refuse.
     monkeypatch.setattr(forecast, "PATIENCE_S", float("inf"))
     for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH", "DISABLE"):
         monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)

@@ -12,7 +12,14 @@ from sage_plugin import files
 from sage_plugin.cli import output_folder
 from sage_plugin.cli.clips import ClipOptions, checked_policy, labels
 from sage_plugin.cli.console import progress, say, stdout
-from sage_plugin.cli.options import ConfigDir, Device, Kernels, flattened, named_kernels
+from sage_plugin.cli.options import (
+    ConfigDir,
+    Device,
+    Kernels,
+    flattened,
+    named_kernels,
+    shown_first,
+)
 from sage_plugin.demo.sizes import SIZES
 
 if TYPE_CHECKING:
@@ -30,6 +37,10 @@ Budget = Annotated[
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the comparison.")]
 
 
+EXAMPLES = ("sage policy prove balanced", "sage policy prove policy.json --kernel sage --digit 3")
+
+
+@shown_first("kernel", "digit", "out")
 @flattened
 def command(
     policy: PolicyOf,

@@ -12,7 +12,14 @@ import typer
 
 from sage_plugin import files
 from sage_plugin.cli.console import progress, say, stdout
-from sage_plugin.cli.options import DEFAULT_FOLDER, ConfigDir, Device, StepRanges, flattened
+from sage_plugin.cli.options import (
+    DEFAULT_FOLDER,
+    ConfigDir,
+    Device,
+    StepRanges,
+    flattened,
+    shown_first,
+)
 from sage_plugin.cli.tables import grid
 from sage_plugin.cli.tune import Fresh, RunName
 from sage_plugin.errors import UsageError
@@ -75,6 +82,13 @@ class PolicyOptions:
     fresh: Fresh = False
 
 
+EXAMPLES = (
+    "sage policy search --max-error 0.03",
+    "sage policy search captured_inputs --max-error 0.03 --times bench.json -o mine.json",
+)
+
+
+@shown_first("max_error", "max_ms", "output", "dry_run")
 @flattened
 def command(
     search: PolicyOptions,

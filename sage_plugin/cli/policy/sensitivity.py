@@ -18,6 +18,7 @@ from sage_plugin.cli.options import (
     StepRanges,
     flattened,
     named_kernels,
+    shown_first,
 )
 from sage_plugin.cli.tables import grid
 from sage_plugin.demo.sizes import SIZES
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 Output = Annotated[Path, typer.Option("--output", "-o", help="File of sensitivities.")]
 
 
+EXAMPLES = ("sage policy sensitivity --kernel fav3_fp8",)
+
+
+@shown_first("kernel", "step_ranges", "output")
 @flattened
 def command(
     clip: ClipOptions,
