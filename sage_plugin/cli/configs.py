@@ -12,10 +12,10 @@ import typer
 from sage_plugin.cli.console import say, stdout
 from sage_plugin.cli.options import ConfigDir, Device, ShapeOptions, examples, flattened
 from sage_plugin.errors import ConfigError, UsageError
-from sage_plugin.schema import CallKey, CallShape, DeviceFacts, RegistryFile
+from sage_plugin.schema import CallKey, CallShape, DeviceFacts, RegistryEntry, RegistryFile
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 PROBLEMS = 2
 
@@ -97,7 +97,11 @@ def check(path: Place = None, device: Device = None, config_dir: ConfigDir = Non
     found = [sentence for file in files for sentence in _problems_of(file, facts)]
     if found:
         say(*found)
-        say(f"{len(found)} problems in {len(files)} files. Next: mend or delete them, tune again")
+        count = f"{len(found)} problem{'s' * (len(found) > 1)}"
+        say(
+            f"{count} in {len(files)} file{'s' * (len(files) > 1)}. Next: mend or delete what is "
+            "named, tune again"
+        )
         raise typer.Exit(PROBLEMS)
     names = ", ".join(map(str, files)) or "no file is in use"
     say(f"Sound: {names}.")
@@ -201,23 +205,28 @@ def _show_file(label: str, path: Path) -> None:
         stdout.print(_table(file))
 
 
-def _table(file: RegistryFile) -> Table:
-    from sage_plugin.cli.tables import grid
-    from sage_plugin.cli.tune_view import config_lines, gain_text, milliseconds
-    from sage_plugin.families.attention.labels import mask_words, short_dtype
+def _table(file: RegistryFile) -> Group:
+    from rich.console import Group
 
-    table = grid("call", "config", "time", "gain", "tuned on", padding=1)
-    for entry in file.entries:
-        key, evidence = entry.key, entry.evidence
-        seq = f"{key.seq_q}" if key.seq_q == key.seq_k else f"{key.seq_q}:{key.seq_k}"
-        dtype = short_dtype(key.dtype)
-        table.add_row(
-            f"{key.kernel}:{key.variant}\n{key.batch_heads}x{seq}x{key.head_dim}\n"
-            f"{dtype} {key.layout}{mask_words(key)}",
-            config_lines(entry.config),
-            milliseconds(evidence.time.median_ms),
-            "confirmed" if evidence.confirmed else gain_text(entry),
-            f"{'synthetic' if evidence.synthetic else 'captures'} {evidence.date}\n"
-            f"triton {evidence.toolchain.triton or '-'}",
-        )
-    return table
+    from sage_plugin.cli.tables import Column, fitted
+    from sage_plugin.cli.tune_view import config_lines, gain_text, milliseconds
+    from sage_plugin.families.attention.labels import lines
+
+    def gain(entry: RegistryEntry) -> str:
+        return "default\nkept" if entry.evidence.confirmed else gain_text(entry)
+
+    def origin(entry: RegistryEntry) -> str:
+        kind = "synthetic" if entry.evidence.synthetic else "captures"
+        return f"{kind} {entry.evidence.date}\ntriton {entry.evidence.toolchain.triton or '-'}"
+
+    label: Column[RegistryEntry] = (
+        "call",
+        lambda entry: f"{entry.key.kernel}:{entry.key.variant}\n{lines(entry.key)}",
+    )
+    columns: list[Column[RegistryEntry]] = [
+        ("config", lambda entry: config_lines(entry.config)),
+        ("time", lambda entry: milliseconds(entry.evidence.time.median_ms)),
+        ("gain", gain),
+        ("tuned on", origin),
+    ]
+    return Group(*fitted(file.entries, label, [columns], stdout.width, padding=1))

@@ -172,7 +172,7 @@ class _Demo:
         with ProgressView(stderr) as view:
             report = tune(plan, runner, view, argv=("sage", "demo"))
         say(f"4. Tune: {self.kernel} searched on the captures under its accuracy gate.")
-        stdout.print(outcome_table(report.outcomes))
+        stdout.print(outcome_table(report.outcomes, width=stdout.width))
         say(f"   Winners: {plan.registry_path}, every trial: {plan.run_folder}.")
 
     def measure(self) -> list[Table]:

@@ -12,7 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 STAMP_STYLES = {"clean": "green", "noisy": "yellow", "throttled": "bold red"}
-WORDS = ("call", "config", "result", "tuned on", "kernel", "run", "values", "runs as", "rule")
+WORDS = (
+    *("call", "config", "result", "tuned on", "kernel", "run", "values", "runs as", "layer"),
+    *("layers", "steps", "latents' error by step"),
+)
 """Columns of words, which stand to the left; numbers stand to the right."""
 
 Row = TypeVar("Row")
@@ -37,7 +40,8 @@ def fitted(
 ) -> list[RenderableType]:
     """Return one table if all columns fit the width, else one per group, or several of a group.
 
-    Each has the label's column in front.
+    Each has the label's column in front. Where labels take several lines, and not even a group
+    fits, each row becomes lines of text instead.
     """
 
     def table(columns: Sequence[Column[Row]]) -> Table:
@@ -48,6 +52,8 @@ def fitted(
 
     every = [column for group in groups for column in group]
     parts = [every] if fits(every) else [p for group in groups for p in _parts(group, fits)]
+    if len(parts) > len(groups) and any("\n" in str(label[1](row)) for row in rows):
+        return [line for row in rows for line in _record(row, label, every)]
     found: list[RenderableType] = []
     for part in parts:
         found += [*([Text("")] if found else []), table(part)]
@@ -62,6 +68,16 @@ def _parts(
         count = next((n for n in range(len(columns), 1, -1) if fits(columns[:n])), 1)
         yield columns[:count]
         columns = columns[count:]
+
+
+def _record(row: Row, label: Column[Row], columns: Sequence[Column[Row]]) -> Iterator[Text]:
+    """A row as its label and a line per column."""
+
+    def words(column: Column[Row]) -> str:
+        return ", ".join(str(column[1](row)).split("\n"))
+
+    yield Text(words(label), style="bold")
+    yield from (Text(f"  {column[0]}: {words(column)}") for column in columns)
 
 
 def _filled(rows: Sequence[Row], columns: Sequence[Column[Row]], padding: int) -> Table:

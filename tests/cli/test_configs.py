@@ -170,7 +170,7 @@ def test_check_names_every_problem_and_exits_2():
     assert result.exit_code == 2
     assert "unknown kernel 'fav9'" in result.stdout
     assert "config is illegal: block_m 100" in result.stdout
-    assert "2 problems in 1 files" in result.stdout
+    assert "2 problems in 1 file." in result.stdout
     damaged = sage("check", "c2")
     assert damaged.exit_code == 2
     assert "NaN" in damaged.stdout
