@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from typer.models import OptionInfo
 
-from sage_plugin.errors import UsageError
+from sage_plugin.errors import UsageError, did_you_mean
 from sage_plugin.schema import KERNEL_ALIASES, KERNELS, LAYOUTS, MASK_KINDS, CallShape
 
 if TYPE_CHECKING:
@@ -289,11 +289,9 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
         UsageError: it is not.
     """
     if value not in allowed:
-        import difflib
-
-        close = difflib.get_close_matches(value, allowed, n=1)
-        meant = f"did you mean {close[0]!r}? Allowed" if close else "allowed"
-        raise UsageError(f"{option} {value!r}: {meant} are {', '.join(allowed)}")
+        raise UsageError(
+            f"{option} {value!r}: allowed are {', '.join(allowed)}{did_you_mean(value, allowed)}"
+        )
     return value
 
 

@@ -40,7 +40,10 @@ MISTAKES = [
             (f"{SHAPE} -dv 16", "-dv 16 differs from -d 32"),
             (f"{SHAPE} -hk 3", "-hq 2 is not a multiple of -hk 3"),
             (f"{SHAPE} --dtype int4", "--dtype 'int4': allowed are fp16"),
-            (f"{SHAPE} --layout sbhd", "--layout 'sbhd': did you mean"),
+            (
+                f"{SHAPE} --layout sbhd",
+                "--layout 'sbhd': allowed are bhsd, bshd; did you mean 'bshd'?",
+            ),
             (f"{SHAPE} --mask diagonal", "--mask 'diagonal': allowed are"),
             (f"{SHAPE} --inputs-distribution zeros", "--inputs-distribution 'zeros'"),
             (f"{SHAPE} --preset wan-720p", "--preset names whole shapes: leave --seq-len out"),
@@ -84,8 +87,10 @@ MISTAKES = [
     ("tune -sq 64 folder", 2, "--seq-len does not change captures"),
     ("configs list --config-dir nope", 2, "--config-dir nope: no such folder"),
     ("configs check captured_inputs", 2, "captured_inputs holds captures, not configs"),
-    ("bench --preset cogvideo-2b", 2, "did you mean 'cogvideox-2b'? Allowed are"),
+    ("bench --preset cogvideo-2b", 2, "; did you mean 'cogvideox-2b'?"),
     ("bench --kernel fav3sage", 2, "did you mean 'fav3_sage'?"),
+    ("bench --kernel sage:portabel", 2, "variant 'portabel' of kernel 'sage' is not known"),
+    ("doctr", 2, "Did you mean 'doctor'?"),
     # sage bench
     (f"bench {SHAPE} --kernel auto", 2, "--kernel auto"),
     (f"bench {SHAPE} --compare-to-ref fa4", 2, "kernel 'fa4' is not known"),
@@ -97,7 +102,7 @@ MISTAKES = [
     (f"bench {SHAPE} --device cuda", 3, "no GPU that torch can use"),
     ("bench --preset all --device cpu --csv out.csv", 2, "on a CPU, where kernels are emulated"),
     # sage tune
-    (f"tune {SHAPE} --kernel torch", 2, "no launch config"),
+    (f"tune {SHAPE} --kernel torch", 2, "name one of fav2, sage, fav3_sage, fav3_fp8"),
     (f"tune {SHAPE} --kernel sage:portable", 2, "'portable' of kernel 'sage' needs a GPU"),
     (f"tune {SHAPE} --budget soon", 2, "--budget 'soon'"),
     (f"tune {SHAPE} --budget 0", 2, "--budget 0.0: must be above 0"),
@@ -127,7 +132,11 @@ MISTAKES = [
     # sage configs
     ("configs explain", 2, "which call? Give its length"),
     ("configs explain -sq 64 --kernel flash9", 2, "kernel 'flash9' is not known"),
-    ("configs explain -sq 64 --layout sbhd", 2, "--layout 'sbhd': did you mean"),
+    (
+        "configs explain -sq 64 --layout sbhd",
+        2,
+        "--layout 'sbhd': allowed are bhsd, bshd; did you mean 'bshd'?",
+    ),
     ("configs explain -sq 64 --mask diagonal", 2, "--mask 'diagonal': allowed are"),
     ("configs check absent", 2, "absent: no such file or folder"),
     ("configs check c --config-dir c", 2, "give a path or --config-dir, not both"),
@@ -141,6 +150,7 @@ MISTAKES = [
     ("demo --size huge", 2, "--size 'huge': allowed are small, large"),
     ("demo --device tpu", 2, "--device 'tpu': use cpu, cuda or cuda:1"),
     ("demo --device cuda", 3, "no GPU that torch can use"),
+    ("demo --policy blanced", 2, "fast, balanced, safe; did you mean 'balanced'?"),
     ("demo --policy no.json", 2, "neither a file nor one of fast, balanced, safe"),
     ("demo --policy far.json --out new", 2, "rule 1 of the policy names no layer of this model"),
     ("demo --out foreign", 2, "not the folder of an earlier `sage demo`: name another with --out"),

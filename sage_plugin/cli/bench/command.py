@@ -233,6 +233,9 @@ def _say_next(tables: Sequence[Table], written: Sequence[str], folder: Path | No
         say(
             "Next: sage capture, to compare the kernels on your model's own tensors", to_stderr=True
         )
+    elif not any(row.config_source for row in rows):
+        place = shlex.quote(str(folder or DEFAULT_FOLDER))
+        say(f"Next: sage bench {place}, without --kernel, to compare all", to_stderr=True)
     elif not any(row.config_source in ("exact", "near", "env") for row in rows):
         place = shlex.quote(str(folder or DEFAULT_FOLDER))
         say(f"Next: sage tune {place}, since all configs are defaults", to_stderr=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_plugin import files
-from sage_plugin.errors import ConfigError, UnknownKernelError
+from sage_plugin.errors import ConfigError, UnknownKernelError, did_you_mean
 from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.plugin.policy.step_range import Band
 from sage_plugin.schema import JsonRecord, LaunchConfig
@@ -205,6 +205,7 @@ def chosen(policy: str | os.PathLike[str] | Policy) -> Policy:
     if not os.path.isfile(path):
         raise ConfigError(
             f"policy {os.fspath(policy)!r} is neither a file nor one of {', '.join(PRESETS)}"
+            f"{did_you_mean(os.fspath(policy), PRESETS)}"
         )
     return read(path)
 
