@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.console import say, stdout
-from sage_plugin.cli.options import ConfigDir, Device, ShapeOptions, examples, flattened
+from sage_plugin.cli.options import (
+    ConfigDir,
+    Device,
+    ShapeOptions,
+    check_config_dir,
+    examples,
+    flattened,
+)
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.schema import CallKey, CallShape, DeviceFacts, RegistryEntry, RegistryFile
 
@@ -32,8 +39,7 @@ def list_configs(config_dir: ConfigDir = None, device: Device = None, every: All
     from sage_plugin import device as devices
     from sage_plugin.registry import load
 
-    if config_dir is not None and not config_dir.is_dir():
-        raise UsageError(f"--config-dir {config_dir}: no such folder")
+    check_config_dir(config_dir)
     facts = devices.chosen(device)[1]
     shown = 0
     places = load.search_path(facts.slug, config_dir=config_dir)
@@ -66,6 +72,7 @@ def explain(
 
     if not shape.seq_len:
         raise UsageError("which call? Give its length (--seq-len), heads (-hq) and channels (-d)")
+    check_config_dir(config_dir)
     _, facts = devices.chosen(device)
     for call in shape.shapes():
         _explain_call(call, kernel, facts, config_dir)
@@ -134,10 +141,11 @@ def _files_to_check(
     if path is not None:
         if config_dir is not None:
             raise UsageError("give a path or --config-dir, not both")
-        if (path / "manifest.jsonl").exists():
+        folder = path.parent if path.is_file() else path
+        if (folder / "manifest.jsonl").exists():
             raise UsageError(
                 f"{path} holds captures, not configs; check those with "
-                f"sage bench {shlex.quote(str(path))}"
+                f"sage bench {shlex.quote(str(folder))}"
             )
         yield from registry_files(path)
         return

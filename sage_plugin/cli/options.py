@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,6 +303,16 @@ def dtype_name(text: str) -> str:
         UsageError: it is not one that attention takes.
     """
     return DTYPES.get(text) or one_of("--dtype", text, (*DTYPES, *DTYPES.values()))
+
+
+def check_config_dir(folder: Path | None) -> None:
+    """See that configs can be read there, if the folder was named.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if folder is not None and not os.path.isdir(folder):
+        raise UsageError(f"--config-dir {folder}: no such folder")
 
 
 def check_seed(seed: int) -> None:

@@ -21,6 +21,7 @@ from sage_plugin.cli.options import (
     DrawnInputOptions,
     Kernels,
     Words,
+    check_config_dir,
     flattened,
     folder_of,
     named_kernels,
@@ -103,6 +104,7 @@ def command(
 
     outputs = {"csv": csv, "json": json, "markdown": markdown}
     _check_outputs(outputs)
+    check_config_dir(config_dir)
     folder = folder_of(words, inputs)
     metrics = METRICS if metric == "all" else (one_of("--metric", metric, (*METRICS, "all")),)
     suite = _suite(inputs, folder, max_inputs)
