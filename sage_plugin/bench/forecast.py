@@ -47,3 +47,16 @@ def matmul_flops_per_s() -> float:
     """Return about how fast this CPU multiplies matrices, by its kind and its threads."""
     kind = torch.backends.cpu.get_cpu_capability()
     return torch.get_num_threads() * THREAD_FLOPS_PER_S.get(kind, OTHER_THREAD_FLOPS_PER_S)
+
+
+def duration(seconds: float) -> str:
+    """Write a duration in the largest unit of which it has more than one.
+
+    Example:
+        >>> duration(80), duration(100), duration(4300), duration(90_000)
+        ('80 seconds', '2 minutes', '72 minutes', '25 hours')
+    """
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

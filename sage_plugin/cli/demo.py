@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CAPTURES = 6
 BENCHED = 2
 TUNE_BUDGET_S = 120.0
+MINUTES_ON_A_CPU = "All steps take about 2 minutes on two idle cores."
 MARKER = ".sage-demo"
 """A file that says that a folder is a demo's own, to be replaced by the next demo."""
 
@@ -70,7 +71,8 @@ def command(
     config = RunConfig("patched", kernel, rules)
     run = _Demo(out, where, facts, kernel, steps)
     output_folder.prepare(out, marker=MARKER, command="sage demo")
-    say(f"1. Load: a 4.9 M parameter CogVideoX transformer, on {where.type}, size {size}.")
+    takes = f" {MINUTES_ON_A_CPU}" if (where.type, size) == ("cpu", "small") else ""
+    say(f"1. Load: a 4.9 M parameter CogVideoX transformer, on {where.type}, size {size}.{takes}")
     with progress("load the model"):
         subject = clip.subject(where, steps, None)
         subject.denoisers([config])  # a policy that names no layer is refused before anything runs

@@ -21,7 +21,7 @@ def short_enough(suite: Suite, plan: BenchPlan, *, may_choose: bool) -> Suite:
     Raises:
         UsageError: not even one input is short enough.
     """
-    from sage_plugin.bench.forecast import PATIENCE_S, cpu_seconds
+    from sage_plugin.bench.forecast import PATIENCE_S, cpu_seconds, duration
 
     kernels = (*(() if plan.reference is None else (plan.reference,)), *plan.kernels)
     needed = [cpu_seconds([case], kernels) for case in suite.cases]
@@ -45,11 +45,3 @@ def short_enough(suite: Suite, plan: BenchPlan, *, may_choose: bool) -> Suite:
         to_stderr=True,
     )
     return dataclasses.replace(suite, cases=cases)
-
-
-def duration(seconds: float) -> str:
-    """Write a duration in the largest unit that it has two of, minutes at least."""
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return "1 minute"

@@ -92,12 +92,17 @@ def run(
         subject.denoisers(configs)  # refuses a policy that does not fit, the old folder unchanged
         output_folder.prepare(out, marker=MARKER, command="sage policy prove")
         limits = LIMITS if budget_s is None else replace(LIMITS, budget_s=budget_s)
-        comparison, clips = compare_clips(
-            subject, configs, limits=limits, seed=clip.seed, report_progress=report
+        comparison, _ = compare_clips(
+            subject,
+            configs,
+            limits=limits,
+            seed=clip.seed,
+            report_progress=report,
+            on_clip=lambda clips: save_comparison(
+                {one: frames[: size.frames] for one, frames in clips.items()}, out / "side_by_side"
+            ),
         )
     stdout.print(render(comparison, width=stdout.width), soft_wrap=False)
-    first = {name: frames[: size.frames] for name, frames in clips.items()}
-    save_comparison(first, out / "side_by_side")
     note = plot.save(comparison, out / "plane.png")
     facts = {
         "policy": policy_name,
