@@ -108,7 +108,7 @@ def command(
     fields = {field.name: getattr(search, field.name) for field in dataclasses.fields(search)}
     found = _search(PolicyRequest(folder, **fields | {"kernels": tuple(search.kernels or ())}))
     plot = found.run_folder / PLOT
-    missing = front_plot.save(found, plot)
+    missing = front_plot.save(found, plot, max_error=search.max_error, max_ms=search.max_ms)
     stdout.print(_front_table(found) if dry_run else _rules_table(found))
     say(_summary(found))
     notes = (*found.notes, *([missing] if missing else []))
