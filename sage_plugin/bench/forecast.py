@@ -20,14 +20,9 @@ EMULATION = 6.0
 CHECKED_CALLS = 2
 
 
-def cpu_seconds(
-    cases: Iterable[ReplayInputs],
-    kernels: Iterable[tuple[str, str]],
-    *,
-    flops_per_s: float | None = None,
-) -> float:
+def cpu_seconds(cases: Iterable[ReplayInputs], kernels: Iterable[tuple[str, str]]) -> float:
     """Predict the seconds of all cases on this CPU, to a factor of two or three."""
-    rate = matmul_flops_per_s() if flops_per_s is None else flops_per_s
+    rate = matmul_flops_per_s()
     slower = [SLOWER.get(k, SLOWER.get(variant, EMULATION)) for k, variant in kernels]
     total = 0.0
     for case in cases:
@@ -38,3 +33,16 @@ def cpu_seconds(
         timed = CPU_LIMITS.warmup * round_s + max(2 * round_s, rounds_s)
         total += timed + CHECKED_CALLS * once * sum(slower)
     return total
+
+
+def duration(seconds: float) -> str:
+    """Write a duration in the largest unit of which it has more than one.
+
+    Example:
+        >>> duration(80), duration(100), duration(4300), duration(90_000)
+        ('80 seconds', '2 minutes', '72 minutes', '25 hours')
+    """
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

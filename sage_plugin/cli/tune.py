@@ -21,6 +21,7 @@ from sage_plugin.cli.options import (
     Words,
     flattened,
     folder_of,
+    shown_first,
 )
 from sage_plugin.cli.tuning.options import PlaceOptions, SearchOptions
 from sage_plugin.errors import UsageError
@@ -47,6 +48,13 @@ Simulate = Annotated[
 ]
 
 
+EXAMPLES = (
+    "sage tune captured_inputs --budget 10m",
+    "sage tune -sq 1024 -hq 2 -d 64 --kernel sage --max-trials 2",
+)
+
+
+@shown_first("kernel", "budget", "dry_run")
 @flattened
 def command(
     inputs: DrawnInputOptions,
@@ -111,7 +119,7 @@ def _simulate(runs: Sequence[Path], search: SearchOptions) -> None:
         for study in recorded:
             found.append(simulate.simulate(study, request))
             advance()
-    stdout.print(simulation_table(found))
+    stdout.print(simulation_table(found, width=stdout.width))
     say(
         "Times are drawn from recorded medians and the noise of their intervals; gains of any size "
         "count.",
@@ -154,7 +162,7 @@ def _tune(plan: TuningPlan, place: PlaceOptions) -> TuneReport:
 def _show_plan(plan: TuningPlan) -> None:
     from sage_plugin.cli.tune_view import plan_table
 
-    stdout.print(plan_table(plan))
+    stdout.print(plan_table(plan, width=stdout.width))
     say(*(f"left out: {note}" for note in plan.notes))
     say(f"Trials would go to {plan.run_folder}, winners to {plan.registry_path}.")
     say("Next: the same command without --dry-run")
@@ -167,8 +175,8 @@ def _show(report: TuneReport) -> None:
 
     plan = report.plan
     if report.outcomes:
-        stdout.print(outcome_table(report.outcomes))
-    say(*outcome_notes(report.outcomes))
+        stdout.print(outcome_table(report.outcomes, width=stdout.width))
+    say(*outcome_notes(report.outcomes, min_gain=plan.request.min_gain))
     say(*front_lines(report.outcomes))
     if missing := save_fronts(report):
         say(missing)

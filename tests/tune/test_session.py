@@ -557,15 +557,15 @@ def test_speed_is_not_bought_with_errors_and_the_front_says_what_it_would_buy(tm
 
 
 def test_what_cannot_fit_is_not_tried_and_is_counted(tmp_path):
-    space = [samples.config(block_m=m, num_stages=s) for m in (16, 32, 64, 128) for s in (1, 2)]
+    sizes = [(m, n, s) for m in (16, 32, 64, 128) for n in (32, 64, 128) for s in (1, 2, 3)]
+    space = [samples.config(block_m=m, block_n=n, num_stages=s) for m, n, s in sizes]
     study = scripted.study(tuple(space))
-    small = space[2]
-    runner = ScriptedRunner(fails={small: "compile_error"}, too_large=("compile_error",))
+    fails = {config: "compile_error" for config in space if config.block_m >= 32}
+    runner = ScriptedRunner(fails=fails, too_large=("compile_error",))
     limits = SearchLimits(exhaustive=True)
     (outcome,) = tune(scripted.plan(tmp_path, study, limits=limits), runner).outcomes
-    assert outcome.trials["compile_error"] == 1
-    tried = outcome.trials["ok"] + 1
-    assert outcome.trials["skipped"] == len(space) - tried > 0
+    assert outcome.trials["ok"] == 9
+    assert outcome.trials["skipped"] == len(space) - len(runner.screened) > 0
 
 
 def test_a_ratio_without_a_usable_default_is_paired_with_the_first_valid_config(tmp_path):

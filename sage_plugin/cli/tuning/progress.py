@@ -16,7 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from sage_plugin.cli.tune_view import milliseconds
+from sage_plugin.cli.tune_view import RESULT_WORDS, milliseconds
 from sage_plugin.families import ATTENTION
 from sage_plugin.schema import Trial
 from sage_plugin.tune.run.observer import Observer
@@ -97,7 +97,7 @@ class ProgressView(Observer):
     def study_finished(self, study: Study, verdict: str) -> None:
         """End the line with the verdict."""
         with self._lock:
-            self._update(self._calls[study.id], verdict, now=True)
+            self._update(self._calls[study.id], RESULT_WORDS.get(verdict, verdict), now=True)
 
     def _update(self, call: _Call, state: str, *, now: bool) -> None:
         if self._bars is not None and call.task is not None:
