@@ -72,6 +72,17 @@ def facts(device: torch.device | str | int | None = None) -> DeviceFacts:
     return _gpu_facts(index)
 
 
+def facts_of(kind: str, index: int | None) -> DeviceFacts:
+    """Facts of a tensor's device by type and index, a constant to a compiler; any type has some."""
+    if kind not in ("cpu", "cuda"):
+        return DeviceFacts(kind, kind, "other", kind, 0, 0, 0, None)
+    return facts(torch.device(kind, index) if index is not None else kind)
+
+
+# What `torch.compiler.assume_constant_result` does, without its import of the whole compiler.
+vars(facts_of)["_dynamo_marked_constant"] = True
+
+
 def chosen(name: str | None) -> tuple[torch.device, DeviceFacts]:
     """Return the device of a name as a user gives it, with its number, and its facts.
 

@@ -21,7 +21,6 @@ from sage_plugin.kernels.attention.call import (
     AttentionCall,
     KernelRequest,
     is_plain,
-    wants_gradient,
 )
 from sage_plugin.kernels.attention.executor import Executor, decide, resolve
 from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
@@ -30,6 +29,7 @@ from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.notice import warn_once
+from sage_plugin.kernels.surroundings import wants_gradient
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.plugin.hosts import parallel
 from sage_plugin.plugin.request import Choice, choice_of
