@@ -15,9 +15,11 @@ _HOME = {
     "attention": "sage_plugin.kernels.attention.api",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
     "launch": "sage_plugin.kernels.attention.prepare",
+    "linear": "sage_plugin.kernels.linear.api",
     "patch": "sage_plugin.plugin.patch",
     "patched": "sage_plugin.plugin.patch",
     "prepare": "sage_plugin.kernels.attention.prepare",
+    "quantize_weight": "sage_plugin.kernels.linear.weight",
     "record": "sage_plugin.capture.recording.recorder",
     "refresh": "sage_plugin.plugin.patch",
     "register": "sage_plugin.plugin.hosts.registration",
@@ -30,9 +32,11 @@ __all__ = [
     "attention",
     "attention_varlen",
     "launch",
+    "linear",
     "patch",
     "patched",
     "prepare",
+    "quantize_weight",
     "record",
     "refresh",
     "register",
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
     from sage_plugin.kernels.attention.api import attention
     from sage_plugin.kernels.attention.prepare import launch, prepare
     from sage_plugin.kernels.attention.varlen import attention_varlen
+    from sage_plugin.kernels.linear.api import linear
+    from sage_plugin.kernels.linear.weight import quantize_weight
     from sage_plugin.plugin.hosts.registration import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch
     from sage_plugin.plugin.report import report

@@ -24,6 +24,11 @@ FAMILIES = (ATTENTION,)
 KERNELS = ("torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
 """Kernel names of the attention family, plainest first."""
 
+LINEAR_KERNELS = ("bf16", "fp8_tensor", "fp8_row", "int8_row")
+"""Kernel names of linears, torch's own first."""
+
+LINEAR_BACKENDS = ("torch", "emulation")
+
 KERNEL_ALIASES = {"qk_int8": "sage"}
 VARIANTS = ("portable", "hopper", "emulation")
 LAYOUTS = ("bhsd", "bshd")

@@ -71,6 +71,12 @@ class Fallback(Enum):
     )
     HOPPER_HEAD_DIM = "the Hopper variant takes head dims {} to {}, and this is {}"
 
+    # what a linear leaves
+    LINEAR_ON_CPU = "on a CPU torch's own linear is the fastest"
+    SMALL_LINEAR = "so small a product is faster on torch's own linear"
+    FEATURES = "in_features {} and out_features {} are not both multiples of {}"
+    NO_TORCH_PRODUCT = "torch has no product of {} on {}"
+
     # what belongs to the host library
     ARGUMENTS = "arguments that only the host's attention knows"
     PARALLEL = "context parallel attention of this kind is the host's"
@@ -95,7 +101,7 @@ class Fallback(Enum):
     @property
     def left_by_auto(self) -> bool:
         """Whether `auto` leaves the call for its size or its mask, and a kernel could take it."""
-        return self in (Fallback.TOO_SMALL, Fallback.DENSE_ADDITIVE_MASK)
+        return self in _LEFT_BY_AUTO
 
     @property
     def asked_for(self) -> bool:
@@ -103,6 +109,11 @@ class Fallback(Enum):
         return self.by_policy or self.left_by_auto or self in _ASKED_FOR
 
 
+_LEFT_BY_AUTO = (
+    Fallback.TOO_SMALL,
+    Fallback.DENSE_ADDITIVE_MASK,
+    Fallback.SMALL_LINEAR,
+)
 _ASKED_FOR = (
     Fallback.DISABLED,
     Fallback.NOT_FINITE,

@@ -19,7 +19,13 @@ LOWEST_TRITON = "3.6"
 NEWEST_TRITON = "3.9"
 """The newest that the matrix was compiled with; later ones are let through."""
 
+LINEAR_KERNELS = {"fp8_row": "fav3_fp8", "fp8_tensor": "fav3_fp8", "int8_row": "sage"}
+"""Quantized kernels of linears, each with one of attention that multiplies the same numbers."""
+
 FP8_KERNELS = ("fav3_sage", "fav3_fp8")
+FP8_LINEARS = ("fp8_row", "fp8_tensor")
+OF_TORCH = ("torch", "sdpa", "bf16")
+"""Kernels that are torch's own and run everywhere."""
 UNQUANTIZED = ("fav2", "sage")
 """The kernels that need no FP8 matrix units."""
 ALL = (*UNQUANTIZED, *FP8_KERNELS)
@@ -62,6 +68,10 @@ class Architecture:
     def kind(self) -> str:
         """`"cuda"` or `"hip"`, as in `DeviceFacts.kind`."""
         return "hip" if self.names[0].startswith("gfx") else "cuda"
+
+    def runs(self, kernel: str) -> bool:
+        """Whether a kernel of attention or of linears runs there."""
+        return LINEAR_KERNELS.get(kernel, kernel) in self.kernels
 
 
 NO_TENSOR_PRODUCT = (
@@ -155,6 +165,23 @@ def gpu_variant(
     return "portable" if reason is not None or slower else "hopper"
 
 
+TORCH_FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
+"""Where `torch._scaled_mm` multiplies FP8 rows."""
+
+TORCH_FP8_FASTEST = ("sm_90", "sm_100", "sm_103")
+"""Where nothing of ours is faster: 1,310 to 1,480 TFLOPS on an H200, bf16 has 670 to 800 there."""
+
+
+def fewest_products(arch: str) -> float:
+    """Products M x K x N of a linear under which torch's own 16-bit one is faster; 0 if unknown."""
+    return 7e9 if arch == HOPPER_ARCH else 0.0
+
+
+def fewest_out_features(arch: str) -> int:
+    """Outputs of a linear under which quantizing its input takes what the product saves."""
+    return 768 if arch == HOPPER_ARCH else 0
+
+
 SHORTEST_CAUSAL = 7168
 """Tokens of a causal call under which SDPA is faster on an H200, whatever the heads: 0.92 to 0.97
 times at 6,144, 1.07 to 1.09 at 8,192."""
@@ -185,7 +212,7 @@ def device_reason(kernel: str, facts: DeviceFacts) -> FallbackReason | None:
 
 
 def _reason(kernel: str, kind: str, arch: str, fp8_dtype: str | None) -> FallbackReason | None:
-    if kernel in ("torch", "sdpa") or kind == "cpu":
+    if kernel in OF_TORCH or kind == "cpu":
         return None
     if kind == "other":
         return FallbackReason(Fallback.DEVICE, arch)
@@ -198,9 +225,9 @@ def _reason(kernel: str, kind: str, arch: str, fp8_dtype: str | None) -> Fallbac
         return FallbackReason(Fallback.NO_TRITON)
     if row.kernels and release(version) < release(row.triton):
         return FallbackReason(Fallback.OLD_TRITON, (arch, row.triton, version))
-    if kernel not in row.kernels:
+    if not row.runs(kernel):
         return FallbackReason(Fallback.ARCHITECTURE_LACKS, (arch, row.reason))
-    if kernel in FP8_KERNELS and fp8_dtype is None:
+    if kernel in (*FP8_KERNELS, *FP8_LINEARS) and fp8_dtype is None:
         return FallbackReason(Fallback.ARCHITECTURE_LACKS, (arch, NO_FP8))
     return None
 

@@ -1,0 +1,104 @@
+"""Activations that several linears read are quantized once.
+
+`to_q`, `to_k` and `to_v` get the same tensor one after another. Each thread remembers the last few
+that it quantized, by the tensor itself, its version, shape and strides. Nothing is kept alive: what
+was made of a tensor goes when the tensor goes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from sage_plugin.kernels.linear.row_format import RowFormat
+from sage_plugin.kernels.linear.rows import QuantizedRows
+
+MOST_REMEMBERED = 2
+"""Activations a thread: joint blocks alternate between the streams of image and text."""
+
+Quantizer = Callable[[torch.Tensor, RowFormat, "torch.Tensor | None"], QuantizedRows]
+
+
+class _Entry:
+    """Quantized rows of a tensor for as long as it lives and is not written."""
+
+    __slots__ = ("_of", "_smooth", "_spec", "rows")
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        smooth: torch.Tensor | None,
+        spec: tuple[object, ...],
+        rows: QuantizedRows,
+    ) -> None:
+        self.rows: QuantizedRows | None = rows
+        self._of = weakref.ref(x, self._drop)
+        self._smooth, self._spec = smooth, spec
+
+    def _drop(self, _: object) -> None:
+        self.rows = None
+
+    def found(
+        self, x: torch.Tensor, smooth: torch.Tensor | None, spec: tuple[object, ...]
+    ) -> QuantizedRows | None:
+        """The rows, if they are those of `x` as it is now."""
+        if self._of() is x and self._smooth is smooth and self._spec == spec:
+            return self.rows
+        return None
+
+
+class _Remembered(threading.local):
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+
+
+_remembered = _Remembered()
+
+
+def quantize_rows(
+    x: torch.Tensor, form: RowFormat, smooth: torch.Tensor | None, quantizer: Quantizer
+) -> QuantizedRows:
+    """Quantize the rows of an activation, or return what was made of it for the linear before.
+
+    Args:
+        x: `(..., K)`.
+        form: the format.
+        smooth: what channels are divided by.
+        quantizer: what quantizes `(M, K)` rows.
+    """
+    spec = _spec(x, form)
+    if spec is None:
+        return quantizer(x.reshape(-1, x.shape[-1]), form, smooth)
+    entries = _remembered.entries
+    for entry in entries:
+        rows = entry.found(x, smooth, spec)
+        if rows is not None:
+            return rows
+    rows = quantizer(x.reshape(-1, x.shape[-1]), form, smooth)
+    entries[:] = [one for one in entries if one.rows is not None][1 - MOST_REMEMBERED :]
+    entries.append(_Entry(x, smooth, spec, rows))
+    return rows
+
+
+def forget_rows() -> None:
+    """Drop what this thread remembers."""
+    _remembered.entries.clear()
+
+
+def _spec(x: torch.Tensor, form: RowFormat) -> tuple[object, ...] | None:
+    """All that quantized rows follow from beside the tensor; `None` where writes would not show.
+
+    Rows of another stream may not be there yet. Those of a CUDA graph that is being captured are
+    filled when it is replayed, and those from before it would be stale then.
+    """
+    if x.is_inference():
+        return None
+    stream = 0
+    if x.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+    return (x._version, x.shape, x.stride(), x.storage_offset(), form, stream)
