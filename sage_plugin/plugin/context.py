@@ -20,7 +20,7 @@ from torch import nn
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin.counts import LayerCounts
-from sage_plugin.plugin.policy.rules import Policy
+from sage_plugin.plugin.policy.rules import LINEAR, Policy
 from sage_plugin.plugin.steps.forward import ForwardCounter
 from sage_plugin.plugin.steps.tracker import StepTracker
 
@@ -79,6 +79,8 @@ class PatchOptions:
         include: globs of layer paths to patch, `None` for all.
         exclude: globs of layer paths to leave alone.
         policy: rules that choose the kernel of each call, `None` where `kernel` does.
+        linears: kernel of the linears that no rule of the policy names, `None` to leave them.
+        keep_originals: the original weights of linears are kept in CPU memory.
     """
 
     kernel: str
@@ -90,6 +92,14 @@ class PatchOptions:
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
     policy: Policy | None = None
+    linears: str | None = None
+    keep_originals: bool = True
+
+    @property
+    def has_linears(self) -> bool:
+        """Whether linears are patched, by their own option or by the policy."""
+        ruled = self.policy is not None and any(r.op == LINEAR for r in self.policy.rules)
+        return self.linears is not None or ruled
 
 
 @dataclass(eq=False)  # no slots: traced code reads it

@@ -40,8 +40,10 @@ class ComponentCounts:
         forwards: eager forwards.
         steps: denoising steps that were seen.
         layers: the counts of its layers, by path inside the component.
+        linears: those of its linears, likewise.
     """
 
     forwards: int
     steps: int
     layers: dict[str, LayerCounts]
+    linears: dict[str, LayerCounts]

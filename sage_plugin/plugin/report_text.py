@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sage_plugin.kernels.fallback import Fallback
 from sage_plugin.kernels.launch_config import TUNE_ALL
+from sage_plugin.plugin.linears import report as of_linears
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.report import LayerReport, PluginReport
@@ -36,6 +37,9 @@ def render(report: PluginReport, *, every_layer: bool = False) -> str:
     if rest := [row for _, rows in groups[len(shown) :] for row in rows]:
         lines.append(f"and {len(rest)} more layers; text(every_layer=True) shows all")
         lines += _wrapped(_what_ran(rest))
+    for line in of_linears.text_of(report.linears, report.linears_left):
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += _wrapped(line.lstrip(), indent)
     for what, names in _by_reason(report.skipped):
         lines += _wrapped(f"not patched: {_named(names)} ({what})", "")
     if report.lost:

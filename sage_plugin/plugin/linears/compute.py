@@ -1,0 +1,103 @@
+"""The way from a patched linear to the kernels of `sage_plugin.kernels.linear`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sage_plugin import device
+from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.linear.dispatch import decide
+from sage_plugin.kernels.linear.executor import resolve
+from sage_plugin.kernels.linear.traced import traced_linear
+from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
+from sage_plugin.kernels.surroundings import can_bypass_dispatcher, wants_gradient
+from sage_plugin.plugin.counts import LayerCounts
+
+__all__ = [
+    "Answer",
+    "kernel_for",
+    "kernel_on",
+    "quantize_weight",
+    "run",
+    "traced",
+    "wants_gradient",
+]
+
+MANY_ROWS = 1 << 16
+"""Rows of a call by which a kernel is chosen for a weight; a call of few rows runs on it too, as
+the original is not there."""
+_FROM_WEIGHT = LinearRequest()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a kernel made of one call.
+
+    Attributes:
+        out: the output.
+        label: `kernel:backend`.
+    """
+
+    out: torch.Tensor
+    label: str
+
+    def count(self, counts: LayerCounts, rule: int) -> None:
+        """Enter the call."""
+        counts.calls[self.label] += 1
+        if rule:
+            counts.rules[rule] += 1
+
+
+def kernel_for(weight: torch.Tensor, kernel: str) -> str | FallbackReason:
+    """The kernel that multiplies a weight where it is, or why none does.
+
+    Args:
+        weight: `(N, K)`.
+        kernel: by name, or `"auto"`.
+    """
+    return kernel_on(weight.device, kernel, weight.detach())
+
+
+def kernel_on(
+    place: torch.device, kernel: str, weight: torch.Tensor | QuantizedWeight
+) -> str | FallbackReason:
+    """The kernel that multiplies a weight on a device, or why none does."""
+    matrix = weight.data if isinstance(weight, QuantizedWeight) else weight
+    dtype = torch.bfloat16 if isinstance(weight, QuantizedWeight) else weight.dtype
+    x = torch.empty(MANY_ROWS, matrix.shape[1], dtype=dtype, device="meta")
+    facts = device.facts_of(place.type, place.index)
+    decision = decide(LinearCall(x, matrix), facts, LinearRequest(kernel))
+    return decision.kernel if decision.reason is None else decision.reason
+
+
+def run(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
+) -> Answer | FallbackReason:
+    """Multiply in eager mode.
+
+    Args:
+        x: `(..., K)`.
+        weight: the 8-bit weight.
+        bias: `(N,)`.
+    """
+    x = _as_autocast_has_it(x)
+    if not can_bypass_dispatcher(x, bias):
+        return Answer(traced_linear(x, weight, bias), f"{weight.kernel}:traced")
+    call = LinearCall(x, weight, bias)
+    resolved = resolve(call, _FROM_WEIGHT)
+    if isinstance(resolved, FallbackReason):
+        return resolved
+    return Answer(resolved.run(call), resolved.decision.label)
+
+
+def traced(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply in a graph, in plain torch operations."""
+    return traced_linear(_as_autocast_has_it(x), weight, bias)
+
+
+def _as_autocast_has_it(x: torch.Tensor) -> torch.Tensor:
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
