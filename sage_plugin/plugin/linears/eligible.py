@@ -50,7 +50,7 @@ def find_linears(model: nn.Module, attention: Iterable[str]) -> dict[str, FoundL
         reason = _obstacle(module)
         if not role.quantized:
             reason = FallbackReason(Fallback.LINEAR_ROLE, role.value)
-        elif reason is None and any(_lies_in(path, place) for place in offloaded):
+        elif any(_lies_in(path, place) for place in offloaded):
             reason = FallbackReason(Fallback.LINEAR_OFFLOADED, "diffusers' group offload")
         elif reason is None and shared.has(module):
             reason = FallbackReason(Fallback.LINEAR_TIED)

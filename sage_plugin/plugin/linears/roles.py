@@ -108,15 +108,14 @@ def _beside_attention(parts: list[str]) -> Role:
 
 
 def blocks_of(model: nn.Module, attention: Iterable[str]) -> list[str]:
-    """Paths of a model's blocks: elements of its lists of modules that hold attention."""
-    lists = {layer_path(p) for p, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    found: dict[str, None] = {}
-    for path in attention:
-        parts = path.split(".")
-        for end in range(2, len(parts)):
-            if ".".join(parts[: end - 1]) in lists:
-                found[".".join(parts[:end])] = None
-    return list(found)
+    """Paths of a model's blocks: elements of those lists of modules that hold attention."""
+    holding = {path[:end] for path in attention for end, c in enumerate(path) if c == "."}
+    return [
+        f"{layer_path(path)}.{number}"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and layer_path(path) in holding
+        for number in range(len(module))
+    ]
 
 
 def plain_path(path: str) -> str:
