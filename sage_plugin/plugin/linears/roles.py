@@ -52,8 +52,8 @@ _FEED_FORWARD = re.compile(
     r"^ff|_ff$|ffn|mlp|feed_forward|expert|^fc\d|channelwise|^(gate|up|down)_proj$|^intermediate$"
     r"|^output$"
 )
-_OUTPUT = re.compile(r"(^|_)out(_|\d|$)|out_layer|out_proj|^o_proj$|^output$|attn_proj$|^proj$")
-_DOWN = re.compile(r"(^|_)out(_|$)|out_proj|^down|^w2$|fc2$|^output$|^linear_2$")
+_OUTPUT = re.compile(r"(^|_)out(_|\d|$)|out_layer|out_proj|^o_proj$|^w?o$|attn_proj$|^proj$")
+_DOWN = re.compile(r"(^|_)out(_|$)|out_proj|^down|^w2$|fc2$|^wo$|^output|^linear_2$")
 
 FAMILIES: dict[str, tuple[tuple[str, Role], ...]] = {
     "AuraFlowTransformer2DModel": (("*.ff*.linear_2", Role.FEED_FORWARD_IN),),
@@ -102,6 +102,8 @@ def _beside_attention(parts: list[str]) -> Role:
     if not any(_FEED_FORWARD.search(word) for word in words):
         return Role.OTHER
     last = parts[-1]
+    if words[-2:] == ["output", "dense"]:  # as in BERT
+        return Role.ATTENTION_OUT if "attention" in words else Role.FEED_FORWARD_OUT
     if last.isdigit():  # of a sequence: the first goes up, a later one down
         return Role.FEED_FORWARD_IN if last == "0" else Role.FEED_FORWARD_OUT
     return Role.FEED_FORWARD_OUT if _DOWN.search(last) else Role.FEED_FORWARD_IN
