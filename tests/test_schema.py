@@ -24,6 +24,7 @@ from sage_plugin.schema import (
     ErrorMetrics,
     JsonRecord,
     LaunchConfig,
+    LinearLaunch,
     RegistryEntry,
     RegistryFile,
     Timing,
@@ -34,6 +35,7 @@ from tests.registry.samples import CONFIG, ERRORS, FACTS, KEY, TOOLCHAIN, entry,
 
 RECORDS = (
     LaunchConfig,
+    LinearLaunch,
     CallKey,
     CallShape,
     DeviceFacts,
