@@ -118,6 +118,7 @@ def test_a_round_trip_gives_hashable_records_where_no_field_is_a_dict(of):
 
 SAMPLE = {
     LaunchConfig: CONFIG,
+    LinearLaunch: LinearLaunch(128, 256, 128, 8, 4),
     CallKey: KEY,
     DeviceFacts: FACTS,
     Toolchain: TOOLCHAIN,
