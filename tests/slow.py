@@ -18,6 +18,7 @@ SLOW = (
     "tests/docs/test_snippets.py",
     "tests/examples/",
     # Ahead-of-time compilers: 10 to 60 s a process.
+    "tests/kernels/linear/test_aot.py",
     "tests/kernels/test_aot",
     # Triton's interpreter, 10 to 20 s each; the matrix has `INTERPRETED`.
     "tests/kernels/test_fallback.py",

@@ -24,6 +24,7 @@ from sage_plugin.schema import (
     ErrorMetrics,
     JsonRecord,
     LaunchConfig,
+    LinearLaunch,
     RegistryEntry,
     RegistryFile,
     Timing,
@@ -34,6 +35,7 @@ from tests.registry.samples import CONFIG, ERRORS, FACTS, KEY, TOOLCHAIN, entry,
 
 RECORDS = (
     LaunchConfig,
+    LinearLaunch,
     CallKey,
     CallShape,
     DeviceFacts,
@@ -116,6 +118,7 @@ def test_a_round_trip_gives_hashable_records_where_no_field_is_a_dict(of):
 
 SAMPLE = {
     LaunchConfig: CONFIG,
+    LinearLaunch: LinearLaunch(128, 256, 128, 8, 4),
     CallKey: KEY,
     DeviceFacts: FACTS,
     Toolchain: TOOLCHAIN,

@@ -11,7 +11,7 @@ from sage_plugin import files, settings
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.notice import warn_once
-from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, RegistryEntry
+from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, LinearLaunch, RegistryEntry
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,22 @@ def find(
         found = _look_up(key, facts, rules, config_dir)
         _memo.keep(at, found)
     return found
+
+
+def compiler_options(config: LaunchConfig | LinearLaunch) -> dict[str, int]:
+    """The fields of a launch config that are options of the compiler, set ones only.
+
+    Fusing products with sums is Triton's default up to 3.9 and what all figures were taken with.
+    """
+    options: dict[str, int] = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
+    for name in ("maxnreg", "waves_per_eu", "matrix_instr_nonkdim"):
+        if value := getattr(config, name):
+            options[name] = value
+    return options
 
 
 def forget() -> None:

@@ -115,6 +115,7 @@ def architecture(arch: str) -> Architecture | None:
 
 
 HOPPER_ARCH = "sm_90"
+TMA_ARCHS = ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 HOPPER_HEAD_DIMS = (33, 128)
 """Smallest and largest head dim of the Hopper variants, whose tiles have 64 or 128 channels."""
 HOPPER_MASK = FallbackReason(Fallback.HOPPER_MASK)

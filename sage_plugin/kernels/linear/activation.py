@@ -67,20 +67,36 @@ def quantize_rows(
         x: `(..., K)`.
         form: the format.
         smooth: what channels are divided by.
-        quantizer: what quantizes `(M, K)` rows.
+        quantizer: what quantizes it to `(M, K)` rows.
     """
     spec = _spec(x, form)
     if spec is None:
-        return quantizer(x.reshape(-1, x.shape[-1]), form, smooth)
+        return quantizer(x, form, smooth)
     entries = _remembered.entries
     for entry in entries:
         rows = entry.found(x, smooth, spec)
         if rows is not None:
             return rows
-    rows = quantizer(x.reshape(-1, x.shape[-1]), form, smooth)
+    rows = quantizer(x, form, smooth)
+    _remember(x, smooth, spec, rows)
+    return rows
+
+
+def remember_rows(
+    x: torch.Tensor, form: RowFormat, smooth: torch.Tensor | None, rows: QuantizedRows
+) -> None:
+    """Let the next linears that read an activation have rows that were made along with it."""
+    spec = _spec(x, form)
+    if spec is not None:
+        _remember(x, smooth, spec, rows)
+
+
+def _remember(
+    x: torch.Tensor, smooth: torch.Tensor | None, spec: tuple[object, ...], rows: QuantizedRows
+) -> None:
+    entries = _remembered.entries
     entries[:] = [one for one in entries if one.rows is not None][1 - MOST_REMEMBERED :]
     entries.append(_Entry(x, smooth, spec, rows))
-    return rows
 
 
 def forget_rows() -> None:

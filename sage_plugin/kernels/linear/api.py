@@ -11,6 +11,7 @@ from sage_plugin.kernels.linear.executor import host_linear, resolve
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
 from sage_plugin.kernels.surroundings import can_bypass_dispatcher, wants_gradient
+from sage_plugin.schema import LinearLaunch
 
 __all__ = ["apply", "linear"]
 
@@ -25,6 +26,7 @@ def linear(
     kernel: str = "auto",
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
+    launch: LinearLaunch | None = None,
 ) -> torch.Tensor:
     """Linear layer `x @ weight.T + bias` on a product of 8-bit numbers.
 
@@ -40,8 +42,9 @@ def linear(
         bias: `(N,)`.
         kernel: `"auto"`, `"fp8_row"`, `"fp8_tensor"` (one scale for all of `x` and of the weight),
             `"int8_row"`, or `"bf16"` for torch's own linear in the dtype of its inputs.
-        backend: `"auto"`, `"torch"` or `"emulation"`.
+        backend: `"auto"`, `"torch"`, `"triton"` or `"emulation"`.
         out_dtype: dtype of the output, `x`'s if `None`.
+        launch: launch config of the Triton product in place of the default.
 
     Returns:
         `(..., N)`. A row of `x` that is not finite gives a row that is not, and touches no other.
@@ -61,7 +64,7 @@ def linear(
     quantized = isinstance(weight, QuantizedWeight)
     if not can_bypass_dispatcher(x, call.matrix, bias):
         return _through_torch(call, kernel)
-    resolved = resolve(call, LinearRequest(kernel, backend))
+    resolved = resolve(call, LinearRequest(kernel, backend, launch))
     if not isinstance(resolved, FallbackReason):
         return resolved.run(call)
     if kernel != "auto" or quantized:

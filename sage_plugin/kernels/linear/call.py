@@ -9,6 +9,7 @@ import torch
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.surroundings import wants_gradient
+from sage_plugin.schema import LinearLaunch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -19,10 +20,12 @@ class LinearRequest(NamedTuple):
     Attributes:
         kernel: kernel name or `"auto"`.
         backend: backend name or `"auto"`.
+        launch: launch config of our product in place of the looked-up one.
     """
 
     kernel: str = "auto"
     backend: str = "auto"
+    launch: LinearLaunch | None = None
 
 
 class LinearCall(NamedTuple):

@@ -124,7 +124,7 @@ def _backend(
     if backend == "torch":
         return backend, by_torch
     fastest = kernel in FP8_LINEARS and facts.arch in TORCH_FP8_FASTEST
-    if by_torch is None and (fastest or "triton" not in LINEAR_BACKENDS):
+    if by_torch is None and fastest and backend == "auto":
         return "torch", None
     return "triton", device_reason(kernel, facts)
 

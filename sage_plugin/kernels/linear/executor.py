@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from sage_plugin import device, settings
+from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.launch_config import Memo
@@ -13,11 +16,26 @@ from sage_plugin.kernels.linear.backends.emulation import LinearEmulation
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
 from sage_plugin.kernels.linear.call import LinearCall, LinearRequest, check_call
 from sage_plugin.kernels.linear.dispatch import decide
+from sage_plugin.kernels.linear.launch_space import default_launch, illegal_reason
+from sage_plugin.kernels.linear.quantizer import RowQuantizer, quantizer_of
+from sage_plugin.kernels.linear.rows import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.linear.weight_memo import quantized_once
 from sage_plugin.kernels.surroundings import on_device, without_autocast
+from sage_plugin.schema import DeviceFacts
 
-LinearBackend = LinearEmulation | TorchProducts
+
+class LinearBackend(Protocol):
+    """What multiplies quantized rows with a weight."""
+
+    def multiply(
+        self,
+        rows: QuantizedRows,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return the `(M, N)` output of `(M, K)` rows and a `(N, K)` weight."""
 
 
 class LinearExecutor:
@@ -25,13 +43,16 @@ class LinearExecutor:
 
     Attributes:
         decision: kernel and backend.
-        backend: what quantizes and multiplies; `None` for torch's own linear.
+        backend: what multiplies; `None` for torch's own linear.
+        quantizer: what quantizes the input.
     """
 
-    __slots__ = ("backend", "decision")
+    __slots__ = ("backend", "decision", "quantizer")
 
-    def __init__(self, decision: Decision, backend: LinearBackend | None) -> None:
-        self.decision, self.backend = decision, backend
+    def __init__(
+        self, decision: Decision, backend: LinearBackend | None, quantizer: RowQuantizer
+    ) -> None:
+        self.decision, self.backend, self.quantizer = decision, backend, quantizer
 
     def run(self, call: LinearCall) -> torch.Tensor:
         """Run a call of this key."""
@@ -43,7 +64,7 @@ class LinearExecutor:
         with on_device(x.device), without_autocast(x.device), torch.no_grad():
             if not isinstance(weight, QuantizedWeight):
                 weight = quantized_once(weight, self.decision.kernel)
-            rows = quantize_rows(x, weight.row_format, weight.smooth, backend.quantize)
+            rows = quantize_rows(x, weight.row_format, weight.smooth, self.quantizer)
             out = backend.multiply(rows, weight, call.bias, call.out_dtype or x.dtype)
         return out.view(*x.shape[:-1], weight.out_features)
 
@@ -73,22 +94,51 @@ def resolve(call: LinearCall, request: LinearRequest) -> ResolvedLinear:
         UnsupportedInputError: tensors that do not fit together.
         UnknownKernelError: no kernel or backend of that name.
     """
-    key = (call.key(), request, settings.of_calls())
+    key = (call.key(), request)
     answer = _resolved.get(key)
     if answer is None:
         answer = _resolve(call, request)
-        _resolved.keep(key, answer)
+        interpreted = isinstance(answer, LinearExecutor) and answer.decision.variant == "triton"
+        if not interpreted or call.x.device.type != "cpu":  # that depends on TRITON_INTERPRET
+            _resolved.keep(key, answer)
     return answer
 
 
 def _resolve(call: LinearCall, request: LinearRequest) -> ResolvedLinear:
     check_call(call)
-    facts = device.facts_of(call.x.device.type, call.x.device.index)
+    where = call.x.device
+    facts = device.facts_of(where.type, where.index)
     decision = decide(call, facts, request)
     if decision.reason is not None:
         return decision.reason
-    return LinearExecutor(decision, None if decision.variant == HOST else _built(decision.variant))
+    backend = None if decision.variant == HOST else _built(decision, call, request, facts)
+    return LinearExecutor(decision, backend, quantizer_of(where, decision.variant))
 
 
-def _built(backend: str) -> LinearBackend:
-    return LinearEmulation() if backend == "emulation" else TorchProducts()
+def _built(
+    decision: Decision, call: LinearCall, request: LinearRequest, facts: DeviceFacts
+) -> LinearBackend:
+    """The backend that was decided for, with its launch config.
+
+    Raises:
+        UnsupportedInputError: Triton on a CPU, or an illegal launch config.
+    """
+    if decision.variant == "emulation":
+        return LinearEmulation()
+    if decision.variant == "torch":
+        return TorchProducts()
+    if facts.kind == "cpu" and not settings.triton_interpreted():
+        raise UnsupportedInputError(
+            f"kernel {decision.label} needs a GPU and the tensors are on the CPU; use "
+            "backend='emulation', or set TRITON_INTERPRET=1 before Triton is imported"
+        )
+    launch = request.launch or default_launch(call.rows, facts)
+    reason = illegal_reason(launch, call.matrix.shape[1], facts)
+    if reason is not None and request.launch is None and launch.loads == "descriptor":
+        launch = launch.replaced(loads="pointer")
+        reason = illegal_reason(launch, call.matrix.shape[1], facts)
+    if reason is not None:
+        raise UnsupportedInputError(f"launch config {launch.text()}: {reason}")
+    from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
+
+    return TritonProducts(launch)

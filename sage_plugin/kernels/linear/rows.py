@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sage_plugin.kernels.linear.prologue import NO_PROLOGUE, Prologue, prologued
 from sage_plugin.kernels.linear.row_format import RowFormat
 from sage_plugin.kernels.quantize.emulation import round_to
 from sage_plugin.kernels.quantize.hadamard import rotated
@@ -42,7 +43,11 @@ class QuantizedRows:
 
 
 def quantized_rows(
-    x: torch.Tensor, form: RowFormat, smooth: torch.Tensor | None = None
+    x: torch.Tensor,
+    form: RowFormat,
+    smooth: torch.Tensor | None = None,
+    prologue: Prologue = NO_PROLOGUE,
+    kept: torch.Tensor | None = None,
 ) -> QuantizedRows:
     """Quantize rows; what a compiler traces and fuses into the producer of `x`.
 
@@ -56,8 +61,12 @@ def quantized_rows(
         x: `(..., K)`, any floating type.
         form: the format.
         smooth: `(K,)` fp32 that channels are divided by, `None` for none.
+        prologue: what comes before.
+        kept: `(..., K)` where the rows go before they are smoothed and quantized.
     """
-    y = x.float()
+    y = prologued(x, prologue)
+    if kept is not None:
+        kept.copy_(y)
     if smooth is not None:
         y = y / smooth
     y = rotated(y, form.rotation)

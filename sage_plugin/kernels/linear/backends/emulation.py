@@ -5,19 +5,12 @@ from __future__ import annotations
 import torch
 
 from sage_plugin.kernels.linear.product import finished
-from sage_plugin.kernels.linear.row_format import RowFormat
-from sage_plugin.kernels.linear.rows import QuantizedRows, quantized_rows
+from sage_plugin.kernels.linear.rows import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 
 
 class LinearEmulation:
-    """Quantizes rows and multiplies them as device code does: INT8 exactly, FP8 in fp32 sums."""
-
-    def quantize(
-        self, x: torch.Tensor, form: RowFormat, smooth: torch.Tensor | None
-    ) -> QuantizedRows:
-        """Quantize the rows of `x`, `(M, K)`."""
-        return quantized_rows(x, form, smooth)
+    """Multiplies rows as device code does: INT8 exactly, FP8 in fp32 sums."""
 
     def multiply(
         self,

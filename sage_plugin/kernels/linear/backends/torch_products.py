@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from sage_plugin.kernels.linear.product import finished
-from sage_plugin.kernels.linear.row_format import RowFormat
-from sage_plugin.kernels.linear.rows import QuantizedRows, quantized_rows
+from sage_plugin.kernels.linear.rows import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 
 ALIGNMENT = 16
@@ -18,13 +17,7 @@ FEWEST_INT8_ROWS = 17
 
 
 class TorchProducts:
-    """Quantizes by `quantizer`, and multiplies by torch's own products."""
-
-    def quantize(
-        self, x: torch.Tensor, form: RowFormat, smooth: torch.Tensor | None
-    ) -> QuantizedRows:
-        """Quantize the rows of `x`, `(M, K)`."""
-        return quantized_rows(x, form, smooth)
+    """Multiplies by torch's own products."""
 
     def multiply(
         self,

@@ -1,0 +1,166 @@
+"""Launch code of the quantizer of rows: one launch, or two with one scale for all rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.launch_config import Memo
+from sage_plugin.kernels.linear.backends.triton.row_arguments import (
+    PlaneStrides,
+    RowConfig,
+    RowStrides,
+    RowTensors,
+)
+from sage_plugin.kernels.linear.backends.triton.row_kernel import quantize_rows_kernel
+from sage_plugin.kernels.linear.prologue import NO_PROLOGUE, NORMS, Prologue
+from sage_plugin.kernels.linear.row_format import RowFormat
+from sage_plugin.kernels.linear.rows import QuantizedRows
+from sage_plugin.kernels.quantize.recipe import TINY
+from sage_plugin.kernels.repeats import Repeats
+
+WARP_VALUES = 1024
+"""Values that a warp holds of its program's tile, 32 a thread."""
+
+FEWEST_WARPS, MOST_WARPS = 4, 16
+LARGEST_TILE = 32768
+"""Channels of a row up to which it is read once: 64 values a thread of 16 warps."""
+
+CHUNK = 8192
+"""Channels of a tile of longer rows."""
+
+
+class Tiling(NamedTuple):
+    """Rows and channels of a program's tile, and its warps."""
+
+    rows: int
+    block_k: int
+    warps: int
+
+
+def tiling_of(channels: int) -> Tiling:
+    """Return the tile for rows of so many channels.
+
+    Example:
+        >>> tiling_of(1920)
+        Tiling(rows=2, block_k=2048, warps=4)
+    """
+    block = max(16, 1 << (channels - 1).bit_length())
+    if block > LARGEST_TILE:
+        block = CHUNK
+    rows = max(1, FEWEST_WARPS * WARP_VALUES // block)
+    warps = min(MOST_WARPS, max(FEWEST_WARPS, block // WARP_VALUES))
+    return Tiling(rows, block, warps)
+
+
+def takes_rows(channels: int, prologue: Prologue = NO_PROLOGUE) -> bool:
+    """Return whether the kernel quantizes rows of so many channels; norms need them whole.
+
+    Example:
+        >>> takes_rows(40_000), takes_rows(40_000, Prologue("rms_norm"))
+        (True, False)
+    """
+    return channels <= LARGEST_TILE or prologue.kind not in NORMS
+
+
+_repeats: Memo[Repeats] = Memo(4096)
+
+
+def quantize_rows_triton(
+    x: torch.Tensor,
+    form: RowFormat,
+    smooth: torch.Tensor | None = None,
+    prologue: Prologue = NO_PROLOGUE,
+    kept: torch.Tensor | None = None,
+) -> QuantizedRows:
+    """Quantize rows in place of their strides.
+
+    Args:
+        x: `(..., K)`.
+        form: the format.
+        smooth: `(K,)` fp32 that channels are divided by.
+        prologue: what comes before.
+        kept: `(..., K)` contiguous, where the rows go before they are smoothed and quantized.
+
+    Returns:
+        `(M, K)` rows.
+    """
+    others = (smooth, *prologue.tensors(), kept)
+    tensors = (x, *others)
+    key = (
+        form, prologue.kind, prologue.eps, x.device,
+        *((t.shape, t.stride(), t.dtype) for t in tensors if t is not None),
+        tuple(t is None for t in tensors),
+    )  # fmt: skip
+    known = _repeats.get(key)
+    if known is None:
+        known = Repeats()
+        _repeats.keep(key, known)
+    if x.is_cuda:
+        data, numbers = known.repeat(tensors, x.device, _quantize, *tensors, form, prologue)
+    else:
+        data, numbers = _quantize(x, *others, form, prologue)
+    assert numbers is not None
+    return _as_rows(data, numbers, form)
+
+
+def _as_rows(data: torch.Tensor, numbers: torch.Tensor, form: RowFormat) -> QuantizedRows:
+    """Views of what the kernel wrote."""
+    if form.per_tensor:
+        return QuantizedRows(data, numbers[0, 0])
+    rows = data.shape[0]
+    if not form.asymmetric:
+        return QuantizedRows(data, numbers[0, :rows])
+    return QuantizedRows(data, numbers[0, :rows], numbers[1, :rows], numbers[2, :rows])
+
+
+def _quantize(
+    x: torch.Tensor,
+    smooth: torch.Tensor | None,
+    *rest: Any,  # noqa: ANN401
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    gate, weight, bias, scale, shift, kept, form, prologue = rest
+    channels = x.shape[-1]
+    rows = x.numel() // channels
+    tile = tiling_of(channels)
+    # Whole 16 bytes, so that a launch graph may point to each row of numbers.
+    padded = -(-rows // 4) * 4
+    data = torch.empty((rows, channels), dtype=form.dtype, device=x.device)
+    size = (3, padded) if form.asymmetric else (1, 1 if form.per_tensor else padded)
+    numbers = torch.empty(size, dtype=torch.float32, device=x.device)
+    largest = launch_graph.zeros(x.device, torch.int32, 1) if form.per_tensor else None
+    whole = _in_planes(x, x.shape)
+    others = [None if t is None else _in_planes(t, x.shape) for t in (gate, scale, shift)]
+    planes = (whole, *others)
+    tensors = RowTensors(
+        whole, planes[1], weight, bias, planes[2], planes[3], smooth, data, numbers, largest,
+        kept,
+    )  # fmt: skip
+    strides = RowStrides(
+        *(PlaneStrides(*(t.stride() if t is not None else (0,) * 3)) for t in planes)
+    )
+    for stage in (1, 2) if form.per_tensor else (0,):
+        config = RowConfig(
+            ROWS=tile.rows, BLOCK_K=tile.block_k, CHUNKED=channels > tile.block_k,
+            PROLOGUE=prologue.kind, WEIGHT=weight is not None, BIAS=bias is not None,
+            SCALE=scale is not None, SHIFT=shift is not None,
+            KEEP=kept is not None and stage != 1, SMOOTH=smooth is not None,
+            TURNS=max(form.rotation, 1).bit_length() - 1, INT8=form.dtype == torch.int8,
+            QMAX=form.limit, TINY=TINY, ASYMMETRIC=form.asymmetric, STAGE=stage,
+        )  # fmt: skip
+        launch_graph.launch(
+            quantize_rows_kernel, -(-rows // tile.rows),
+            tensors, strides, whole.shape[1], rows, channels, padded, prologue.eps,
+            CONFIG=config, num_warps=tile.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return data, numbers
+
+
+def _in_planes(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A view of rows of a shape as planes of rows; a copy where strides leave no other way."""
+    whole = tensor.expand(shape)
+    if whole.dim() < 3:
+        return whole.reshape(1, -1, shape[-1])
+    return whole if whole.dim() == 3 else whole.reshape(-1, *shape[-2:])
