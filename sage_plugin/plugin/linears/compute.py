@@ -13,7 +13,7 @@ from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.executor import resolve
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
-from sage_plugin.kernels.surroundings import can_bypass_dispatcher, wants_gradient
+from sage_plugin.kernels.surroundings import are_plain, wants_gradient
 from sage_plugin.plugin.counts import LayerCounts
 
 __all__ = [
@@ -84,7 +84,7 @@ def run(
         bias: `(N,)`.
     """
     x = _as_autocast_has_it(x)
-    if not can_bypass_dispatcher(x, bias):
+    if not are_plain(x, bias):
         return Answer(traced_linear(x, weight, bias), f"{weight.kernel}:traced")
     call = LinearCall(x, weight, bias)
     resolved = resolve(call, _FROM_WEIGHT)
