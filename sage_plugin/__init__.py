@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "accelerate": "sage_plugin.plugin.accelerate",
     "attention": "sage_plugin.kernels.attention.api",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
     "launch": "sage_plugin.kernels.attention.prepare",
@@ -29,6 +30,7 @@ _HOME = {
 
 __all__ = [
     "__version__",
+    "accelerate",
     "attention",
     "attention_varlen",
     "launch",
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from sage_plugin.kernels.attention.varlen import attention_varlen
     from sage_plugin.kernels.linear.api import linear
     from sage_plugin.kernels.linear.weight import quantize_weight
+    from sage_plugin.plugin.accelerate import accelerate
     from sage_plugin.plugin.hosts.registration import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch
     from sage_plugin.plugin.report import report
