@@ -72,7 +72,7 @@ class LinearBuild:
         """Launch both steps on zeros, with everything that a norm may have."""
         from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
         from sage_plugin.kernels.linear.backends.triton.rows import quantize_rows_triton
-        from sage_plugin.kernels.linear.prologue import NORMS, Prologue
+        from sage_plugin.kernels.linear.rows.prologue import NORMS, Prologue
         from sage_plugin.kernels.linear.weight import quantize_weight
 
         x = torch.zeros(2, self.rows // 2, self.in_features, dtype=getattr(torch, self.dtype))

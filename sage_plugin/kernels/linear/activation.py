@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from sage_plugin.kernels.linear.row_format import RowFormat
-from sage_plugin.kernels.linear.rows import QuantizedRows
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
+from sage_plugin.kernels.linear.rows.row_format import RowFormat
 
 MOST_REMEMBERED = 2
 """Activations a thread: joint blocks alternate between the streams of image and text."""
@@ -99,22 +99,23 @@ def _remember(
     entries.append(_Entry(x, smooth, spec, rows))
 
 
+def can_be_remembered(x: torch.Tensor) -> bool:
+    """Return whether what is made of a tensor like this one would be remembered.
+
+    Writes to tensors of inference mode do not show. What is captured for a CUDA graph is filled
+    when the graph is replayed, and rows from before the capture would be stale then.
+    """
+    return not x.is_inference() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def forget_rows() -> None:
     """Drop what this thread remembers."""
     _remembered.entries.clear()
 
 
 def _spec(x: torch.Tensor, form: RowFormat) -> tuple[object, ...] | None:
-    """All that quantized rows follow from beside the tensor; `None` where writes would not show.
-
-    Rows of another stream may not be there yet. Those of a CUDA graph that is being captured are
-    filled when it is replayed, and those from before it would be stale then.
-    """
-    if x.is_inference():
+    """All that rows follow from beside the tensor; those of another stream may not be there yet."""
+    if not can_be_remembered(x):
         return None
-    stream = 0
-    if x.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        stream = torch.cuda.current_stream(x.device).cuda_stream
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
     return (x._version, x.shape, x.stride(), x.storage_offset(), form, stream)

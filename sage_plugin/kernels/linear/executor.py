@@ -18,7 +18,8 @@ from sage_plugin.kernels.linear.call import LinearCall, LinearRequest, check_cal
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.launch_space import default_launch, illegal_reason
 from sage_plugin.kernels.linear.quantizer import RowQuantizer, quantizer_of
-from sage_plugin.kernels.linear.rows import QuantizedRows
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.linear.weight_memo import quantized_once
 from sage_plugin.kernels.surroundings import on_device, without_autocast
@@ -54,19 +55,40 @@ class LinearExecutor:
     ) -> None:
         self.decision, self.backend, self.quantizer = decision, backend, quantizer
 
-    def run(self, call: LinearCall) -> torch.Tensor:
-        """Run a call of this key."""
+    def run(self, call: LinearCall, prologue: Prologue = NO_PROLOGUE) -> torch.Tensor:
+        """Run a call of this key, on what a prologue makes of its input."""
         backend = self.backend
         if backend is None:
             assert isinstance(call.weight, torch.Tensor)
             return host_linear(call.x, call.weight, call.bias, call.out_dtype)
         x, weight = call.x, call.weight
+        if not isinstance(weight, QuantizedWeight):
+            weight = quantized_once(weight, self.decision.kernel)
         with on_device(x.device), without_autocast(x.device), torch.no_grad():
-            if not isinstance(weight, QuantizedWeight):
-                weight = quantized_once(weight, self.decision.kernel)
-            rows = quantize_rows(x, weight.row_format, weight.smooth, self.quantizer)
+            rows = self.rows(call, weight, prologue)
             out = backend.multiply(rows, weight, call.bias, call.out_dtype or x.dtype)
         return out.view(*x.shape[:-1], weight.out_features)
+
+    def rows(
+        self,
+        call: LinearCall,
+        weight: QuantizedWeight,
+        prologue: Prologue = NO_PROLOGUE,
+        kept: torch.Tensor | None = None,
+    ) -> QuantizedRows:
+        """Quantize the input of a call for a weight, or find it quantized.
+
+        Args:
+            call: the call.
+            weight: its weight.
+            prologue: what comes before.
+            kept: where the rows go too, before they are smoothed.
+        """
+        x = call.x
+        if prologue is NO_PROLOGUE:
+            return quantize_rows(x, weight.row_format, weight.smooth, self.quantizer)
+        with on_device(x.device), without_autocast(x.device), torch.no_grad():
+            return self.quantizer(x, weight.row_format, weight.smooth, prologue, kept)
 
 
 def host_linear(

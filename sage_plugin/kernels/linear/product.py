@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin.kernels.linear.rows import QuantizedRows
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 
 

@@ -8,9 +8,9 @@ import torch
 
 from sage_plugin import device
 from sage_plugin.kernels.build_error import build_failure
-from sage_plugin.kernels.linear.prologue import NO_PROLOGUE, Prologue
-from sage_plugin.kernels.linear.row_format import RowFormat
-from sage_plugin.kernels.linear.rows import QuantizedRows, quantized_rows
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows, quantized_rows
+from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.notice import warn_once
 
 logger = logging.getLogger(__name__)

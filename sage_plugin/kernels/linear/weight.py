@@ -8,8 +8,8 @@ import torch
 
 from sage_plugin import device
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.linear.row_format import RowFormat, row_format
-from sage_plugin.kernels.linear.rows import quantized_rows
+from sage_plugin.kernels.linear.rows.quantized import quantized_rows
+from sage_plugin.kernels.linear.rows.row_format import RowFormat, row_format
 from sage_plugin.kernels.quantize.hadamard import rotated
 
 CHUNK_VALUES = 1 << 24

@@ -18,9 +18,9 @@ from sage_plugin.kernels.linear.backends.triton import products, rows
 from sage_plugin.kernels.linear.backends.triton.products import multiply_triton
 from sage_plugin.kernels.linear.backends.triton.rows import quantize_rows_triton, tiling_of
 from sage_plugin.kernels.linear.launch_space import default_launch
-from sage_plugin.kernels.linear.prologue import Prologue, prologued
-from sage_plugin.kernels.linear.row_format import row_format
-from sage_plugin.kernels.linear.rows import quantized_rows
+from sage_plugin.kernels.linear.rows.prologue import Prologue, prologued
+from sage_plugin.kernels.linear.rows.quantized import quantized_rows
+from sage_plugin.kernels.linear.rows.row_format import row_format
 from sage_plugin.kernels.linear.weight import quantize_weight
 from sage_plugin.schema import LinearLaunch
 from tests.kernels.linear.test_linear import LOSSES, exact, loss

@@ -10,8 +10,8 @@ import torch
 import sage_plugin
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.linear.activation import forget_rows, quantize_rows
-from sage_plugin.kernels.linear.row_format import row_format
-from sage_plugin.kernels.linear.rows import quantized_rows
+from sage_plugin.kernels.linear.rows.quantized import quantized_rows
+from sage_plugin.kernels.linear.rows.row_format import row_format
 from sage_plugin.kernels.linear.weight import quantize_weight, smoothing
 from sage_plugin.kernels.linear.weight_memo import quantized_once
 from tests.kernels.linear.test_linear import IN, OUT, exact, inputs, loss

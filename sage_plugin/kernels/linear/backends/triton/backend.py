@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sage_plugin.kernels.linear.backends.triton.products import multiply_triton
-from sage_plugin.kernels.linear.rows import QuantizedRows
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.schema import LinearLaunch
 

@@ -14,7 +14,7 @@ from sage_plugin.kernels.linear.backends.triton.product_kernel import (
     ProductTensors,
     scaled_product_kernel,
 )
-from sage_plugin.kernels.linear.rows import QuantizedRows
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.repeats import Repeats
 from sage_plugin.schema import LinearLaunch

@@ -15,9 +15,9 @@ from sage_plugin.kernels.linear.backends.triton.row_arguments import (
     RowTensors,
 )
 from sage_plugin.kernels.linear.backends.triton.row_kernel import quantize_rows_kernel
-from sage_plugin.kernels.linear.prologue import NO_PROLOGUE, NORMS, Prologue
-from sage_plugin.kernels.linear.row_format import RowFormat
-from sage_plugin.kernels.linear.rows import QuantizedRows
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, NORMS, Prologue
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
+from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.quantize.recipe import TINY
 from sage_plugin.kernels.repeats import Repeats
 

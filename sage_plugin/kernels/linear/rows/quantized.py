@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_plugin.kernels.linear.prologue import NO_PROLOGUE, Prologue, prologued
-from sage_plugin.kernels.linear.row_format import RowFormat
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
+from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.quantize.emulation import round_to
 from sage_plugin.kernels.quantize.hadamard import rotated
 from sage_plugin.kernels.quantize.recipe import TINY
