@@ -143,6 +143,7 @@ class Component:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count an eager forward, and find the denoising step that it belongs to."""
+        self.state.running += 1
         model = self.module
         if model is None:
             return
@@ -152,6 +153,7 @@ class Component:
 
     def end(self) -> None:
         """Take note that an eager forward ended."""
+        self.state.running -= 1
         if self.state.tracker is not None:
             self.state.tracker.leave()
 

@@ -114,6 +114,7 @@ class PatchState:
         warned: reasons and notices that were logged since the last `patch`.
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
         forwards: counts the eager forwards of the component since the last `patch`.
+        running: eager forwards of the component that have begun and not ended.
         tracker: tells the denoising step, where a policy goes by steps.
         owner: the component itself, which can be found so from a layer.
     """
@@ -125,6 +126,7 @@ class PatchState:
     warned: set[FallbackReason | str] = field(default_factory=set)
     unbuilt: dict[tuple[object, ...], FallbackReason] = field(default_factory=dict)
     forwards: ForwardCounter = field(default_factory=ForwardCounter)
+    running: int = 0
     tracker: StepTracker | None = None
     owner: Component | None = None
 

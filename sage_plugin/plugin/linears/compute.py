@@ -11,6 +11,7 @@ from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.executor import resolve
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
 from sage_plugin.kernels.surroundings import are_plain, wants_gradient
@@ -38,7 +39,7 @@ class Answer:
 
     Attributes:
         out: the output.
-        label: `kernel:backend`.
+        label: `kernel:backend`, and what was fused into its quantization.
     """
 
     out: torch.Tensor
@@ -74,7 +75,10 @@ def kernel_on(
 
 
 def run(
-    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    prologue: Prologue = NO_PROLOGUE,
 ) -> Answer | FallbackReason:
     """Multiply in eager mode.
 
@@ -82,20 +86,28 @@ def run(
         x: `(..., K)`.
         weight: the 8-bit weight.
         bias: `(N,)`.
+        prologue: what comes before the quantization, in the same pass.
     """
     x = _as_autocast_has_it(x)
+    fused = "" if prologue is NO_PROLOGUE else f"+{prologue.kind}"
     if not are_plain(x, bias):
-        return Answer(traced_linear(x, weight, bias), f"{weight.kernel}:traced")
+        out = traced_linear(x, weight, bias, None, prologue)
+        return Answer(out, f"{weight.kernel}:traced{fused}")
     call = LinearCall(x, weight, bias)
     resolved = resolve(call, _FROM_WEIGHT)
     if isinstance(resolved, FallbackReason):
         return resolved
-    return Answer(resolved.run(call), resolved.decision.label)
+    return Answer(resolved.run(call, prologue), resolved.decision.label + fused)
 
 
-def traced(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply in a graph, in plain torch operations."""
-    return traced_linear(_as_autocast_has_it(x), weight, bias)
+def traced(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    prologue: Prologue = NO_PROLOGUE,
+) -> torch.Tensor:
+    """Multiply in a graph, by torch operations."""
+    return traced_linear(_as_autocast_has_it(x), weight, bias, None, prologue)
 
 
 def _as_autocast_has_it(x: torch.Tensor) -> torch.Tensor:

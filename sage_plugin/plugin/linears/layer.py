@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from sage_plugin.errors import PatchError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.linear.rows.prologue import Prologue
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.plugin.context import PatchState
 from sage_plugin.plugin.counts import LayerCounts
@@ -26,7 +27,7 @@ SLOT = "_sage_linear"
 """Where a linear has its `LinearLayer`."""
 READ = FallbackReason(Fallback.LINEAR_READ)
 MOST_READS = 2
-"""Forwards in a row that read a weight beside its linear, before the linear is left alone."""
+"""Forwards that read a weight beside its linear, before the linear is left alone."""
 
 
 @dataclass(eq=False)  # no slots: traced code reads it
@@ -65,8 +66,8 @@ class LinearLayer:
     counts: LayerCounts = field(default_factory=LayerCounts)
     _module: weakref.ref[nn.Module] | None = None
     _dtype: torch.dtype | None = None
+    _read: bool = False
     _reads: int = 0
-    _settled_in: int = -1
 
     @property
     def module(self) -> nn.Module | None:
@@ -101,6 +102,25 @@ class LinearLayer:
                 return answer.out
             reason = answer
         return self._as_ever(module, x, reason)
+
+    def run_fused(
+        self, module: nn.Linear, x: torch.Tensor, prologue: Prologue
+    ) -> torch.Tensor | None:
+        """A call on what a prologue makes of `x`; `None` where it has to be made by itself."""
+        quantized = self.quantized
+        if quantized is None or not self.ready:
+            return None
+        if torch.compiler.is_compiling():
+            if compute.wants_gradient(x, module._parameters["weight"], module.bias):
+                return None
+            return compute.traced(x, quantized, module.bias, prologue)
+        if self._obstacle(module, x) is not None:
+            return None
+        answer = compute.run(x, quantized, module.bias, prologue)
+        if isinstance(answer, FallbackReason):
+            return None
+        answer.count(self.counts, self.rule)
+        return answer.out
 
     def _obstacle(self, module: nn.Linear, x: torch.Tensor) -> FallbackReason | None:
         if self.left is not None:
@@ -141,7 +161,7 @@ class LinearLayer:
 
     def begin_again(self) -> None:
         """Forget what kept a kernel off the linear, under former options or places."""
-        self.left, self._reads, self._settled_in = None, 0, -1
+        self.left, self._read, self._reads = None, False, 0
 
     def settle(self, module: nn.Module) -> None:
         """Quantize the weight as it is, if a kernel runs where it is, and send it to wait."""
@@ -153,11 +173,11 @@ class LinearLayer:
             self._fetch(module)
             self.left, self.quantized = kernel, None
             return
-        if self._settled_in >= 0:
-            self._count_read()
-        if self.left is not None:
+        self._reads, self._read = self._reads + self._read, False
+        if self._reads >= MOST_READS:
+            self.left = READ
             return
-        self._settled_in, self._dtype = self.state.forwards.count, weight.dtype
+        self._dtype = weight.dtype
         self.quantized, self.ready = compute.quantize_weight(weight, kernel), True
         if self.keep:
             self._send_away(weight)
@@ -166,13 +186,6 @@ class LinearLayer:
                 torch.empty_like(weight, device="meta"), requires_grad=False
             )
             self.freed = True
-
-    def _count_read(self) -> None:
-        """Leave a linear alone whose weight the model reads in one forward after the other."""
-        in_a_row = self.state.forwards.count - self._settled_in <= 1
-        self._reads = self._reads + 1 if in_a_row else 0
-        if self._reads >= MOST_READS and self.state.forwards.count > 1:
-            self.left, self.quantized = READ, None
 
     def check_original(self) -> None:
         """Raise unless there is an original.
@@ -191,6 +204,7 @@ class LinearLayer:
         self.check_original()
         self._fetch(module)
         self.ready, self.quantized = False, None
+        self._read = self._read or self.state.running > 0
 
     def forget(self, module: nn.Module) -> None:
         """Take note that the linear gets another weight."""

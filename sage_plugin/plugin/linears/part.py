@@ -11,6 +11,7 @@ from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin.context import PatchOptions, PatchState
 from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.linears.eligible import FoundLinear, find_linears
+from sage_plugin.plugin.linears.feed_forward import FusedFeedForwards
 from sage_plugin.plugin.linears.layer import LinearLayer
 from sage_plugin.plugin.linears.module import QuantizedLinear
 from sage_plugin.plugin.linears.roles import plain_path
@@ -28,12 +29,14 @@ class LinearPart:
     Attributes:
         layers: patched linears by path inside the component.
         left: linears that run as ever by path, and why.
+        fused: feed-forward modules whose GELU is quantized in the pass that makes it.
     """
 
     def __init__(self, state: PatchState) -> None:
         self.state = state
         self.layers: dict[str, LinearLayer] = {}
         self.left: dict[str, FallbackReason] = {}
+        self.fused = FusedFeedForwards()
 
     def cover(self, model: nn.Module | None, attention: Iterable[str]) -> None:
         """Patch the linears that the state's options choose, and put back the others.
@@ -80,6 +83,7 @@ class LinearPart:
                 module.__class__ = QuantizedLinear
                 layer.take(module)
             layer.begin_again()
+        self.fused.cover(model)
         self.settle()
 
     def settle(self) -> None:
@@ -105,6 +109,7 @@ class LinearPart:
 
     def release(self) -> None:
         """Put every linear back, for good."""
+        self.fused.release()
         for layer in self.layers.values():
             put_back(layer)
 
