@@ -64,10 +64,10 @@ class LinearExecutor:
         x, weight = call.x, call.weight
         if not isinstance(weight, QuantizedWeight):
             weight = quantized_once(weight, self.decision.kernel)
-        with on_device(x.device), without_autocast(x.device), torch.no_grad():
+        with on_device(x.device), without_autocast(x.device):
             rows = self.rows(call, weight, prologue)
             out = backend.multiply(rows, weight, call.bias, call.out_dtype or x.dtype)
-        return out.view(*x.shape[:-1], weight.out_features)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.data.shape[0])
 
     def rows(
         self,
@@ -87,7 +87,7 @@ class LinearExecutor:
         x = call.x
         if prologue is NO_PROLOGUE:
             return quantize_rows(x, weight.row_format, weight.smooth, self.quantizer)
-        with on_device(x.device), without_autocast(x.device), torch.no_grad():
+        with on_device(x.device), without_autocast(x.device):
             return self.quantizer(x, weight.row_format, weight.smooth, prologue, kept)
 
 
