@@ -221,10 +221,16 @@ class LaunchGraph:
         form_of_out, form_of_lse = self._forms
         out = _new(form_of_out, device)
         lse = None if form_of_lse is None else _new(form_of_lse, device)
-        scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
-        zeroed = memset(self._zeroed_bytes, device) if self._zeroed_bytes else scratch
+        scratch = zeroed = None
+        if size := self._scratch_bytes:
+            scratch = torch.empty(size, dtype=torch.uint8, device=device)
+        if size := self._zeroed_bytes:
+            zeroed = memset(size, device)
         outside = [*addresses, out.data_ptr(), 0 if lse is None else lse.data_ptr()]
-        at = (scratch.data_ptr(), zeroed.data_ptr())
+        at = (
+            0 if scratch is None else scratch.data_ptr(),
+            0 if zeroed is None else zeroed.data_ptr(),
+        )
         pointed = self._pointed.get(at) or self._pointed_at(at, len(outside))
         stream = _stream(device)
         for one, (arguments, holes) in zip(self._launches, pointed, strict=True):

@@ -16,6 +16,10 @@ import torch
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
 
+# Without the objects that torch's own functions make of the same.
+_stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+
 MOST_REMEMBERED = 2
 """Activations a thread: joint blocks alternate between the streams of image and text."""
 
@@ -105,7 +109,7 @@ def can_be_remembered(x: torch.Tensor) -> bool:
     Writes to tensors of inference mode do not show. What is captured for a CUDA graph is filled
     when the graph is replayed, and rows from before the capture would be stale then.
     """
-    return not x.is_inference() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not x.is_inference() and not (x.is_cuda and _is_capturing())
 
 
 def forget_rows() -> None:
@@ -117,5 +121,5 @@ def _spec(x: torch.Tensor, form: RowFormat) -> tuple[object, ...] | None:
     """All that rows follow from beside the tensor; those of another stream may not be there yet."""
     if not can_be_remembered(x):
         return None
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    stream = _stream_of(x.get_device()) if x.is_cuda else 0
     return (x._version, x.shape, x.stride(), x.storage_offset(), form, stream)

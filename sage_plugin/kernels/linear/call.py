@@ -57,23 +57,22 @@ class LinearCall(NamedTuple):
     @property
     def needs_grad(self) -> bool:
         """Whether a gradient has to flow through the call."""
-        return wants_gradient(
-            self.x, None if isinstance(self.weight, QuantizedWeight) else self.weight, self.bias
-        )
+        weight = self.weight
+        if isinstance(weight, QuantizedWeight):
+            return wants_gradient(self.x, self.bias)
+        return wants_gradient(self.x, weight, self.bias)
 
     def key(self) -> tuple[object, ...]:
         """Return all that an answer follows from: the call without its data."""
         x, weight, bias = self.x, self.weight, self.bias
-        of_weight: tuple[object, ...]
+        of_weight: object
         if isinstance(weight, QuantizedWeight):
-            of_weight = (weight.kernel, *weight.data.shape, weight.row_format, weight.data.device)
-            of_weight += (weight.smooth is None,)
+            of_weight = weight.signature
         else:
-            of_weight = (weight.shape, weight.stride(), weight.dtype, weight.device)
-        of_bias = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
+            of_weight = (weight.shape, weight.dtype, weight.device)
         return (
-            x.shape, x.stride(), x.dtype, x.device, of_weight, of_bias, self.out_dtype,
-            self.needs_grad,
+            x.shape, x.dtype, x.device, of_weight, bias is not None and (bias.shape, bias.dtype),
+            self.out_dtype, self.needs_grad,
         )  # fmt: skip
 
 

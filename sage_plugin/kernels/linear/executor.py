@@ -16,7 +16,7 @@ from sage_plugin.kernels.linear.backends.emulation import LinearEmulation
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
 from sage_plugin.kernels.linear.call import LinearCall, LinearRequest, check_call
 from sage_plugin.kernels.linear.dispatch import decide
-from sage_plugin.kernels.linear.launch_space import default_launch, illegal_reason
+from sage_plugin.kernels.linear.launch_space import default_launch, illegal_reason, runnable
 from sage_plugin.kernels.linear.quantizer import RowQuantizer, quantizer_of
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
@@ -64,10 +64,10 @@ class LinearExecutor:
         x, weight = call.x, call.weight
         if not isinstance(weight, QuantizedWeight):
             weight = quantized_once(weight, self.decision.kernel)
-        with on_device(x.device), without_autocast(x.device), torch.no_grad():
+        with on_device(x.device), without_autocast(x.device):
             rows = self.rows(call, weight, prologue)
             out = backend.multiply(rows, weight, call.bias, call.out_dtype or x.dtype)
-        return out.view(*x.shape[:-1], weight.out_features)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.data.shape[0])
 
     def rows(
         self,
@@ -87,7 +87,7 @@ class LinearExecutor:
         x = call.x
         if prologue is NO_PROLOGUE:
             return quantize_rows(x, weight.row_format, weight.smooth, self.quantizer)
-        with on_device(x.device), without_autocast(x.device), torch.no_grad():
+        with on_device(x.device), without_autocast(x.device):
             return self.quantizer(x, weight.row_format, weight.smooth, prologue, kept)
 
 
@@ -154,11 +154,9 @@ def _built(
             f"kernel {decision.label} needs a GPU and the tensors are on the CPU; use "
             "backend='emulation', or set TRITON_INTERPRET=1 before Triton is imported"
         )
-    launch = request.launch or default_launch(call.rows, facts)
-    reason = illegal_reason(launch, call.matrix.shape[1], facts)
-    if reason is not None and request.launch is None and launch.loads == "descriptor":
-        launch = launch.replaced(loads="pointer")
-        reason = illegal_reason(launch, call.matrix.shape[1], facts)
+    channels = call.matrix.shape[1]
+    launch = request.launch or runnable(default_launch(call.rows, facts), channels)
+    reason = illegal_reason(launch, channels, facts)
     if reason is not None:
         raise UnsupportedInputError(f"launch config {launch.text()}: {reason}")
     from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts

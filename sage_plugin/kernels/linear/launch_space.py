@@ -11,6 +11,9 @@ from sage_plugin.kernels.support import TMA_ARCHS
 from sage_plugin.schema import DeviceFacts, LinearLaunch
 
 BLOCKS_M, BLOCKS_N, BLOCKS_K = (16, 32, 64, 128, 256), (32, 64, 128, 256), (32, 64, 128, 256)
+DESCRIBED_BYTES = 16
+"""Rows that a descriptor describes begin at multiples of it."""
+
 LARGEST_TILE = 128 * 256
 """Sums of a tile that eight warps hold in registers."""
 
@@ -40,6 +43,13 @@ def candidates(rows: int, in_features: int, facts: DeviceFacts) -> tuple[LinearL
     return tuple(c for c in found if illegal_reason(c, in_features, facts) is None)
 
 
+def runnable(config: LinearLaunch, in_features: int) -> LinearLaunch:
+    """Return a default config for a call whose rows no descriptor may describe, too."""
+    if config.loads == "descriptor" and in_features % DESCRIBED_BYTES:
+        return config.replaced(loads="pointer")
+    return config
+
+
 def illegal_reason(config: LinearLaunch, in_features: int, facts: DeviceFacts) -> str | None:
     """Return why a launch config cannot run a call on a device, in one sentence, or `None`."""
     tma = config.loads == "descriptor"
@@ -62,7 +72,7 @@ def illegal_reason(config: LinearLaunch, in_features: int, facts: DeviceFacts) -
          f"{config.num_warps} warps"),
         (not tma or facts.arch in TMA_ARCHS or facts.kind == "cpu",
          f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
-        (not tma or in_features % 16 == 0,
+        (not tma or in_features % DESCRIBED_BYTES == 0,
          f"loads 'descriptor' needs rows of whole 16 bytes, and in_features is {in_features}"),
         (facts.kind != "hip" or config.num_stages <= 2,
          f"num_stages {config.num_stages} on AMD is limited to 2"),

@@ -27,12 +27,12 @@ def finished(
         bias: `(N,)`.
         out_dtype: dtype of the output.
     """
-    of_rows = rows.scale if rows.scale.dim() == 0 else rows.scale[:, None]
+    of_rows = rows.scale
     out = acc.float() * (of_rows * weight.scale)
     if rows.offset is not None and weight.offset is not None:
         assert rows.sums is not None
         assert weight.sums is not None
-        offset, sums = rows.offset[:, None], rows.sums[:, None] * of_rows
+        offset, sums = rows.offset, rows.sums * of_rows
         of_weight = weight.sums * weight.scale + weight.in_features * weight.offset
         out = out + sums * weight.offset + offset * of_weight
     if bias is not None:

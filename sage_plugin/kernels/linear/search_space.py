@@ -36,7 +36,7 @@ def _tile(m: int, n: int, k: int, warps: int, stages: int, **more: int | str) ->
 
 
 FEW = 64
-TMA: dict[str, int | str] = {"loads": "descriptor", "programs": 1}
+TMA: dict[str, int | str] = {"loads": "descriptor", "programs": 1, "group_m": 16}
 LARGE_TILES = (
     (128, 256, 128, 8), (128, 128, 128, 8), (128, 128, 128, 4), (256, 128, 128, 8),
     (128, 256, 64, 8), (64, 256, 128, 4),
@@ -53,7 +53,7 @@ REGIONS = (
     LinearRegion("emulation", ANY_ROWS, _tile(128, 128, 128, 8, 2)),
     # Fewer than 64 rows are no `wgmma`, and FP8 ones become products of fp16.
     LinearRegion("sm_90", FEW, _tile(64, 64, 128, 4, 4), HOPPER_TILES, NVIDIA_AXES),
-    LinearRegion("sm_90", ANY_ROWS, _tile(128, 256, 128, 8, 4, **TMA), LARGE_TILES, TMA_AXES),
+    LinearRegion("sm_90", ANY_ROWS, _tile(128, 256, 128, 8, 3, **TMA), LARGE_TILES, TMA_AXES),
     LinearRegion("sm_10*", FEW, _tile(64, 64, 128, 4, 3), SMALL_TILES, NVIDIA_AXES),
     LinearRegion("sm_10*", ANY_ROWS, _tile(128, 128, 128, 8, 3), LARGE_TILES, NVIDIA_AXES),
     LinearRegion("sm_8[07]", FEW, _tile(16, 64, 128, 4, 4), SMALL_TILES, NVIDIA_AXES),

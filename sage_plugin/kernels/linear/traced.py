@@ -1,20 +1,30 @@
-"""A quantized linear in plain torch operations, for compiled graphs and for torch's modes.
+"""A quantized linear for compiled graphs and for torch's modes.
 
-A compiler fuses scale and cast into what made `x`, and the epilogue of an INT8 product into what
-reads the output. Nothing here asks a device or remembers anything.
+On a GPU rows are quantized by an op, in one pass with the activation or the norm before; elsewhere
+all is plain torch operations. FP8 rows are multiplied by torch's product where it is the fastest,
+which a compiler sees; others by an op. Nothing here remembers anything: a graph quantizes an input
+once for all linears that read it, since the compiler takes equal operations for one.
 """
 
 from __future__ import annotations
 
 import torch
 
+from sage_plugin import device
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts, takes
-from sage_plugin.kernels.linear.product import finished
-from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
-from sage_plugin.kernels.linear.rows.quantized import quantized_rows
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows, quantized_rows
+from sage_plugin.kernels.linear.rows.row_format import RowFormat
+from sage_plugin.kernels.linear.torch_ops import multiply_by_op, quantize_by_op
 from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.support import TORCH_FP8_FASTEST
 
 _products = TorchProducts()
+
+
+def has_ops(x: torch.Tensor) -> bool:
+    """Return whether ops quantize and multiply where a tensor is."""
+    return x.is_cuda
 
 
 def traced_linear(
@@ -33,11 +43,38 @@ def traced_linear(
         out_dtype: dtype of the output, `x`'s if `None`.
         prologue: what comes before.
     """
-    out_dtype = out_dtype or x.dtype
-    rows = quantized_rows(x, weight.row_format, weight.smooth, prologue).flat()
-    int8 = rows.data.dtype == torch.int8
-    if x.is_cuda and not takes(weight.in_features, weight.out_features, int8=int8):
-        out = finished(rows.data.float() @ weight.data.float().t(), rows, weight, bias, out_dtype)
-    else:
-        out = _products.multiply(rows, weight, bias, out_dtype)
-    return out.view(*x.shape[:-1], weight.out_features)
+    rows = traced_rows(x, weight.row_format, weight.smooth, prologue)
+    out = _multiplied(rows, weight, bias, out_dtype or x.dtype)
+    return out.view(*x.shape[:-1], weight.data.shape[0])
+
+
+def traced_rows(
+    x: torch.Tensor, form: RowFormat, smooth: torch.Tensor | None, prologue: Prologue
+) -> QuantizedRows:
+    """Return `(M, K)` quantized rows of `x`."""
+    if has_ops(x):
+        return quantize_by_op(x, form, smooth, prologue)[0]
+    return quantized_rows(x, form, smooth, prologue).flat()
+
+
+def traced_norm(x: torch.Tensor, prologue: Prologue) -> torch.Tensor:
+    """Return what a norm makes of `x`, in its dtype; the compiler's own pass."""
+    return prologued(x, prologue).to(x.dtype)
+
+
+def _multiplied(
+    rows: QuantizedRows,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    if not has_ops(rows.data) or torch_is_fastest(rows.data.device, rows.data.dtype, weight):
+        return _products.multiply(rows, weight, bias, out_dtype)
+    return multiply_by_op(rows, weight, bias, out_dtype)
+
+
+def torch_is_fastest(where: torch.device, dtype: torch.dtype, weight: QuantizedWeight) -> bool:
+    """Return whether torch multiplies a weight, and faster than we do."""
+    if dtype == torch.int8 or not takes(weight.in_features, weight.out_features, int8=False):
+        return False
+    return device.facts_of(where.type, where.index).arch in TORCH_FP8_FASTEST

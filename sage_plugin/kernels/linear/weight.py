@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,9 @@ from sage_plugin.kernels.quantize.hadamard import rotated
 
 CHUNK_VALUES = 1 << 24
 """Values of a weight that are quantized at once: their fp32 copies take 64 MiB each."""
+
+
+_signatures: dict[tuple[object, ...], int] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +32,9 @@ class QuantizedWeight:
         rotation: input channels of a block that is rotated, in the weight and in the input.
         offset: `(N,)` fp32 of an asymmetric weight, else `None`.
         sums: `(N,)` fp32 sums of the rows of `data` of an asymmetric weight, else `None`.
+        row_format: the format of the rows that it is multiplied with.
+        signature: a number for all that decisions follow from; equal where that is equal.
+        columns: `data` as `(K, N)`, and `scale` as `(1, N)`: how torch's product takes them.
     """
 
     data: torch.Tensor
@@ -38,6 +44,18 @@ class QuantizedWeight:
     rotation: int = 0
     offset: torch.Tensor | None = None
     sums: torch.Tensor | None = None
+    row_format: RowFormat = field(init=False, repr=False)
+    signature: int = field(init=False, repr=False)
+    columns: tuple[torch.Tensor, torch.Tensor] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        per_tensor, data = self.scale.dim() == 0, self.data
+        form = RowFormat(data.dtype, per_tensor, self.rotation, self.offset is not None)
+        about = (self.kernel, data.shape, form, data.device, self.smooth is None)
+        columns = (data.t(), self.scale if per_tensor else self.scale[None, :])
+        object.__setattr__(self, "row_format", form)
+        object.__setattr__(self, "signature", _signatures.setdefault(about, len(_signatures)))
+        object.__setattr__(self, "columns", columns)
 
     @property
     def in_features(self) -> int:
@@ -53,13 +71,6 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors() if tensor is not None)
-
-    @property
-    def row_format(self) -> RowFormat:
-        """The format of the rows that it is multiplied with."""
-        return RowFormat(
-            self.data.dtype, self.scale.dim() == 0, self.rotation, self.offset is not None
-        )
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Return data, scale, smooth, offset and sums."""
@@ -154,11 +165,11 @@ def _quantized(
     chunks = [quantized_rows(part, form, inverse) for part in weight.split(step)]
     offset, sums = None, None
     if form.asymmetric:
-        offset = torch.cat([part.offset for part in chunks if part.offset is not None])
-        sums = torch.cat([part.sums for part in chunks if part.sums is not None])
+        offset = torch.cat([part.offset[:, 0] for part in chunks if part.offset is not None])
+        sums = torch.cat([part.sums[:, 0] for part in chunks if part.sums is not None])
     return QuantizedWeight(
         torch.cat([part.data for part in chunks]),
-        torch.cat([part.scale for part in chunks]),
+        torch.cat([part.scale[:, 0] for part in chunks]),
         kernel, smooth, form.rotation, offset, sums,
     )  # fmt: skip
 

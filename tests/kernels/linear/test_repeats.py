@@ -48,10 +48,10 @@ def test_rows(runs: list[str], kernel: str) -> None:
         x = drawn(2, 3, 64, seed=step)
         kept, expected = torch.empty_like(x), torch.empty_like(x)
         others = (smooth, *norm.tensors(), kept)
-        data, numbers = known.repeat((x, *others), CPU, rows._quantize, x, *others, form, norm)
-        made, wanted = rows._as_rows(data, numbers, form), quantized_rows(
-            x, form, smooth, norm, expected
-        ).flat()  # fmt: skip
+        made = rows._as_rows(
+            *known.repeat((x, *others), CPU, rows._quantize, x, form, norm, *others), form
+        )
+        wanted = quantized_rows(x, form, smooth, norm, expected).flat()
         torch.testing.assert_close(made.scale, wanted.scale, rtol=1e-5, atol=0)
         torch.testing.assert_close(kept, expected)
     assert known.recorded is not None

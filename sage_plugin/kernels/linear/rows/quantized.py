@@ -20,9 +20,10 @@ class QuantizedRows:
 
     Attributes:
         data: `(..., K)`.
-        scale: `(...)` fp32, or a scalar for all rows; NaN for a row that has NaN or infinity.
-        offset: `(...)` fp32 of asymmetric rows, the middle of each; else `None`.
-        sums: `(...)` fp32 of asymmetric rows, the sum of each row of `data`; else `None`.
+        scale: `(..., 1)` fp32, or a scalar for all rows; NaN for a row that has NaN or infinity,
+            whose data mean nothing.
+        offset: `(..., 1)` fp32 of asymmetric rows, the middle of each; else `None`.
+        sums: `(..., 1)` fp32 of asymmetric rows, the sum of each row of `data`; else `None`.
     """
 
     data: torch.Tensor
@@ -31,14 +32,14 @@ class QuantizedRows:
     sums: torch.Tensor | None = None
 
     def flat(self) -> QuantizedRows:
-        """Return the same as `(M, K)` with `(M,)` numbers."""
+        """Return the same as `(M, K)` with `(M, 1)` numbers."""
         if self.data.dim() == 2:
             return self
-        scale = self.scale if self.scale.dim() == 0 else self.scale.flatten()
+        scale = self.scale if self.scale.dim() == 0 else self.scale.reshape(-1, 1)
         if self.offset is None or self.sums is None:
             return QuantizedRows(self.data.flatten(0, -2), scale)
         return QuantizedRows(
-            self.data.flatten(0, -2), scale, self.offset.flatten(), self.sums.flatten()
+            self.data.flatten(0, -2), scale, self.offset.reshape(-1, 1), self.sums.reshape(-1, 1)
         )
 
 
@@ -72,16 +73,16 @@ def quantized_rows(
     y = rotated(y, form.rotation)
     if form.asymmetric:
         return _asymmetric(y, form)
-    amax = y.abs().amax(-1)
+    amax = y.abs().amax(-1, keepdim=True)
     finite = amax < math.inf  # false for NaN
     if not form.per_tensor:
         amax = amax.clamp_min(TINY)
         scale = torch.where(finite, amax / form.limit, math.nan)
-        return QuantizedRows(round_to(y * (form.limit / amax)[..., None], form.dtype), scale)
+        return QuantizedRows(round_to(y * (form.limit / amax), form.dtype), scale)
     largest = torch.where(finite, amax, 0.0).amax().clamp_min(TINY)
     values = round_to(y * (form.limit / largest), form.dtype)
     poisoned = torch.full_like(values, math.nan, dtype=torch.float32).to(form.dtype)
-    return QuantizedRows(torch.where(finite[..., None], values, poisoned), largest / form.limit)
+    return QuantizedRows(torch.where(finite, values, poisoned), largest / form.limit)
 
 
 def _asymmetric(y: torch.Tensor, form: RowFormat) -> QuantizedRows:
@@ -89,10 +90,9 @@ def _asymmetric(y: torch.Tensor, form: RowFormat) -> QuantizedRows:
 
     By halves of its ends, as the whole may be past the largest number.
     """
-    high, low = y.amax(-1) * 0.5, y.amin(-1) * 0.5
+    high, low = (end * 0.5 for end in (y.amax(-1, keepdim=True), y.amin(-1, keepdim=True)))
     offset, reach = high + low, (high - low).clamp_min(TINY)
     finite = (high - low) < math.inf  # false for NaN
-    values = round_to((y - offset[..., None]) * (form.limit / reach)[..., None], form.dtype)
-    values = torch.where(finite[..., None], values, torch.zeros_like(values))
+    values = round_to((y - offset) * (form.limit / reach), form.dtype)
     scale = torch.where(finite, reach / form.limit, math.nan)
-    return QuantizedRows(values, scale, offset, values.float().sum(-1))
+    return QuantizedRows(values, scale, offset, values.float().sum(-1, keepdim=True))

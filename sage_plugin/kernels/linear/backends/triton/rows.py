@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -87,48 +87,55 @@ def quantize_rows_triton(
     Returns:
         `(M, K)` rows.
     """
-    others = (smooth, *prologue.tensors(), kept)
-    tensors = (x, *others)
-    key = (
-        form, prologue.kind, prologue.eps, x.device,
-        *((t.shape, t.stride(), t.dtype) for t in tensors if t is not None),
-        tuple(t is None for t in tensors),
-    )  # fmt: skip
+    plain = prologue is NO_PROLOGUE and kept is None
+    others: tuple[torch.Tensor | None, ...] = (smooth,)
+    key: tuple[object, ...] = (form, x.shape, x.stride(), x.dtype, x.device, smooth is None)
+    if not plain:
+        others = (smooth, *prologue.tensors(), kept)
+        key += (prologue.kind, prologue.eps, *map(_spec, others))
+    if not x.is_cuda:
+        return _as_rows(*_quantize(x, form, prologue, *others), form)
     known = _repeats.get(key)
     if known is None:
         known = Repeats()
         _repeats.keep(key, known)
-    if x.is_cuda:
-        data, numbers = known.repeat(tensors, x.device, _quantize, *tensors, form, prologue)
-    else:
-        data, numbers = _quantize(x, *others, form, prologue)
+    made = known.repeat((x, *others), x.device, _quantize, x, form, prologue, *others)
+    return _as_rows(*made, form)
+
+
+def _spec(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _as_rows(data: torch.Tensor, numbers: torch.Tensor | None, form: RowFormat) -> QuantizedRows:
+    """What the kernel wrote, as rows."""
     assert numbers is not None
-    return _as_rows(data, numbers, form)
-
-
-def _as_rows(data: torch.Tensor, numbers: torch.Tensor, form: RowFormat) -> QuantizedRows:
-    """Views of what the kernel wrote."""
-    if form.per_tensor:
-        return QuantizedRows(data, numbers[0, 0])
-    rows = data.shape[0]
     if not form.asymmetric:
-        return QuantizedRows(data, numbers[0, :rows])
-    return QuantizedRows(data, numbers[0, :rows], numbers[1, :rows], numbers[2, :rows])
+        return QuantizedRows(data, numbers)
+    scale, offset, sums = numbers[:, : data.shape[0], None].unbind()
+    return QuantizedRows(data, scale, offset, sums)
 
 
 def _quantize(
     x: torch.Tensor,
+    form: RowFormat,
+    prologue: Prologue,
     smooth: torch.Tensor | None,
-    *rest: Any,  # noqa: ANN401
+    gate: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    gate, weight, bias, scale, shift, kept, form, prologue = rest
+    """Launch; the data, and numbers of each row."""
     channels = x.shape[-1]
     rows = x.numel() // channels
     tile = tiling_of(channels)
     # Whole 16 bytes, so that a launch graph may point to each row of numbers.
     padded = -(-rows // 4) * 4
     data = torch.empty((rows, channels), dtype=form.dtype, device=x.device)
-    size = (3, padded) if form.asymmetric else (1, 1 if form.per_tensor else padded)
+    size = (3, padded) if form.asymmetric else () if form.per_tensor else (rows, 1)
     numbers = torch.empty(size, dtype=torch.float32, device=x.device)
     largest = launch_graph.zeros(x.device, torch.int32, 1) if form.per_tensor else None
     whole = _in_planes(x, x.shape)
