@@ -8,10 +8,11 @@ import torch
 
 from sage_plugin import device
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.kernels.linear.activation import can_be_remembered, remember_rows
 from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.executor import resolve
-from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
 from sage_plugin.kernels.surroundings import are_plain, wants_gradient
@@ -98,6 +99,33 @@ def run(
     if isinstance(resolved, FallbackReason):
         return resolved
     return Answer(resolved.run(call, prologue), resolved.decision.label + fused)
+
+
+def can_wait(x: torch.Tensor) -> bool:
+    """Whether what is made of a tensor may be made later, and remembered for its readers."""
+    watched = torch.is_inference_mode_enabled() or not are_plain(x)
+    return x.numel() > 0 and not watched and can_be_remembered(x)
+
+
+def normalized(
+    x: torch.Tensor, norm: Prologue, weight: QuantizedWeight, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what a norm makes of `x`, and remember its rows for linears of a weight's format.
+
+    Args:
+        x: `(..., K)`, which `can_wait`.
+        norm: the norm, with what it is modulated by.
+        weight: an 8-bit weight.
+        dtype: dtype of the output.
+    """
+    call = LinearCall(x, weight)
+    resolved = resolve(call, _FROM_WEIGHT)
+    if isinstance(resolved, FallbackReason):
+        return prologued(x, norm).to(dtype)
+    kept = torch.empty(x.shape, dtype=dtype, device=x.device)
+    rows = resolved.rows(call, weight, norm, kept)
+    remember_rows(kept, weight.row_format, weight.smooth, rows)
+    return kept
 
 
 def traced(

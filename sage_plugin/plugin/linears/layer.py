@@ -19,6 +19,7 @@ from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.plugin.context import PatchState
 from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.linears import compute
+from sage_plugin.plugin.linears.pending import PendingNorm
 from sage_plugin.plugin.linears.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class LinearLayer:
         """A call in eager mode."""
         if not self.ready and self.left is None:
             self.settle(module)
+        if type(x) is PendingNorm:
+            x = x.tensor(self.quantized)
         reason = self._obstacle(module, x)
         if reason is None:
             assert self.quantized is not None

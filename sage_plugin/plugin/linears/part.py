@@ -14,6 +14,7 @@ from sage_plugin.plugin.linears.eligible import FoundLinear, find_linears
 from sage_plugin.plugin.linears.feed_forward import FusedFeedForwards
 from sage_plugin.plugin.linears.layer import LinearLayer
 from sage_plugin.plugin.linears.module import QuantizedLinear
+from sage_plugin.plugin.linears.norm import PendingNorms
 from sage_plugin.plugin.linears.roles import plain_path
 from sage_plugin.plugin.policy.rules import BASELINE, LINEAR
 from sage_plugin.plugin.twin import plain_class
@@ -30,6 +31,7 @@ class LinearPart:
         layers: patched linears by path inside the component.
         left: linears that run as ever by path, and why.
         fused: feed-forward modules whose GELU is quantized in the pass that makes it.
+        norms: norms that are modulated and quantized in one pass.
     """
 
     def __init__(self, state: PatchState) -> None:
@@ -37,6 +39,7 @@ class LinearPart:
         self.layers: dict[str, LinearLayer] = {}
         self.left: dict[str, FallbackReason] = {}
         self.fused = FusedFeedForwards()
+        self.norms = PendingNorms()
 
     def cover(self, model: nn.Module | None, attention: Iterable[str]) -> None:
         """Patch the linears that the state's options choose, and put back the others.
@@ -48,7 +51,7 @@ class LinearPart:
         Raises:
             PatchError: one whose original was freed would have to be put back.
         """
-        options = self.state.options
+        options, attention = self.state.options, list(attention)
         found = {}
         if options.has_linears and model is not None:
             found = find_linears(model, attention)
@@ -84,6 +87,7 @@ class LinearPart:
                 layer.take(module)
             layer.begin_again()
         self.fused.cover(model)
+        self.norms.cover(model, layers.values(), attention)
         self.settle()
 
     def settle(self) -> None:
@@ -110,6 +114,7 @@ class LinearPart:
     def release(self) -> None:
         """Put every linear back, for good."""
         self.fused.release()
+        self.norms.release()
         for layer in self.layers.values():
             put_back(layer)
 

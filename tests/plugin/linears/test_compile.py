@@ -79,7 +79,7 @@ def test_a_weight_that_is_written_reaches_graphs():
     query.weight.data *= 3.0
     after = model.run()  # the model's own forward is eager: its weights are looked after
     assert counter.frame_count == graphs
-    assert float((after - before).norm() / before.norm()) > 0.01
+    assert float((after - before).norm() / before.norm()) > 0.005
     torch._dynamo.reset()
     for block in model.module.transformer_blocks:
         block._compiled_call_impl = None
@@ -95,7 +95,7 @@ def test_a_graph_of_the_whole_model_has_what_was_written_until_it_is_refreshed()
     query = model.module.transformer_blocks[1].attn1.to_q
     query.weight.data *= 3.0
     after = model.run(compiled)
-    assert float((after - before).norm() / before.norm()) > 0.01
+    assert float((after - before).norm() / before.norm()) > 0.005
     assert not query._sage_linear.ready
     sage_plugin.refresh(model.module)
     assert query._sage_linear.ready
