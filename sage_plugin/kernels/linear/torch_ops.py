@@ -7,9 +7,14 @@ a call does not have is an empty tensor in their results.
 
 from __future__ import annotations
 
+import threading
+import weakref
+from typing import NamedTuple
+
 import torch
 
 from sage_plugin import device
+from sage_plugin.kernels.linear.activation import MOST_REMEMBERED
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
 from sage_plugin.kernels.linear.launch_space import default_launch, runnable
 from sage_plugin.kernels.linear.quantizer import IN_TRITON, quantizer_of
@@ -46,7 +51,7 @@ def quantize_by_op(
     Returns:
         `(M, K)` rows, and those in `x`'s dtype or `None`.
     """
-    data, scale, offset, sums, kept = torch.ops.sage_plugin.quantize_rows(
+    data, scale, offset, sums, kept = torch.ops.sage_plugin.quantize_rows_once(
         x, smooth, *prologue.tensors(), prologue.kind, prologue.eps, form.dtype, form.per_tensor,
         form.rotation, form.asymmetric, keep,
     )  # fmt: skip
@@ -87,6 +92,46 @@ def _quantize(
         return rows.data, rows.scale, _nothing(x), _nothing(x), kept
     # The outputs of an op share no memory.
     return rows.data, rows.scale.clone(), rows.offset.clone(), rows.sums.clone(), kept
+
+
+class _Traced(NamedTuple):
+    """What the op made of a tensor while a compiler traced; forgotten when that is."""
+
+    x: weakref.ref[torch.Tensor]
+    version: int
+    others: tuple[object, ...]
+    made: Made
+
+
+_traced = threading.local()
+
+
+def _quantize_once(x: torch.Tensor, *others: object) -> Made:
+    """Quantize by the op `quantize_rows`, once for equal calls in a graph.
+
+    A compiler takes equal calls of an op of ours for different ones. It traces this op, which is
+    made of others, with tensors that stand for those of the graph: the same one for each reader.
+    """
+    op = torch.ops.sage_plugin.quantize_rows
+    if type(x).__name__ != "FunctionalTensor":
+        fresh: Made = op(x, *others)
+        return fresh
+    before: list[_Traced] = _traced.__dict__.setdefault("made", [])
+    for one in before:
+        if one.x() is x and one.version == x._version and _same(one.others, others):
+            return one.made
+    made: Made = op(x, *others)
+    del before[: 1 - MOST_REMEMBERED]
+    before.append(_Traced(weakref.ref(x, lambda _: before.clear()), x._version, others, made))
+    return made
+
+
+def _same(some: tuple[object, ...], others: tuple[object, ...]) -> bool:
+    """Whether arguments are the same tensors, and equal otherwise."""
+    return all(
+        a is b or not (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or a != b)
+        for a, b in zip(some, others, strict=True)
+    )
 
 
 def _nothing(x: torch.Tensor) -> torch.Tensor:
@@ -152,3 +197,5 @@ for _name, _arguments, _returns, _real, _fake in (
     for _key in ("CPU", "CUDA"):
         library.impl(_name, _real, _key)
     torch.library.register_fake(f"sage_plugin::{_name}", _fake, lib=library)
+library.define(f"quantize_rows_once({_QUANTIZE}) -> ({', '.join(['Tensor'] * 5)})")
+library.impl("quantize_rows_once", _quantize_once, "CompositeImplicitAutograd")

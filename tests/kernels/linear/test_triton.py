@@ -111,6 +111,18 @@ def test_a_row_longer_than_a_tile_is_read_twice(monkeypatch, name: str, kind: st
                quantized_rows(x, form, None, Prologue(kind)))  # fmt: skip
 
 
+TILES = {7: (16, 0), 64: (64, 0), 65: (64, 16), 96: (64, 32), 100: (128, 0), 128: (128, 0)}
+
+
+@pytest.mark.parametrize("channels", TILES)
+def test_rows_are_one_tile_or_two(channels: int) -> None:
+    tile = tiling_of(channels)
+    assert (tile.block_k, tile.rest) == TILES[channels]
+    x, form = drawn(9, channels), form_of("int8_row asymmetric")
+    norm = Prologue("layer_norm", bias=drawn(channels, seed=1))
+    check_rows(quantize_rows_triton(x, form, None, norm), quantized_rows(x, form, None, norm))
+
+
 def test_norms_of_such_rows_are_left_to_torch(monkeypatch) -> None:
     monkeypatch.setattr(rows, "LARGEST_TILE", 32)
     x = drawn(3, CHANNELS)

@@ -12,7 +12,7 @@ class RowConfig:
 
     Attributes:
         ROWS: rows of a program.
-        BLOCK_K: channels of a tile, a power of two.
+        BLOCK_K: channels of a tile, a power of two; REST those of a second one, 0 for none.
         CHUNKED: whether a row is more than one tile, which are read twice.
         PROLOGUE: what comes before, a name of `prologue.PROLOGUES`.
         WEIGHT, BIAS, SCALE, SHIFT: which of its tensors there are.
@@ -27,6 +27,7 @@ class RowConfig:
 
     ROWS: int
     BLOCK_K: int
+    REST: int
     CHUNKED: bool
     PROLOGUE: str
     WEIGHT: bool
@@ -85,4 +86,5 @@ class RowPlace(NamedTuple):
 
     plane: Any
     row: Any
+    m64: Any
     inside: Any

@@ -22,7 +22,7 @@ from sage_plugin.kernels.quantize.recipe import TINY
 from sage_plugin.kernels.repeats import Repeats
 
 WARP_VALUES = 1024
-"""Values that a warp holds of its program's tile, 32 a thread."""
+"""Values that a warp holds of its program's tiles, 32 a thread."""
 
 FEWEST_WARPS, MOST_WARPS = 4, 16
 LARGEST_TILE = 32768
@@ -31,28 +31,38 @@ LARGEST_TILE = 32768
 CHUNK = 8192
 """Channels of a tile of longer rows."""
 
+SMALLEST_TILE = 16
+
 
 class Tiling(NamedTuple):
-    """Rows and channels of a program's tile, and its warps."""
+    """Rows of a program, channels of its tiles, and its warps."""
 
     rows: int
     block_k: int
+    rest: int
     warps: int
 
 
-def tiling_of(channels: int) -> Tiling:
-    """Return the tile for rows of so many channels.
+def tiling_of(channels: int, rotation: int = 0) -> Tiling:
+    """Return the tiles for rows of so many channels: a power of two, or two that are fewer.
 
     Example:
-        >>> tiling_of(1920)
-        Tiling(rows=2, block_k=2048, warps=4)
+        >>> tiling_of(8960)
+        Tiling(rows=1, block_k=8192, rest=1024, warps=8)
     """
-    block = max(16, 1 << (channels - 1).bit_length())
+    smallest = max(SMALLEST_TILE, rotation)
+    block, rest = max(smallest, 1 << (channels - 1).bit_length()), 0
     if block > LARGEST_TILE:
-        block = CHUNK
-    rows = max(1, FEWEST_WARPS * WARP_VALUES // block)
-    warps = min(MOST_WARPS, max(FEWEST_WARPS, block // WARP_VALUES))
-    return Tiling(rows, block, warps)
+        return Tiling(1, CHUNK, 0, CHUNK // WARP_VALUES)
+    half = block // 2
+    if half < channels and half >= smallest:
+        rest = max(smallest, 1 << (channels - half - 1).bit_length())
+        block, rest = (half, rest) if rest < half else (block, 0)
+    whole = block + rest
+    rows = max(1, FEWEST_WARPS * WARP_VALUES // whole)
+    rows = 1 << (rows.bit_length() - 1)
+    warps = 1 << (max(1, whole // WARP_VALUES).bit_length() - 1)
+    return Tiling(rows, block, rest, min(MOST_WARPS, max(FEWEST_WARPS, warps)))
 
 
 def takes_rows(channels: int, prologue: Prologue = NO_PROLOGUE) -> bool:
@@ -131,7 +141,7 @@ def _quantize(
     """Launch; the data, and numbers of each row."""
     channels = x.shape[-1]
     rows = x.numel() // channels
-    tile = tiling_of(channels)
+    tile = tiling_of(channels, form.rotation)
     # Whole 16 bytes, so that a launch graph may point to each row of numbers.
     padded = -(-rows // 4) * 4
     data = torch.empty((rows, channels), dtype=form.dtype, device=x.device)
@@ -150,7 +160,8 @@ def _quantize(
     )
     for stage in (1, 2) if form.per_tensor else (0,):
         config = RowConfig(
-            ROWS=tile.rows, BLOCK_K=tile.block_k, CHUNKED=channels > tile.block_k,
+            ROWS=tile.rows, BLOCK_K=tile.block_k, REST=tile.rest,
+            CHUNKED=channels > tile.block_k + tile.rest,
             PROLOGUE=prologue.kind, WEIGHT=weight is not None, BIAS=bias is not None,
             SCALE=scale is not None, SHIFT=shift is not None,
             KEEP=kept is not None and stage != 1, SMOOTH=smooth is not None,
@@ -160,7 +171,7 @@ def _quantize(
         launch_graph.launch(
             quantize_rows_kernel, -(-rows // tile.rows),
             tensors, strides, whole.shape[1], rows, channels, padded, prologue.eps,
-            CONFIG=config, num_warps=tile.warps, enable_fp_fusion=False,
+            CONFIG=config, num_warps=tile.warps, enable_fp_fusion=True,
         )  # fmt: skip
     return data, numbers
 
