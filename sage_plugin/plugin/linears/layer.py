@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,13 +22,15 @@ from sage_plugin.plugin.linears import compute
 from sage_plugin.plugin.linears.pending import PendingNorm
 from sage_plugin.plugin.linears.roles import Role
 
-logger = logging.getLogger(__name__)
+_lock = threading.RLock()
+"""Held while a weight is quantized and sent away."""
 
 SLOT = "_sage_linear"
 """Where a linear has its `LinearLayer`."""
 READ = FallbackReason(Fallback.LINEAR_READ)
+GRADIENT = FallbackReason(Fallback.GRADIENT)
 MOST_READS = 2
-"""Forwards that read a weight beside its linear, before the linear is left alone."""
+"""Forwards that need an original, before the linear is left alone."""
 
 
 @dataclass(eq=False)  # no slots: traced code reads it
@@ -66,8 +68,9 @@ class LinearLayer:
     left: FallbackReason | None = None
     counts: LayerCounts = field(default_factory=LayerCounts)
     _module: weakref.ref[nn.Module] | None = None
+    _version: int = 0
     _dtype: torch.dtype | None = None
-    _read: bool = False
+    _needed: FallbackReason | None = None
     _reads: int = 0
 
     @property
@@ -136,16 +139,19 @@ class LinearLayer:
         if x.device != self.quantized.data.device:
             return FallbackReason(Fallback.LINEAR_DEVICE)
         if compute.wants_gradient(x, module._parameters["weight"], module.bias):
-            return FallbackReason(Fallback.GRADIENT)
+            return GRADIENT
         return None
 
     def _as_ever(self, module: nn.Linear, x: torch.Tensor, reason: FallbackReason) -> torch.Tensor:
-        """The call with the original weight, which stays at home from now on."""
+        """The call with the original weight."""
         self.counts.fallbacks[reason] += 1
         self.check_original()
         weight = module._parameters["weight"]
         assert weight is not None
-        if self.waiting and weight.device != x.device:
+        if reason is GRADIENT and self.left is None:  # an optimizer may write the weight
+            self.bring_home(module)
+            self._needed = GRADIENT
+        elif self.waiting and weight.device != x.device:
             self._fetch(module)
         return linear(x, weight, module.bias)
 
@@ -164,23 +170,39 @@ class LinearLayer:
 
     def begin_again(self) -> None:
         """Forget what kept a kernel off the linear, under former options or places."""
-        self.left, self._read, self._reads = None, False, 0
+        self.left, self._needed, self._reads = None, None, 0
 
     def settle(self, module: nn.Module) -> None:
         """Quantize the weight as it is, if a kernel runs where it is, and send it to wait."""
+        with _lock:
+            weight = module._parameters["weight"]
+            if not (self.freed or self.ready or self.left is not None or weight is None):
+                self._quantize(module, weight)
+
+    def check(self, module: nn.Module) -> None:
+        """Before an eager forward: note writes to the original, and send it to wait again."""
         weight = module._parameters["weight"]
-        if self.freed or weight is None:
+        if self.left is not None or self.freed or weight is None:
             return
+        if self.ready and weight._version != self._version:
+            self.bring_home(module)
+        if not self.ready:
+            self.settle(module)
+        elif not self.waiting and not self.state.disabled:
+            self._send_away(weight)
+
+    def _quantize(self, module: nn.Module, weight: nn.Parameter) -> None:
         kernel = compute.kernel_for(weight, self.kernel)
         if isinstance(kernel, FallbackReason):
             self._fetch(module)
             self.left, self.quantized = kernel, None
             return
-        self._reads, self._read = self._reads + self._read, False
-        if self._reads >= MOST_READS:
-            self.left = READ
-            return
-        self._dtype = weight.dtype
+        if self._needed is not None:
+            self._reads += 1
+            if self._reads >= MOST_READS:
+                self.left = self._needed
+                return
+        self._needed, self._dtype, self._version = None, weight.dtype, weight._version
         self.quantized, self.ready = compute.quantize_weight(weight, kernel), True
         if self.keep:
             self._send_away(weight)
@@ -207,7 +229,8 @@ class LinearLayer:
         self.check_original()
         self._fetch(module)
         self.ready, self.quantized = False, None
-        self._read = self._read or self.state.running > 0
+        if self.state.running > 0:
+            self._needed = READ
 
     def forget(self, module: nn.Module) -> None:
         """Take note that the linear gets another weight."""

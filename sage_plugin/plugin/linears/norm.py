@@ -99,9 +99,13 @@ def _pending_class(original: type[nn.LayerNorm]) -> type[nn.LayerNorm]:
     return type(original.__name__, (original,), names)
 
 
+def _nobody() -> None:
+    """The reader of a norm that is not patched any more, whose hooks still call our forward."""
+
+
 def _weight_for(norm: nn.LayerNorm, x: torch.Tensor) -> Any:  # noqa: ANN401
     """The 8-bit weight of a linear that may read a call's output; `None` to make it at once."""
-    layer: LinearLayer | None = vars(norm)[READER]()
+    layer: LinearLayer | None = vars(norm).get(READER, _nobody)()
     if layer is None or layer.quantized is None or not layer.ready or layer.state.disabled:
         return None
     if type(x) is not torch.Tensor or norm._forward_hooks:

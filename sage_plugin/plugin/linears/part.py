@@ -7,12 +7,13 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from sage_plugin.errors import PatchError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin.context import PatchOptions, PatchState
 from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.linears.eligible import FoundLinear, find_linears
 from sage_plugin.plugin.linears.feed_forward import FusedFeedForwards
-from sage_plugin.plugin.linears.layer import LinearLayer
+from sage_plugin.plugin.linears.layer import SLOT, LinearLayer
 from sage_plugin.plugin.linears.module import QuantizedLinear
 from sage_plugin.plugin.linears.norm import PendingNorms
 from sage_plugin.plugin.linears.roles import plain_path
@@ -83,6 +84,7 @@ class LinearPart:
         for path, layer in layers.items():
             module = found[path].module
             if layer.module is None:
+                self._check_owner(path, module)
                 module.__class__ = QuantizedLinear
                 layer.take(module)
             layer.begin_again()
@@ -93,8 +95,14 @@ class LinearPart:
     def settle(self) -> None:
         """Quantize what is not, or not as it is now; runs before each eager forward."""
         for layer in self.layers.values():
-            if not layer.ready and layer.left is None and (module := layer.module) is not None:
-                layer.settle(module)
+            if (module := layer.module) is not None:
+                layer.check(module)
+
+    def distrust(self) -> None:
+        """Quantize all weights anew at the next chance: they may have been written unseen."""
+        for layer in self.layers.values():
+            if (module := layer.module) is not None and not layer.freed:
+                layer.bring_home(module)
 
     def names(self) -> list[str]:
         """Names of all linears that rules may name: those whose role and make allow it."""
@@ -166,6 +174,19 @@ class LinearPart:
                 reason = FallbackReason(Fallback.POLICY, number)
                 return reason if stays else (rule.kernel, number)
         return NO_RULE if options.linears is None else (options.linears, 0)
+
+    def _check_owner(self, path: str, module: nn.Module) -> None:
+        """Raise where another patch has a linear.
+
+        Raises:
+            PatchError: it has.
+        """
+        owner: LinearLayer | None = vars(module).get(SLOT)
+        if owner is not None and owner.state is not self.state:
+            raise PatchError(
+                f"{self.state.component}.{path} is patched already, as {owner.name}; unpatch that "
+                "module first"
+            )
 
     def _chosen(self, path: str, options: PatchOptions) -> bool:
         """Whether globs choose a linear, by its path or that of a module that it is in."""

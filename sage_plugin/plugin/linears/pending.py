@@ -136,8 +136,8 @@ def _modulates(other: torch.Tensor, pending: PendingNorm) -> bool:
     return (
         other.is_floating_point()
         and other.device == pending.device
-        and not other.requires_grad
-        and len(shape) <= len(to)
+        and not compute.wants_gradient(other)
+        and 0 < len(shape) <= len(to)
         and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
     )
 

@@ -16,9 +16,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import sage_plugin
+from sage_plugin.errors import PatchError
 from sage_plugin.kernels.fallback import Fallback
 from sage_plugin.plugin.linears.module import QuantizedLinear
 from tests.plugin.tiny import Pipeline, Tiny, tiny
+from tests.plugin.toys import Direct, ToyAttention
 
 NAME = "transformer.transformer_blocks.0.attn1.to_q"
 
@@ -184,5 +186,16 @@ def test_hooks_that_come_later_run_the_patched_linear():
     here = torch.device("cpu")
     apply_group_offloading(model.module, here, here, offload_type="leaf_level")
     assert float((model.run() - ours).norm() / ours.norm()) < 2e-3  # GELU is made by itself
+    plain = tiny("cogx").run()
     handle.unpatch()
     assert type(query_of(model)) is nn.Linear
+    assert torch.equal(model.run(), plain)
+
+
+def test_a_linear_that_is_patched_as_a_part_of_another_model_is_refused():
+    model = tiny("cogx")
+    first = sage_plugin.patch(model.module, kernel="sdpa", linears="int8_row", exclude="*.1.*")
+    outer = nn.ModuleDict({"inner": model.module, "attn": ToyAttention(Direct())})
+    with pytest.raises(PatchError, match="is patched already, as transformer"):
+        sage_plugin.patch(outer, linears="int8_row", include=["attn", "*to_q"])
+    first.unpatch()

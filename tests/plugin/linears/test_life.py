@@ -22,7 +22,8 @@ from sage_plugin.plugin.linears.module import QuantizedLinear
 from sage_plugin.plugin.policy.rules import Policy, Rule
 from tests.plugin.tiny import tiny
 
-QUERY = "transformer.transformer_blocks.0.attn1.to_q"
+PATH = "transformer_blocks.0.attn1.to_q"
+QUERY = f"transformer.{PATH}"
 
 
 @pytest.fixture(params=[False, True], ids=["at home", "waiting"])
@@ -103,7 +104,9 @@ def test_copies_pickles_and_files_are_of_the_plain_model(tmp_path):
 
 
 @pytest.mark.usefixtures("_originals")
-@pytest.mark.parametrize("way", ["in place", "data", "load", "assign", "attribute"])
+@pytest.mark.parametrize(
+    "way", ["in place", "data", "load", "assign", "attribute", "parameter", "unseen"]
+)
 def test_a_weight_that_is_written_is_quantized_anew(way):
     model, handle = patched_cogx()
     model.run()
@@ -114,6 +117,12 @@ def test_a_weight_that_is_written_is_quantized_anew(way):
             query.weight.copy_(new)
     elif way == "data":
         query.weight.data += new - query.weight.data
+    elif way == "parameter":
+        with torch.no_grad():
+            model.module.get_parameter(f"{PATH}.weight").copy_(new)
+    elif way == "unseen":
+        model.module.get_parameter(f"{PATH}.weight").data.copy_(new)
+        sage_plugin.refresh(model.module)
     elif way == "attribute":
         query.weight = nn.Parameter(new)
     else:
@@ -215,6 +224,18 @@ def test_a_call_that_needs_a_gradient_has_the_originals():
     assert torch.equal(query_of(model).weight.grad, query_of(plain).weight.grad)
     reasons = {reason for row in handle.report().linears for reason in row.fallbacks}
     assert reasons == {FallbackReason(Fallback.GRADIENT)}
+    with torch.no_grad():  # as an optimizer does
+        for parameter in model.module.parameters():
+            parameter.data *= 1.5
+    other, _ = patched_cogx()
+    with torch.no_grad():
+        for parameter in other.module.parameters():
+            parameter.data *= 1.5
+    sage_plugin.refresh(other.module)
+    assert torch.equal(model.run(), other.run())
+    for _ in range(3):
+        model.module(**model.inputs)
+    assert set(handle.report().linears_left.values()) >= {"a gradient is needed"}
 
 
 def test_autocast_chooses_the_dtype_of_the_output():
