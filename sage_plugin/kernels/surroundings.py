@@ -85,11 +85,15 @@ def can_bypass_dispatcher(*tensors: torch.Tensor | None) -> bool:
         >>> can_bypass_dispatcher(torch.ones(2, device="meta"))
         False
     """
+    return are_plain(*tensors) and not _autograd._profiler_enabled()
+
+
+def are_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing but a profiler watches what is done with these tensors."""
     if (
         not _HAS_ACCOUNT
         or torch.compiler.is_compiling()
         or _is_torch_function_mode_enabled()
-        or _autograd._profiler_enabled()
         or _dispatch_tls_local_include_set().raw_repr() not in _OF_THREADS
     ):
         return False
