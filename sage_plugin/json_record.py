@@ -69,8 +69,8 @@ def _checked(where: str, value: object, hint: Any) -> object:  # noqa: ANN401
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
-        inner = next(a for a in args if a is not type(None))
-        return _checked(where, value, inner)
+        inner = [a for a in args if a is not type(None)]
+        return _checked(where, value, _fitting(value, inner))
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where}: got {_kind(value)}, expected a list")
@@ -92,6 +92,17 @@ def _checked(where: str, value: object, hint: Any) -> object:  # noqa: ANN401
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"{where}: got {value!r} ({_kind(value)}), expected {hint.__name__}")
     return value
+
+
+def _fitting(value: object, kinds: list[Any]) -> Any:  # noqa: ANN401
+    """Return the kind of a value that may be of several: the record with most of its fields."""
+    if isinstance(value, dict) and len(kinds) > 1:
+        return max(kinds, key=lambda kind: len(value.keys() & _fields(kind)))
+    return next((kind for kind in kinds if isinstance(value, kind)), kinds[0])
+
+
+def _fields(kind: Any) -> set[str]:  # noqa: ANN401
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def _float(where: str, value: int) -> float:

@@ -14,8 +14,10 @@ from sage_plugin.json_record import JsonRecord as JsonRecord
 SCHEMA_VERSION = 1
 
 ATTENTION = "attention"
+LINEAR = "linear"
 FAMILIES = (ATTENTION,)
-"""Names of the op families, as manifests and registry files spell them."""
+"""Names of the op families whose calls are captured and tuned, as manifests and registry files
+spell them."""
 
 KERNELS = ("torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
 """Kernel names of the attention family, plainest first."""
@@ -180,6 +182,50 @@ class CallShape(JsonRecord):
     mask_kind: str
     layout: str
     scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape(JsonRecord):
+    """The shape of one linear call.
+
+    Attributes:
+        rows: rows of the input, M.
+        in_features: channels of the input, K.
+        out_features: channels of the output, N.
+        dtype: of input and output, as torch spells it, without `torch.`.
+        bias: whether there is a bias.
+    """
+
+    rows: int
+    in_features: int
+    out_features: int
+    dtype: str
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinearKey(JsonRecord):
+    """What is known of a linear call without its data.
+
+    Attributes:
+        kernel: kernel name (`LINEAR_KERNELS`).
+        variant: backend name (`LINEAR_BACKENDS`).
+        in_features: channels of the input.
+        out_features: channels of the output.
+        dtype: of the input, as torch spells it, without `torch.`.
+        rows: rows of the input.
+    """
+
+    kernel: str
+    variant: str
+    in_features: int
+    out_features: int
+    dtype: str
+    rows: int
+
+
+AnyShape = CallShape | LinearShape
+AnyLaunch = LaunchConfig | LinearLaunch
 
 
 @dataclass(frozen=True, slots=True)

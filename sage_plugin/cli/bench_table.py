@@ -11,7 +11,7 @@ from rich.text import Text
 from sage_plugin.bench.difference import OutputDifference
 from sage_plugin.bench.rows import EMULATION_NOTE, KernelRow, Table
 from sage_plugin.cli.tables import STAMP_STYLES, Column, digits, fitted, grid
-from sage_plugin.families import ATTENTION
+from sage_plugin.families import describe
 from sage_plugin.kernels.contract import HOST
 
 
@@ -24,7 +24,7 @@ def render(table: Table, metrics: Sequence[str], *, width: int) -> RenderableTyp
 
 def _title(table: Table) -> Text:
     title = Text(table.input, style="bold")
-    shape = ATTENTION.describe(table.shape)
+    shape = describe(table.shape)
     if shape != table.input:
         title.append(f"  {shape}", style="not bold")
     title.append("  ").append(table.stamp, style=STAMP_STYLES[table.stamp])

@@ -174,7 +174,11 @@ TORCH_FP8_FASTEST = ("sm_90", "sm_100", "sm_103")
 
 
 def fewest_products(arch: str) -> float:
-    """Products M x K x N of a linear under which torch's own 16-bit one is faster; 0 if unknown."""
+    """Products M x K x N of a linear under which torch's own 16-bit one is faster; 0 if unknown.
+
+    In CUDA graphs on an H200, with the quantization: with 1536 x 1536 weights 0.96 times as fast at
+    4.8e9 and 1.09 times at 9.7e9, with 4096 x 4096 ones 1.14 times at 4.3e9.
+    """
     return 7e9 if arch == HOPPER_ARCH else 0.0
 
 

@@ -10,7 +10,7 @@ from sage_plugin.kernels.linear.call import LinearCall, LinearRequest, check_cal
 from sage_plugin.kernels.linear.executor import host_linear, resolve
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
-from sage_plugin.kernels.surroundings import can_bypass_dispatcher, wants_gradient
+from sage_plugin.kernels.surroundings import are_plain, wants_gradient
 from sage_plugin.schema import LinearLaunch
 
 __all__ = ["apply", "linear"]
@@ -62,7 +62,7 @@ def linear(
     """
     call = LinearCall(x, weight, bias, out_dtype)
     quantized = isinstance(weight, QuantizedWeight)
-    if not can_bypass_dispatcher(x, call.matrix, bias):
+    if not are_plain(x, call.matrix, bias):
         return _through_torch(call, kernel)
     resolved = resolve(call, LinearRequest(kernel, backend, launch))
     if not isinstance(resolved, FallbackReason):
@@ -94,7 +94,7 @@ def apply(
         bias: `(N,)`.
         out_dtype: dtype of the output, `x`'s if `None`.
     """
-    if torch.compiler.is_compiling() or not can_bypass_dispatcher(x, bias):
+    if not are_plain(x, bias):
         if not wants_gradient(x, bias) and x.numel() > 0:
             return traced_linear(x, weight, bias, out_dtype)
     else:

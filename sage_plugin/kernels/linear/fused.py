@@ -11,7 +11,7 @@ from sage_plugin.kernels.linear.executor import LinearExecutor, host_linear, res
 from sage_plugin.kernels.linear.rows.prologue import Prologue, prologued
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight
-from sage_plugin.kernels.surroundings import can_bypass_dispatcher, wants_gradient
+from sage_plugin.kernels.surroundings import are_plain, wants_gradient
 
 __all__ = ["fused_linear", "normalized"]
 
@@ -89,7 +89,7 @@ def _eager(
     out_dtype: torch.dtype | None,
 ) -> LinearExecutor | None:
     """What runs a call in eager mode, `None` where torch's operations do."""
-    if torch.compiler.is_compiling() or not can_bypass_dispatcher(x, bias, *prologue.tensors()):
+    if not are_plain(x, bias, *prologue.tensors()):
         return None
     resolved = resolve(LinearCall(x, weight, bias, out_dtype), AUTO)
     return None if isinstance(resolved, FallbackReason) else resolved

@@ -7,9 +7,10 @@ a call does not have is an empty tensor in their results.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,12 +18,15 @@ from sage_plugin import device
 from sage_plugin.kernels.linear.activation import MOST_REMEMBERED
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
 from sage_plugin.kernels.linear.launch_space import default_launch, runnable
-from sage_plugin.kernels.linear.quantizer import IN_TRITON, quantizer_of
+from sage_plugin.kernels.linear.quantizer import quantizer_of
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.surroundings import on_device, without_autocast
+
+if TYPE_CHECKING:
+    from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
 
 __all__ = ["library", "multiply_by_op", "quantize_by_op"]
 
@@ -162,14 +166,19 @@ def _multiply(
 ) -> torch.Tensor:  # fmt: skip
     rows = QuantizedRows(x, scale, offset, sums)
     weight = QuantizedWeight(w, w_scale, kernel, None, 0, w_offset, w_sums)
-    facts = device.facts_of(x.device.type, x.device.index)
     with on_device(x.device), without_autocast(x.device):
-        if IN_TRITON.by_torch or x.device.type == "cpu":
-            return TorchProducts().multiply(rows, weight, bias, out_dtype)
-        from sage_plugin.kernels.linear.backends.triton.products import multiply_triton
+        return _products(x.device, *x.shape).multiply(rows, weight, bias, out_dtype)
 
-        launch = runnable(default_launch(x.shape[0], facts), x.shape[1])
-        return multiply_triton(rows, weight, bias, out_dtype, launch)
+
+@functools.lru_cache(maxsize=1024)
+def _products(where: torch.device, rows: int, channels: int) -> TorchProducts | TritonProducts:
+    """What multiplies so many rows on a device."""
+    if where.type == "cpu" or not device.triton_version():
+        return TorchProducts()
+    from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
+
+    facts = device.facts_of(where.type, where.index)
+    return TritonProducts(runnable(default_launch(rows, facts), channels))
 
 
 def _fake_multiply(

@@ -12,7 +12,7 @@ import torch
 
 from sage_plugin import device
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts, takes
-from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows, quantized_rows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.linear.torch_ops import multiply_by_op, quantize_by_op
@@ -55,11 +55,6 @@ def traced_rows(
     if has_ops(x):
         return quantize_by_op(x, form, smooth, prologue)[0]
     return quantized_rows(x, form, smooth, prologue).flat()
-
-
-def traced_norm(x: torch.Tensor, prologue: Prologue) -> torch.Tensor:
-    """Return what a norm makes of `x`, in its dtype; the compiler's own pass."""
-    return prologued(x, prologue).to(x.dtype)
 
 
 def _multiplied(

@@ -148,7 +148,9 @@ def quantize_weight(
                 f"smooth is {tuple(smooth.shape)}; it needs one factor for each of {channels} "
                 "in_features"
             )
-        smooth = smooth.detach().to(weight.device, torch.float32)
+        smooth = smooth.detach().to(weight.device, torch.float32).contiguous()
+        if not ((smooth > 0.0) & smooth.isfinite()).all():
+            raise UnsupportedInputError("smooth has factors that are not above 0 and finite")
     with torch.no_grad():
         return _quantized(weight.detach(), kernel, form, smooth)
 

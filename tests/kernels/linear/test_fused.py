@@ -16,10 +16,11 @@ from sage_plugin.kernels.linear.weight import quantize_weight
 from tests.kernels.linear.test_linear import IN, exact, inputs, loss
 
 x, weight, bias = inputs()
-NORM = Prologue("layer_norm", scale=torch.rand(2, 1, IN), shift=torch.rand(2, 1, IN))
+MODULATION = torch.rand(3, 2, 1, IN, generator=torch.Generator().manual_seed(7))
+NORM = Prologue("layer_norm", scale=MODULATION[0], shift=MODULATION[1])
 PROLOGUES = (
     Prologue("gelu"), Prologue("gelu_tanh"), Prologue("swiglu", gate=x.flip(0)), NORM,
-    Prologue("rms_norm", weight=torch.rand(IN)),
+    Prologue("rms_norm", weight=MODULATION[2, 0, 0]),
 )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def test_compiled_graphs_have_torch_operations() -> None:
     counter = CompileCounter()
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(x), block(x), rtol=2**-6, atol=0.1)
+        assert loss(compiled(x), block(x).double()) < 2**-8  # torch's product gives 16 bits
         compiled(x + 1)
     assert counter.frame_count == 1
 

@@ -14,7 +14,7 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.linear import quantizer
 from sage_plugin.kernels.linear.api import linear
 from sage_plugin.kernels.linear.backends.emulation import LinearEmulation
-from sage_plugin.kernels.linear.backends.triton import products, rows
+from sage_plugin.kernels.linear.backends.triton import backend, products, rows
 from sage_plugin.kernels.linear.backends.triton.products import multiply_triton
 from sage_plugin.kernels.linear.backends.triton.rows import quantize_rows_triton, tiling_of
 from sage_plugin.kernels.linear.launch_space import default_launch
@@ -209,6 +209,32 @@ def test_a_quantizer_that_cannot_be_built_leaves_its_work_to_torch(monkeypatch, 
     )
     assert quantize.by_torch
     assert "rows are quantized by torch" in caplog.text
+
+
+def test_a_product_that_cannot_be_built_leaves_its_work_to_torch(monkeypatch, caplog) -> None:
+    def fails(*_):
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(backend, "multiply_triton", fails)
+    given = quantized_rows(drawn(3, CHANNELS), form_of("int8_row"))
+    weight = quantize_weight(drawn(16, CHANNELS, seed=1), "int8_row")
+    multiply = backend.TritonProducts(SMALL).multiply
+    out = multiply(given, weight, None, torch.float32)
+    assert torch.equal(out, LinearEmulation().multiply(given, weight, None, torch.float32))
+    assert "torch multiplies linears" in caplog.text
+    monkeypatch.setattr(backend, "multiply_triton", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backend.TritonProducts(SMALL).multiply(given, weight, None, torch.float32)
+
+
+def test_numbers_of_channels_may_lie_apart() -> None:
+    x, form = drawn(3, CHANNELS), form_of("int8_row")
+    apart = drawn(2 * CHANNELS, seed=3)[::2]
+    norm = Prologue("layer_norm", weight=apart, bias=apart)
+    check_rows(quantize_rows_triton(x, form, None, norm), quantized_rows(x, form, None, norm))
+    given, weight = quantized_rows(x, form), quantize_weight(drawn(CHANNELS, CHANNELS), "int8_row")
+    out = multiply_triton(given, weight, apart, torch.float32, SMALL)
+    torch.testing.assert_close(out, LinearEmulation().multiply(given, weight, apart, torch.float32))
 
 
 def test_the_emulation_has_a_launch_config_too() -> None:

@@ -85,6 +85,7 @@ WRONG = (
     ({"rotation": 48}, UnsupportedInputError, "rotation 48"),
     ({"rotation": 64, "weight": torch.ones(4, 96)}, UnsupportedInputError, "does not divide"),
     ({"smooth": torch.ones(3)}, UnsupportedInputError, "smooth is (3,)"),
+    ({"smooth": torch.zeros(64)}, UnsupportedInputError, "above 0"),
     ({"asymmetric": True}, UnsupportedInputError, "int8_row"),
 )
 

@@ -72,6 +72,8 @@ def multiply_triton(
         `(M, N)`.
     """
     x = rows.data
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
     tensors = (
         x, rows.scale, rows.offset, rows.sums, weight.data, weight.scale, weight.offset,
         weight.sums, bias,

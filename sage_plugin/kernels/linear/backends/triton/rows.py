@@ -101,7 +101,10 @@ def quantize_rows_triton(
     others: tuple[torch.Tensor | None, ...] = (smooth,)
     key: tuple[object, ...] = (form, x.shape, x.stride(), x.dtype, x.device, smooth is None)
     if not plain:
-        others = (smooth, *prologue.tensors(), kept)
+        gate, weight, bias, scale, shift = prologue.tensors()
+        # Of one number a channel only those that lie together are read.
+        weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+        others = (smooth, gate, weight, bias, scale, shift, kept)
         key += (prologue.kind, prologue.eps, *map(_spec, others))
     if not x.is_cuda:
         return _as_rows(*_quantize(x, form, prologue, *others), form)
