@@ -105,7 +105,8 @@ def _in_panel(parameter: inspect.Parameter, first: Sequence[str]) -> inspect.Par
         return parameter
     option = copy.copy(declared)
     shapes = {field.name for field in dataclasses.fields(DrawnInputOptions)} - {"seed"}
-    option.rich_help_panel = SHAPE_PANEL if parameter.name in shapes else MORE_PANEL
+    of_kind = SHAPE_PANEL if parameter.name in shapes else MORE_PANEL
+    option.rich_help_panel = option.rich_help_panel or of_kind
     return parameter.replace(annotation=Annotated[parameter.annotation.__origin__, option])
 
 
