@@ -31,6 +31,7 @@ SLOW = (
     "tests/kernels/test_ops.py::test_report_74_opcheck",
     "tests/kernels/test_ops.py::test_report_75",
     "tests/kernels/test_ops.py::test_the_default_compiler_agrees_with_eager",
+    "tests/plugin/linears/test_compile.py",
     "tests/plugin/test_compile.py",
     "tests/plugin/test_invisible.py::test_report_127",
     "tests/plugin/test_names.py",

@@ -16,7 +16,7 @@ from torch import nn
 
 from sage_plugin.kernels.linear.rows.prologue import Prologue
 from sage_plugin.plugin.linears.module import QuantizedLinear
-from sage_plugin.plugin.twin import COPYING_MODULES, ORIGINAL, plain_class
+from sage_plugin.plugin.twin import COPYING_MODULES, ORIGINAL, ClassMemo, plain_class
 
 PROLOGUES = {"none": Prologue("gelu"), "tanh": Prologue("gelu_tanh")}
 """By GELU's own argument `approximate`."""
@@ -33,7 +33,7 @@ class FusedFeedForwards:
         self.release()
         for module in () if model is None else model.modules():
             if _is_feed_forward(module) and isinstance(module.net[2], QuantizedLinear):  # type: ignore[index]
-                module.__class__ = _fused_class(type(module))  # type: ignore[arg-type]
+                module.__class__ = _fused_class(type(module))  # type: ignore[assignment]
                 self._modules.append(weakref.ref(module))
 
     def release(self) -> None:
@@ -60,8 +60,7 @@ def _is_feed_forward(module: nn.Module) -> bool:
     )
 
 
-@functools.cache
-def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
+def _make_fused(original: type[nn.Module]) -> type[nn.Module]:
     """A subclass whose forward makes and quantizes GELU in one pass, where that is the same."""
 
     @functools.wraps(original.forward)
@@ -88,6 +87,9 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
         **COPYING_MODULES,
     }
     return type(original.__name__, (original,), names)
+
+
+_fused_class = ClassMemo(_make_fused)
 
 
 def _may_fuse(net: nn.ModuleList) -> bool:

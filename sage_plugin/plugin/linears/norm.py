@@ -15,7 +15,7 @@ from sage_plugin.plugin.context import layer_path
 from sage_plugin.plugin.linears import compute
 from sage_plugin.plugin.linears.layer import LinearLayer
 from sage_plugin.plugin.linears.pending import PendingNorm
-from sage_plugin.plugin.twin import COPYING_MODULES, ORIGINAL, plain_class
+from sage_plugin.plugin.twin import COPYING_MODULES, ORIGINAL, ClassMemo, plain_class
 
 READER = "_sage_reader"
 """Where a norm has a linear whose inputs are as wide as its outputs."""
@@ -51,7 +51,7 @@ class PendingNorms:
                 continue
             reader = readers.get(module.normalized_shape[0])
             if reader is not None:
-                module.__class__ = _pending_class(type(module))  # type: ignore[arg-type]
+                module.__class__ = _pending_class(type(module))
                 vars(module)[READER] = weakref.ref(reader)
                 self._modules.append(weakref.ref(module))
 
@@ -72,8 +72,7 @@ def _is_norm(module: nn.Module) -> bool:
     return (kind is nn.LayerNorm or of_diffusers) and len(module.normalized_shape) == 1  # type: ignore[arg-type]
 
 
-@functools.cache
-def _pending_class(original: type[nn.LayerNorm]) -> type[nn.LayerNorm]:
+def _make_pending(original: type[nn.LayerNorm]) -> type[nn.LayerNorm]:
     """A subclass whose output is made when somebody reads it."""
 
     @functools.wraps(original.forward)
@@ -97,6 +96,9 @@ def _pending_class(original: type[nn.LayerNorm]) -> type[nn.LayerNorm]:
         ORIGINAL: original,
     }
     return type(original.__name__, (original,), names)
+
+
+_pending_class = ClassMemo(_make_pending)
 
 
 def _nobody() -> None:
