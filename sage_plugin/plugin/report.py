@@ -12,6 +12,7 @@ from sage_plugin.plugin import report_text
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.context import LayerContext
 from sage_plugin.plugin.owners import parts_of
+from sage_plugin.plugin.prologue.unfused import Unfused
 
 HOST_KERNELS = ("sdpa:host",)
 
@@ -30,6 +31,8 @@ class LayerReport:
         timed_calls: how many of the calls that is the sum of.
         rules: calls by the number of the policy's rule that decided them, from 1.
         rule_steps: the denoising steps of those calls, by rule.
+        fused: calls whose norm and rotary embedding of Q and K were one kernel.
+        unfused: calls where they were the model's own, by reason.
     """
 
     layer: str
@@ -40,6 +43,8 @@ class LayerReport:
     timed_calls: int = 0
     rules: dict[int, int] = field(default_factory=dict)
     rule_steps: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    fused: int = 0
+    unfused: dict[Unfused, int] = field(default_factory=dict)
 
     def total_calls(self) -> int:
         """All calls of the layer."""
@@ -126,6 +131,8 @@ def row_of(layer: LayerContext) -> LayerReport:
         counts.timed_calls,
         dict(counts.rules),
         {rule: tuple(sorted(steps)) for rule, steps in counts.rule_steps.items()},
+        counts.fused,
+        dict(counts.unfused),
     )
 
 
