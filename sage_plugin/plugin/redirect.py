@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dis
 import importlib.util
+import re
 import sys
 import types
 import weakref
@@ -206,7 +207,7 @@ def _own_embeddings(sites: Sequence[dis.Instruction]) -> list[types.CodeType]:
 
 def _on_stand_in(code: types.CodeType, scope: dict[str, Any]) -> types.CodeType:
     """The code of a function that hands its arguments to what stands in for an inner one."""
-    private = f"{PREFIX}{code.co_qualname}"
+    private = f"{PREFIX}{re.sub('[^a-zA-Z_]', '_', code.co_qualname)}_{code.co_firstlineno}"
     if private not in scope:
         original = types.FunctionType(code, scope)
         scope[private] = rotary.instead_of(lambda: original)
