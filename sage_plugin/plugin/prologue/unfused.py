@@ -22,3 +22,8 @@ class Unfused(Enum):
     CAPTURING = "a CUDA graph is recorded before the first comparison with the model's own"
     BUILD_FAILED = "the kernel cannot be built here"
     DIFFERENT = "it differed from the model's own by more than rounding"
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether the user asked for it, so that it need not be told."""
+        return self in (Unfused.DISABLED, Unfused.EXACT)
