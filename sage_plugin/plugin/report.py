@@ -83,6 +83,10 @@ class PluginReport:
         """Calls that ran on a kernel, not on the model's own attention."""
         return sum(row.kernel_calls() for row in self.rows)
 
+    def fused_calls(self) -> int:
+        """Calls whose norm and rotary embedding of Q and K were one kernel."""
+        return sum(row.fused for row in self.rows)
+
     def saved_ms(self) -> float:
         """Milliseconds saved over the baseline in the calls whose configs were timed."""
         return sum(row.saved_ms for row in self.rows)
