@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "QkNorm": "sage_plugin.kernels.attention.prologue.record",
+    "Rope": "sage_plugin.kernels.attention.prologue.record",
     "attention": "sage_plugin.kernels.attention.api",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
     "launch": "sage_plugin.kernels.attention.prepare",
@@ -26,6 +28,8 @@ _HOME = {
 }
 
 __all__ = [
+    "QkNorm",
+    "Rope",
     "__version__",
     "attention",
     "attention_varlen",
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from sage_plugin.capture.recording.recorder import record
     from sage_plugin.kernels.attention.api import attention
     from sage_plugin.kernels.attention.prepare import launch, prepare
+    from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
     from sage_plugin.kernels.attention.varlen import attention_varlen
     from sage_plugin.plugin.hosts.registration import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch

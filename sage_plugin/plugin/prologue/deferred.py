@@ -221,11 +221,12 @@ def computed(given: Any, reason: Unfused = Unfused.OPERATION) -> Any:  # noqa: A
 
 
 def _mapped(given: Any, change: Callable[[DeferredTensor], Any]) -> Any:  # noqa: ANN401
-    if isinstance(given, DeferredTensor):
+    kind = type(given)
+    if kind is DeferredTensor:
         return change(given)
-    if type(given) in (tuple, list):
-        return type(given)(_mapped(one, change) for one in given)
-    if type(given) is dict:
+    if kind is tuple or kind is list:
+        return kind([_mapped(one, change) for one in given])
+    if kind is dict:
         return {name: _mapped(one, change) for name, one in given.items()}
     return given
 

@@ -97,6 +97,9 @@ def cut_rope(rope: Rope, begin: int, end: int) -> Rope | None:
     first, last = max(begin, rope.skip), min(end, rope.skip + rope.rows)
     if first >= last:
         return None
+    if last - first == rope.rows:
+        same = rope.skip == first - begin
+        return rope if same else Rope(rope.cos, rope.sin, rope.interleaved, first - begin)
     axis = 0 if rope.cos.dim() == 2 else 1
     cos, sin = (t.narrow(axis, first - rope.skip, last - first) for t in (rope.cos, rope.sin))
     return Rope(cos, sin, rope.interleaved, first - begin)
@@ -229,7 +232,8 @@ def streams_of(x: Pending, layout: str) -> list[QkStream] | None:
     streams = []
     for piece in _merged(along.pieces):
         source = piece.source.transpose(1, 2) if axis == 2 else piece.source
-        source = source.narrow(1, piece.start, piece.tokens)
+        if piece.tokens < source.shape[1]:
+            source = source.narrow(1, piece.start, piece.tokens)
         if source.dtype != x.pieces[0].source.dtype:
             return None
         streams.append(QkStream(source, piece.norm, piece.rope))

@@ -99,11 +99,15 @@ def _read(
     """Tables and dimension of the tokens of a call, `None` where it is not known what it does."""
     if not isinstance(original, types.FunctionType):
         return None
-    bound = _signature(original).bind(*args, **kwargs)
-    bound.apply_defaults()
-    names, name = tuple(bound.arguments), original.__name__
-    form = FORMS.get(names) or FORMS_BY_NAME.get((name, *names))
-    found = None if form is None else form(bound.arguments, x)
+    names = _parameters(original)
+    form = FORMS.get(names) or FORMS_BY_NAME.get((original.__name__, *names))
+    defaults = original.__defaults__ or ()
+    given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    given.update(zip(names, args, strict=False))
+    given.update(kwargs)
+    if form is None or len(args) > len(names) or given.keys() != set(names):
+        return None
+    found = form(given, x)
     if found is None:
         return None
     tables, place = (found[0].cos, found[0].sin), x.pieces[0].source.device
@@ -112,8 +116,11 @@ def _read(
 
 
 @functools.cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
+def _parameters(function: types.FunctionType) -> tuple[str, ...]:
+    """The names of a function's parameters, all of which may be given by place."""
+    code = function.__code__
+    plain = not code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return code.co_varnames[: code.co_argcount] if plain and not code.co_kwonlyargcount else ()
 
 
 def _of_diffusers(given: Arguments, x: Pending) -> Found | None:
