@@ -68,13 +68,16 @@ def _on_cat(function: Function, tensors: Sequence[object], dim: int = 0, **kwarg
 
 def _on_cast(function: Function, x: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """A cast to what a tensor is already gives the tensor itself."""
-    if not isinstance(x, DeferredTensor) or kwargs or len(args) != 1:
+    targets = (*args, *kwargs.values())
+    if not isinstance(x, DeferredTensor) or not kwargs.keys() <= {"dtype", "device"}:
         return NotImplemented
-    to = args[0]
-    if isinstance(to, torch.Tensor):
-        same = to.dtype == x.dtype and to.device == x.device
-    else:
-        same = to == (x.dtype if isinstance(to, torch.dtype) else x.device)
+    kinds = {torch.dtype: x.dtype, torch.device: x.device}
+    same = all(
+        (to.dtype, to.device) == (x.dtype, x.device)
+        if isinstance(to, torch.Tensor)
+        else kinds.get(type(to)) == to
+        for to in targets
+    )
     return x if same else NotImplemented
 
 

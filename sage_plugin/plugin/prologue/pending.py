@@ -155,14 +155,15 @@ def viewed(x: Pending, sizes: Sequence[int]) -> Pending | None:
 
 def span_of(x: Pending, index: object) -> tuple[Pending, int, int] | None:
     """The tokens that an index means, the first and the one after the last."""
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = list(index) if isinstance(index, tuple) else [index]
+    while len(parts) > 1 and parts[-1] == slice(None):
+        parts.pop()
     axis = len(parts) - 1
-    if not all(isinstance(part, slice) for part in parts) or any(
-        part != slice(None) for part in parts[:-1]
-    ):
+    *whole, tokens = parts
+    if not isinstance(tokens, slice) or any(part != slice(None) for part in whole):
         return None
     along = x.along(axis)
-    begin, end, step = parts[-1].indices(x.shape[axis]) if along is not None else (0, 0, 0)
+    begin, end, step = (0, 0, 0) if along is None else tokens.indices(x.shape[axis])
     return None if along is None or step != 1 or begin >= end else (along, begin, end)
 
 

@@ -70,7 +70,10 @@ PUT_OFF = {
     "front_turned": lambda x, turn: torch.cat([turn(x[:, :-4]), x[:, -4:]], 1),
     "with_plain": lambda x, turn: torch.cat([turn(x), PLAIN], 1),
     "permuted": lambda x, turn: x.permute(0, 2, 1, 3).permute((0, 2, 1, 3)),
-    "idle_casts": lambda x, turn: x.to(torch.float32).type_as(x).to(x.device).to(x),
+    "idle_casts": lambda x, turn: (
+        x.to(torch.float32).type_as(x).to(x.device).to(dtype=x.dtype).to(x)
+    ),
+    "all_said": lambda x, turn: turn(x[:, 2:, :, :]),
     "part_of_a_part": lambda x, turn: turn(x)[:, 2:9][:, 1:4],
 }
 PLAIN = source()
@@ -149,6 +152,8 @@ COMPUTED = {
     "mask": lambda x: x[x > 0],
     "flat": lambda x: x.flatten(2),
     "dtype": lambda x: x.to(torch.bfloat16),
+    "dtype_by_name": lambda x: x.to(dtype=torch.bfloat16),
+    "flags": lambda x: x.to(x.dtype, copy=True),
     "stored": lambda x: torch.stack([x, x])[1],
     "copied": copy.deepcopy,
     "pickled": lambda x: pickle.loads(pickle.dumps(x)),

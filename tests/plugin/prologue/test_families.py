@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ FUSED = {
     "hunyuan_image": 2, "ltx": 2, "ltx2": 6, "qwen": 2, "z_image": 4, "wan_i2v": 3, "wan_vace": 6,
     "skyreels": 4, "chroma": 2, "flux2": 2, "bria": 2, "longcat": 2, "ovis": 2, "auraflow": 2,
     "consisid": 2, "easyanimate": 2, "chronoedit": 4, "framepack": 2, "motif": 3, "cogview3": 2,
-    "ace_step": 4, "sana_video": 2, "hunyuan_dit": 4, "omnigen": 2,
+    "ace_step": 4, "sana_video": 2, "sana_wm": 2, "hunyuan_dit": 4, "omnigen": 2, "bria_fibo": 2,
+    "flux3": 4, "cogview4": 2, "glm_image": 2, "skyreels_causal": 4,
 }  # fmt: skip
 """Attention calls of one forward whose norm and embedding are one pass."""
 LEFT = {
@@ -35,6 +37,12 @@ LEFT = {
 
 def model_of(name):
     return main_models.tiny(name) if name in main_models.CALLS else other_model(name)
+
+
+def test_the_page_names_them():
+    page = Path(__file__).resolve().parents[3] / "docs" / "families.md"
+    [line] = [x for x in page.read_text().splitlines() if x.startswith("Fused: ")]
+    assert set(line.removeprefix("Fused: ").removesuffix(".").split(", ")) == FUSED.keys()
 
 
 def report_of(name, **options):
@@ -55,7 +63,8 @@ def report_of(name, **options):
 def test_norm_and_embedding_are_fused_and_what_they_were(name):
     after, before, fused, unfused = report_of(name)
     assert (fused, unfused) == (FUSED[name], Counter())
-    assert (after - before).abs().max() < 2e-6 * before.abs().max()
+    near = 2e-4 if name == "sana_wm" else 2e-6  # as its attention on the kernel alone
+    assert (after - before).abs().max() < near * before.abs().max()
 
 
 @pytest.mark.usefixtures("everywhere")
