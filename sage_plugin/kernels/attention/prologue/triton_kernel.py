@@ -51,16 +51,16 @@ class ChannelValues(NamedTuple):
 
 @triton.jit
 def _load_pairs(at, live, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """First and second channels of the pairs of rows: two of (tokens, heads, BLOCK)."""
-    d = tl.arange(0, BLOCK)[None, None, :]
+    """First and second channels of the pairs of rows: two of (..., BLOCK), as they are stored."""
     if INTERLEAVED:
         both = tl.arange(0, 2 * BLOCK)[None, None, :]
         x = tl.load(at + both, mask=live & (both < 2 * HALF), other=0.0)
-        x = x.to(tl.float32)
-        return tl.split(x.reshape([x.shape[0], x.shape[1], BLOCK, 2]))
-    first = tl.load(at + d, mask=live & (d < HALF), other=0.0)
-    second = tl.load(at + HALF + d, mask=live & (d < HALF), other=0.0)
-    return first.to(tl.float32), second.to(tl.float32)
+        first, second = tl.split(x.reshape([x.shape[0], x.shape[1], BLOCK, 2]))
+    else:
+        d = tl.arange(0, BLOCK)[None, None, :]
+        first = tl.load(at + d, mask=live & (d < HALF), other=0.0)
+        second = tl.load(at + HALF + d, mask=live & (d < HALF), other=0.0)
+    return first, second
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def _sum(first, second, ACROSS: tl.constexpr):
 @triton.jit
 def _normalized(
     first, second, values, channels, there, live, divisor, eps,
-    LAYER: tl.constexpr, ACROSS: tl.constexpr, ROUNDS: tl.constexpr,
-    SECOND: tl.constexpr, KIND: tl.constexpr,
+    LAYER: tl.constexpr, ACROSS: tl.constexpr, ROUNDS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The norm of channels, rounded as often as the chain of torch rounds."""
     if LAYER:
@@ -105,15 +105,13 @@ def _normalized(
     if ROUNDS:
         first, second = first.to(KIND).to(tl.float32), second.to(KIND).to(tl.float32)
     if values.weight is not None:
-        at = values.weight + channels
-        first *= tl.load(at, mask=there, other=0.0).to(tl.float32)
-        second *= tl.load(at + SECOND, mask=there, other=0.0).to(tl.float32)
+        one, other = _load_pairs(values.weight + channels, there, INTERLEAVED, HALF, BLOCK)
+        first, second = first * one.to(tl.float32), second * other.to(tl.float32)
     if values.bias is not None:
         if ROUNDS:
             first, second = first.to(KIND).to(tl.float32), second.to(KIND).to(tl.float32)
-        at = values.bias + channels
-        first += tl.load(at, mask=there, other=0.0).to(tl.float32)
-        second += tl.load(at + SECOND, mask=there, other=0.0).to(tl.float32)
+        one, other = _load_pairs(values.bias + channels, there, INTERLEAVED, HALF, BLOCK)
+        first, second = first + one.to(tl.float32), second + other.to(tl.float32)
     return first.to(KIND).to(tl.float32), second.to(KIND).to(tl.float32)
 
 
@@ -141,8 +139,6 @@ def prologue_kernel(
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     BLOCK: tl.constexpr = BLOCK_D // 2
-    STEP: tl.constexpr = 2 if INTERLEAVED else 1
-    SECOND: tl.constexpr = 1 if INTERLEAVED else HALF
     token_blocks, head_blocks = tl.cdiv(tokens, BLOCK_S), tl.cdiv(heads, BLOCK_H)
     pid = tl.program_id(0)
     b = (pid // head_blocks // token_blocks).to(tl.int64)
@@ -151,6 +147,12 @@ def prologue_kernel(
     d = tl.arange(0, BLOCK)[None, None, :]
     rows = (s < tokens) & (h < heads)
     live = rows & (d < HALF)
+    at = b * source_strides.batch + s.to(tl.int64) * source_strides.token
+    at += h.to(tl.int64) * source_strides.head
+    # All that is far away is under way before anything is computed.
+    first, second = _load_pairs(sources[0] + at, rows, INTERLEAVED, HALF, BLOCK)
+    if len(sources) == 2:
+        next_first, next_second = _load_pairs(sources[1] + at, rows, INTERLEAVED, HALF, BLOCK)
     if turned is not None:
         here = (s >= turned.begin) & (s < turned.end)  # (tokens, 1, 1)
         row, head = (s - turned.begin).to(tl.int64), h
@@ -159,29 +161,28 @@ def prologue_kernel(
         else:
             seen, head = here & (d < HALF), 0
         to = turned.cos_strides
-        at = b * to.batch + row * to.token + head * to.head + d * to.pair
-        cos, other_cos = _of_pairs(turned.cos, to, at, seen, 1.0, TWIN)
+        place = b * to.batch + row * to.token + head * to.head + d * to.pair
+        cos, other_cos = _of_pairs(turned.cos, to, place, seen, 1.0, TWIN)
         to = turned.sin_strides
-        at = b * to.batch + row * to.token + head * to.head + d * to.pair
-        sin, other_sin = _of_pairs(turned.sin, to, at, seen, 0.0, TWIN)
-    channels, there, divisor = STEP * d, d < HALF, HEAD_DIM
+        place = b * to.batch + row * to.token + head * to.head + d * to.pair
+        sin, other_sin = _of_pairs(turned.sin, to, place, seen, 0.0, TWIN)
     if ACROSS:
-        channels, there = channels + h * HEAD_DIM, there & (h < heads)
-        divisor = heads * HEAD_DIM
-    of_source = b * source_strides.batch + s.to(tl.int64) * source_strides.token
-    of_source += h.to(tl.int64) * source_strides.head
-    of_output = b * output_strides.batch + s.to(tl.int64) * output_strides.token
-    of_output += h.to(tl.int64) * output_strides.head
+        channels, there, divisor = h * HEAD_DIM, h < heads, heads * HEAD_DIM
+    else:  # of one head
+        channels, there = tl.zeros([1, 1, 1], tl.int32), tl.full([1, 1, 1], True, tl.int1)
+        divisor = HEAD_DIM
+    at = b * output_strides.batch + s.to(tl.int64) * output_strides.token
+    at += h.to(tl.int64) * output_strides.head
     for i in tl.static_range(len(sources)):
-        first, second = _load_pairs(sources[i] + of_source, rows, INTERLEAVED, HALF, BLOCK)
+        if i == 1:
+            first, second = next_first, next_second
+        one, other = first.to(tl.float32), second.to(tl.float32)
         if NORM > 0:
-            first, second = _normalized(
-                first, second, values[i], channels, there, live, divisor, eps,
-                NORM == 1, ACROSS, ROUNDS, SECOND, outputs[i].dtype.element_ty,
+            one, other = _normalized(
+                one, other, values[i], channels, there, live, divisor, eps,
+                NORM == 1, ACROSS, ROUNDS, INTERLEAVED, HALF, BLOCK, outputs[i].dtype.element_ty,
             )  # fmt: skip
         if turned is not None:
-            turned_first = first * cos - second * sin
-            turned_second = second * other_cos + first * other_sin
-            first = tl.where(here, turned_first, first)
-            second = tl.where(here, turned_second, second)
-        _store_pairs(outputs[i] + of_output, first, second, rows, INTERLEAVED, HALF, BLOCK)
+            turned_one, turned_other = one * cos - other * sin, other * other_cos + one * other_sin
+            one, other = tl.where(here, turned_one, one), tl.where(here, turned_other, other)
+        _store_pairs(outputs[i] + at, one, other, rows, INTERLEAVED, HALF, BLOCK)
