@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from sage_plugin import attention
 from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention.prologue import apply, emulation
 from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream, Rope
+from tests.kernels.raw_builds import RawKernel
 
 launch = pytest.importorskip("sage_plugin.kernels.attention.prologue.launch")
 
@@ -267,3 +269,49 @@ def test_what_does_not_fit_is_refused_with_what_would(name):
     call, told = WRONG[name]
     with pytest.raises(UnsupportedInputError, match=told):
         call()
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Names of the kernels that builds ran on addresses; nothing is remembered before or after."""
+    found: list[str] = []
+    monkeypatch.setattr(launch, "prologue_kernel", RawKernel(launch.prologue_kernel, found))
+    monkeypatch.setattr(launch.launch_graph, "_stream", lambda device: "stream")
+    launch_config.forget()
+    yield found
+    launch_config.forget()
+
+
+@pytest.mark.usefixtures("interpreted", "nan_scratch")
+@pytest.mark.parametrize("name", ["cogvideox", "wan", "flux", "ltx2", "sd3", "copied"])
+def test_the_third_call_of_a_form_is_replayed_with_its_own_tensors(name, runs):
+    row = ROWS[name]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        rope = row.rope()
+        q, k = (row.streams(torch.bfloat16, rope) for _ in range(2))
+        found = launch.joined_pair(q, k)
+        for made, streams in zip(found, (q, k), strict=True):
+            expected = emulation.joined(streams)
+            assert error(made, expected.double()) <= 0.3 * LIMITS[torch.bfloat16]
+    assert len(runs) == 2 * (1 + (row.text > 0))
+    alone = [launch.joined(q) for _ in range(3)][-1]
+    assert torch.equal(alone, found[0])
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_makes_another_build_or_cannot_be_told_apart_is_not_replayed(runs):
+    row = ROWS["wan"]
+    q, k = (row.streams(torch.bfloat16, row.rope()) for _ in range(2))
+    for _ in range(3):
+        launch.joined_pair(q, q)  # one address twice
+    shifted = torch.zeros(q[0].source.numel() + 1, dtype=torch.bfloat16)[1:].as_strided(
+        q[0].source.shape, q[0].source.stride()
+    )
+    for _ in range(2):
+        launch.joined_pair(q, k)
+    assert not runs
+    launch.joined_pair([replace(q[0], source=shifted)], k)  # the first of its alignment
+    assert not runs
+    launch.joined_pair(q, k)
+    assert len(runs) == 2

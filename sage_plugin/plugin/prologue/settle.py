@@ -9,7 +9,7 @@ import torch
 
 from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.kernels.attention.prologue import apply
-from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream, Rope
+from sage_plugin.kernels.attention.prologue.record import QkStream
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.notice import warn_once
 from sage_plugin.plugin.context import STACK, Frame, LayerContext
@@ -67,7 +67,7 @@ def _fuse(
 ) -> Unfused | None:
     """Run the kernel; at the first call of a form, compare it with what the model does."""
     verdicts = layer.state.prologues
-    form = (layout, *(_form(stream) for each in streams for stream in (*each, None)))
+    form = (waiting[0].device, layout, *(tuple(x.form() for x in each) for each in streams))
     verdict = verdicts.get(form)
     if isinstance(verdict, Unfused):
         return verdict
@@ -117,27 +117,3 @@ def _verdict(
 
 def _is_capturing(x: DeferredTensor) -> bool:
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _form(stream: QkStream | None) -> tuple[object, ...] | None:
-    """All of a stream but its numbers."""
-    if stream is None:
-        return None
-    return _of_tensor(stream.source), _of_norm(stream.norm), _of_rope(stream.rope)
-
-
-def _of_tensor(x: torch.Tensor | None) -> tuple[object, ...] | None:
-    return None if x is None else (tuple(x.shape), x.stride(), x.dtype, x.device)
-
-
-def _of_norm(norm: QkNorm | None) -> tuple[object, ...] | None:
-    if norm is None:
-        return None
-    of_tensors = _of_tensor(norm.weight), _of_tensor(norm.bias)
-    return norm.kind, norm.eps, norm.across_heads, norm.rounds_first, *of_tensors
-
-
-def _of_rope(rope: Rope | None) -> tuple[object, ...] | None:
-    if rope is None:
-        return None
-    return rope.interleaved, rope.skip, _of_tensor(rope.cos), _of_tensor(rope.sin)

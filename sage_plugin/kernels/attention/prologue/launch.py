@@ -6,6 +6,7 @@ under way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -19,43 +20,91 @@ from sage_plugin.kernels.attention.prologue.triton_kernel import (
     TurnedTokens,
     prologue_kernel,
 )
+from sage_plugin.kernels.launch_config import Memo
+from sage_plugin.kernels.launch_graph import Outputs
 
 TILE = 4096
 """Channels that a program has of Q, and of K, where a norm does not need more at once."""
 WARP_CHANNELS = 1024
 MOST_WARPS = 16
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def joined_pair(q: Sequence[QkStream], k: Sequence[QkStream]) -> tuple[torch.Tensor, torch.Tensor]:
     """Q and K as `emulation.joined` gives each, in one launch a stream where the two are alike."""
-    outputs = _output_of(q), _output_of(k)
-    left: list[tuple[QkStream, torch.Tensor]] = []
-    of_q, of_k = (list(_parts(x, out)) for x, out in zip((q, k), outputs, strict=True))
-    for one, other in zip(of_q, of_k, strict=False):
-        if _alike(one[0], other[0]):
-            _launch((one, other))
-        else:
-            left += [one, other]
-    common = min(len(of_q), len(of_k))
-    for part in (*left, *of_q[common:], *of_k[common:]):
-        _launch((part,))
-    return outputs
+    out, other = _repeated(q, k)
+    assert other is not None, "there is one for K"
+    return out, other
 
 
 def joined(streams: Sequence[QkStream]) -> torch.Tensor:
     """Q or K alone, as `emulation.joined` gives it."""
-    out = _output_of(streams)
-    for part in _parts(streams, out):
+    return _repeated(streams, ())[0]
+
+
+MOST_GRAPHS = 256
+"""A model has a few forms, and some more with each size of its images."""
+FIRST, NEVER = object(), object()
+"""Known of a form: it was launched once; its launches cannot be repeated."""
+_graphs: Memo[object] = Memo(MOST_GRAPHS)
+
+
+def _repeated(q: Sequence[QkStream], k: Sequence[QkStream]) -> Outputs:
+    """Launch: the first time of a form as it is, the second recorded, then from its launch graph.
+
+    A build may follow from how far an address is aligned, so that this is part of a form.
+    """
+    inputs, shared = _inputs_of(q, k)
+    addresses = [x.data_ptr() for x in inputs]
+    if launch_graph.has_launch_hooks() or len(set(addresses)) < len(addresses):
+        return _launched(q, k)
+    residues = tuple(address % launch_graph.POINTER_ALIGNMENT for address in addresses)
+    forms = tuple(stream.form() for stream in (*q, *k))
+    key = (inputs[0].device, len(q), forms, shared, residues)
+    known = _graphs.get(key)
+    if isinstance(known, launch_graph.LaunchGraph):
+        return known.replay(addresses)
+    if known is not FIRST:
+        _graphs.keep(key, FIRST if known is None else NEVER)
+        return _launched(q, k)
+    with launch_graph.recording() as recorder:
+        outputs = _launched(q, k)
+    _graphs.keep(key, launch_graph.graph_of(recorder, inputs, outputs) or NEVER)
+    return outputs
+
+
+def _inputs_of(
+    q: Sequence[QkStream], k: Sequence[QkStream]
+) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
+    """All tensors that launches read, and which streams of K have the tables of Q's."""
+    shared = tuple(_same_rope(a.rope, b.rope) for a, b in zip(q, k, strict=False))
+    inputs = [x for stream in q for x in stream.tensors()]
+    for stream, same in itertools.zip_longest(k, shared):
+        of_stream = [*stream.tensors()]
+        inputs += of_stream[:-2] if same and stream.rope is not None else of_stream
+    return inputs, shared
+
+
+def _launched(q: Sequence[QkStream], k: Sequence[QkStream]) -> Outputs:
+    out, other = _output_of(q), _output_of(k) if k else None
+    of_q = list(_parts(q, out))
+    of_k = [] if other is None else list(_parts(k, other))
+    left: list[tuple[QkStream, torch.Tensor]] = []
+    for one, two in zip(of_q, of_k, strict=False):
+        if _alike(one[0], two[0]):
+            _launch((one, two))
+        else:
+            left += [one, two]
+    common = min(len(of_q), len(of_k))
+    for part in (*left, *of_q[common:], *of_k[common:]):
         _launch((part,))
-    return out
+    return out, other
 
 
 def _output_of(streams: Sequence[QkStream]) -> torch.Tensor:
-    batch, _, heads, head_dim = streams[0].source.shape
-    tokens = sum(stream.source.shape[1] for stream in streams)
     source = streams[0].source
-    return launch_graph.empty(source.device, source.dtype, batch, tokens, heads, head_dim)
+    batch, _, heads, head_dim = source.shape
+    tokens = sum(stream.source.shape[1] for stream in streams)
+    return torch.empty((batch, tokens, heads, head_dim), dtype=source.dtype, device=source.device)
 
 
 def _parts(
@@ -82,10 +131,10 @@ def _form(norm: QkNorm | None) -> tuple[object, ...] | None:
 
 
 def _same_rope(one: Rope | None, other: Rope | None) -> bool:
-    if one is None or other is None:
-        return one is other
     if one is other:
         return True
+    if one is None or other is None:
+        return False
     pairs = ((one.cos, other.cos), (one.sin, other.sin))
     return (one.interleaved, one.skip) == (other.interleaved, other.skip) and all(
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()

@@ -186,8 +186,22 @@ class QkStream:
         if self.rope is not None:
             yield from (self.rope.cos, self.rope.sin)
 
+    def form(self) -> tuple[object, ...]:
+        """All of it but numbers and addresses: calls of one form run the same code."""
+        norm, rope = self.norm, self.rope
+        of_norm = norm and (
+            norm.kind, norm.eps, norm.across_heads, norm.rounds_first,
+            _of_values(norm.weight), _of_values(norm.bias),
+        )  # fmt: skip
+        of_rope = rope and (rope.interleaved, rope.skip, _of_values(rope.cos), _of_values(rope.sin))
+        return _of_values(self.source), of_norm, of_rope
+
     def without_copies(self) -> QkStream:
         """The same with the channels of its source one after another, where they are not."""
         if self.source.stride(-1) == 1:
             return self
         return dataclasses.replace(self, source=self.source.contiguous())
+
+
+def _of_values(x: torch.Tensor | None) -> tuple[object, ...] | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype)
