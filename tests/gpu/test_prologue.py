@@ -1,4 +1,4 @@
-"""Norm and rotary embedding of Q and K on a device: the kernel, its repetitions, and a patched layer."""
+"""Norm and rotary embedding of Q and K on a device: kernel, repetitions, and a patched layer."""
 
 from __future__ import annotations
 

@@ -112,7 +112,19 @@ def _read(
         return None
     tables, place = (found[0].cos, found[0].sin), x.pieces[0].source.device
     fits = all(type(t) is torch.Tensor and t.device == place and t.dtype in FLOATS for t in tables)
-    return found if fits and not any(t.requires_grad for t in tables) else None
+    fits = fits and not any(t.requires_grad for t in tables)
+    return found if fits and _is_as_large(*found, x.shape) else None
+
+
+def _is_as_large(rope: Rope, axis: int, shape: tuple[int, ...]) -> bool:
+    """Whether tables are of the size of a tensor or broadcast to it, and do not broadcast it."""
+    batch, rows, heads, width = rope.tables()[0].shape
+    if batch not in (1, shape[0]) or rows != shape[axis]:
+        return False
+    if len(shape) == 3:
+        return heads * width in (shape[2], shape[2] // 2) and shape[2] % 2 == 0
+    fits = width in (shape[3], shape[3] // 2) and shape[3] % 2 == 0
+    return fits and heads in (1, shape[3 - axis])
 
 
 @functools.cache

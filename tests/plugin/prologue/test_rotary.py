@@ -102,7 +102,22 @@ class Elsewhere:
         return F.scaled_dot_product_attention(query, key, value)
 
 
+class Broadcasts:
+    """Tables of a batch, which make a batch of one item."""
+
+    def __call__(self, attn, query, key, value):
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb
+
+        pair = tuple(table.repeat(2, 1, 2) for table in PAIR)
+        query, key = (x.transpose(1, 2).flatten(2) for x in (query, key))
+        query = apply_interleaved_rotary_emb(query, pair).unflatten(2, (2, 16)).transpose(1, 2)
+        key = apply_interleaved_rotary_emb(key, pair).unflatten(2, (2, 16)).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, value.repeat(2, 1, 1, 1))
+
+
 WAYS = {
+    Broadcasts: (0, {Unfused.OPERATION: 1}),
     Imports: (1, {}),
     ImportsRelated: (1, {}),
     OwnDefaults: (0, {}),
