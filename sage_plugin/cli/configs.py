@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.console import say, stdout
-from sage_plugin.cli.options import ConfigDir, Device, ShapeOptions, flattened
+from sage_plugin.cli.options import (
+    ConfigDir,
+    Device,
+    ShapeOptions,
+    check_config_dir,
+    examples,
+    flattened,
+)
 from sage_plugin.errors import ConfigError, UsageError
-from sage_plugin.schema import CallKey, CallShape, DeviceFacts, RegistryFile
+from sage_plugin.schema import CallKey, CallShape, DeviceFacts, RegistryEntry, RegistryFile
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 PROBLEMS = 2
 
@@ -32,8 +39,7 @@ def list_configs(config_dir: ConfigDir = None, device: Device = None, every: All
     from sage_plugin import device as devices
     from sage_plugin.registry import load
 
-    if config_dir is not None and not config_dir.is_dir():
-        raise UsageError(f"--config-dir {config_dir}: no such folder")
+    check_config_dir(config_dir)
     facts = devices.chosen(device)[1]
     shown = 0
     places = load.search_path(facts.slug, config_dir=config_dir)
@@ -53,7 +59,7 @@ def list_configs(config_dir: ConfigDir = None, device: Device = None, every: All
     )
 
 
-@app.command()
+@app.command(epilog=examples("sage configs explain -b 1 -hq 8 -sq 4096 -d 128 --kernel sage"))
 @flattened
 def explain(
     shape: ShapeOptions,
@@ -66,6 +72,7 @@ def explain(
 
     if not shape.seq_len:
         raise UsageError("which call? Give its length (--seq-len), heads (-hq) and channels (-d)")
+    check_config_dir(config_dir)
     _, facts = devices.chosen(device)
     for call in shape.shapes():
         _explain_call(call, kernel, facts, config_dir)
@@ -97,7 +104,11 @@ def check(path: Place = None, device: Device = None, config_dir: ConfigDir = Non
     found = [sentence for file in files for sentence in _problems_of(file, facts)]
     if found:
         say(*found)
-        say(f"{len(found)} problems in {len(files)} files. Next: mend or delete them, tune again")
+        count = f"{len(found)} problem{'s' * (len(found) > 1)}"
+        say(
+            f"{count} in {len(files)} file{'s' * (len(files) > 1)}. Next: mend or delete what is "
+            "named, tune again"
+        )
         raise typer.Exit(PROBLEMS)
     names = ", ".join(map(str, files)) or "no file is in use"
     say(f"Sound: {names}.")
@@ -130,10 +141,11 @@ def _files_to_check(
     if path is not None:
         if config_dir is not None:
             raise UsageError("give a path or --config-dir, not both")
-        if (path / "manifest.jsonl").exists():
+        folder = path.parent if path.is_file() else path
+        if (folder / "manifest.jsonl").exists():
             raise UsageError(
                 f"{path} holds captures, not configs; check those with "
-                f"sage bench {shlex.quote(str(path))}"
+                f"sage bench {shlex.quote(str(folder))}"
             )
         yield from registry_files(path)
         return
@@ -201,23 +213,28 @@ def _show_file(label: str, path: Path) -> None:
         stdout.print(_table(file))
 
 
-def _table(file: RegistryFile) -> Table:
-    from sage_plugin.cli.tables import grid
-    from sage_plugin.cli.tune_view import config_lines, gain_text, milliseconds
-    from sage_plugin.families.attention.labels import mask_words, short_dtype
+def _table(file: RegistryFile) -> Group:
+    from rich.console import Group
 
-    table = grid("call", "config", "time", "gain", "tuned on", padding=1)
-    for entry in file.entries:
-        key, evidence = entry.key, entry.evidence
-        seq = f"{key.seq_q}" if key.seq_q == key.seq_k else f"{key.seq_q}:{key.seq_k}"
-        dtype = short_dtype(key.dtype)
-        table.add_row(
-            f"{key.kernel}:{key.variant}\n{key.batch_heads}x{seq}x{key.head_dim}\n"
-            f"{dtype} {key.layout}{mask_words(key)}",
-            config_lines(entry.config),
-            milliseconds(evidence.time.median_ms),
-            "confirmed" if evidence.confirmed else gain_text(entry),
-            f"{'synthetic' if evidence.synthetic else 'captures'} {evidence.date}\n"
-            f"triton {evidence.toolchain.triton or '-'}",
-        )
-    return table
+    from sage_plugin.cli.tables import Column, fitted
+    from sage_plugin.cli.tune_view import config_lines, gain_text, milliseconds
+    from sage_plugin.families.attention.labels import lines
+
+    def gain(entry: RegistryEntry) -> str:
+        return "default\nkept" if entry.evidence.confirmed else gain_text(entry)
+
+    def origin(entry: RegistryEntry) -> str:
+        kind = "synthetic" if entry.evidence.synthetic else "captures"
+        return f"{kind} {entry.evidence.date}\ntriton {entry.evidence.toolchain.triton or '-'}"
+
+    label: Column[RegistryEntry] = (
+        "call",
+        lambda entry: f"{entry.key.kernel}:{entry.key.variant}\n{lines(entry.key)}",
+    )
+    columns: list[Column[RegistryEntry]] = [
+        ("config", lambda entry: config_lines(entry.config)),
+        ("time", lambda entry: milliseconds(entry.evidence.time.median_ms)),
+        ("gain", gain),
+        ("tuned on", origin),
+    ]
+    return Group(*fitted(file.entries, label, [columns], stdout.width, padding=1))
