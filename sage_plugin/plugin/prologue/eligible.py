@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin import device
 from sage_plugin.kernels.attention.call import wants_gradient
-from sage_plugin.kernels.attention.prologue.apply import KERNEL_DTYPES
+from sage_plugin.kernels.attention.prologue.apply import KERNEL_DTYPES, runs_on
 from sage_plugin.kernels.attention.runtime import is_undisturbed
-from sage_plugin.kernels.support import prologue_reason
 from sage_plugin.plugin.context import LayerContext
 from sage_plugin.plugin.prologue.unfused import Unfused
 
@@ -41,11 +39,6 @@ def obstacle(layer: LayerContext, x: torch.Tensor, *others: torch.Tensor) -> Unf
     if wants_gradient(x, *others):
         return Unfused.GRADIENT
     return Unfused.AUTOCAST if torch.is_autocast_enabled(x.device.type) else None
-
-
-def runs_on(place: torch.device) -> bool:
-    """Whether the kernel runs on a device."""
-    return place.type == "cuda" and prologue_reason(device.facts(place)) is None
 
 
 def is_rounding(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -59,7 +60,7 @@ def prepared_qk(
 
 def joined_pair(q: Sequence[QkStream], k: Sequence[QkStream]) -> tuple[torch.Tensor, torch.Tensor]:
     """Q and K of joint streams, each `(B, sum of S, H, D)`; shapes fit."""
-    if not (runs_on_kernel(q) and runs_on_kernel(k)):
+    if not runs_on_kernel([*q, *k]):
         return emulation.joined(q), emulation.joined(k)
     from sage_plugin.kernels.attention.prologue import launch  # which imports Triton
 
@@ -88,11 +89,16 @@ def runs_on_kernel(streams: Sequence[QkStream]) -> bool:
     sources = [stream.source for stream in streams]
     place, dtype = sources[0].device, sources[0].dtype
     return (
-        place.type == "cuda"
+        runs_on(place)
         and all(x.device == place for x in tensors)
         and dtype in KERNEL_DTYPES
         and all(x.dtype == dtype and x.shape[-1] % 2 == 0 for x in sources)
         and is_undisturbed(*tensors)
         and not wants_gradient(*tensors)
-        and prologue_reason(device.facts(place)) is None
     )
+
+
+@functools.cache
+def runs_on(place: torch.device) -> bool:
+    """Whether a device runs the kernel; asking torch for it takes longer than a launch."""
+    return place.type == "cuda" and prologue_reason(device.facts(place)) is None

@@ -23,7 +23,7 @@ from sage_plugin.kernels.attention.prologue.triton_kernel import (
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.launch_graph import Outputs
 
-TILE = 4096
+TILE = 2048
 """Channels that a program has of Q, and of K, where a norm does not need more at once."""
 WARP_CHANNELS = 1024
 MOST_WARPS = 16
