@@ -177,13 +177,12 @@ class DeferredTensor(torch.Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = shown(args), shown(kwargs or {})
         handler = HANDLERS.get(func)
-        if handler is not None and next(_deferred((args, kwargs)), None) is not None:
-            done = handler(func, *args, **kwargs)
+        if handler is not None:
+            done = handler(func, *args, **(kwargs or {}))
             if done is not NotImplemented:
                 return done
-        return func(*computed(args), **computed(kwargs))
+        return func(*computed(args), **computed(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -200,6 +199,12 @@ class DeferredTensor(torch.Tensor):
 def is_waiting(x: object) -> bool:
     """Whether a tensor was put off and has no values yet."""
     return isinstance(x, DeferredTensor) and x.value is None
+
+
+def shape_of(x: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape, without a way through torch where it was put off."""
+    pending = x.pending if isinstance(x, DeferredTensor) else None
+    return tuple(x.shape) if pending is None else pending.shape
 
 
 def shown(given: Any) -> Any:  # noqa: ANN401
@@ -229,16 +234,6 @@ def _mapped(given: Any, change: Callable[[DeferredTensor], Any]) -> Any:  # noqa
     if kind is dict:
         return {name: _mapped(one, change) for name, one in given.items()}
     return given
-
-
-def _deferred(given: Any) -> Iterator[DeferredTensor]:  # noqa: ANN401
-    if isinstance(given, DeferredTensor):
-        yield given
-    elif type(given) in (tuple, list):
-        for one in given:
-            yield from _deferred(one)
-    elif type(given) is dict:
-        yield from _deferred(tuple(given.values()))
 
 
 def _slotted(given: Any) -> Any:  # noqa: ANN401

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sage_plugin.plugin.prologue import pending as views
-from sage_plugin.plugin.prologue.deferred import HANDLERS, DeferredTensor, Function
+from sage_plugin.plugin.prologue.deferred import HANDLERS, DeferredTensor, Function, shown
 from sage_plugin.plugin.prologue.pending import Pending
 
 
@@ -54,7 +54,10 @@ def _on_change(function: Function, x: object, index: object, value: object) -> A
 
 
 def _on_cat(function: Function, tensors: Sequence[object], dim: int = 0, **kwargs: object) -> Any:  # noqa: ANN401
-    first = next(x for x in tensors if isinstance(x, DeferredTensor))
+    tensors = shown(list(tensors))
+    first = next((x for x in tensors if isinstance(x, DeferredTensor)), None)
+    if first is None:
+        return NotImplemented
     states = [state for x in tensors if (state := _state(x)) is not None]
     tapes = {x.tape for x in tensors if isinstance(x, DeferredTensor)}
     same = {(x.dtype, x.device) for x in tensors if isinstance(x, torch.Tensor)}
@@ -63,7 +66,7 @@ def _on_cat(function: Function, tensors: Sequence[object], dim: int = 0, **kwarg
     made = views.concatenated(states, dim)
     if made is None or first.tape is None:
         return NotImplemented
-    return first.tape.put_off(function, (list(tensors), dim), {}, made)
+    return first.tape.put_off(function, (tensors, dim), {}, made)
 
 
 def _on_cast(function: Function, x: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

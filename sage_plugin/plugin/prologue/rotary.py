@@ -118,7 +118,7 @@ def _read(
 
 def _is_as_large(rope: Rope, axis: int, shape: tuple[int, ...]) -> bool:
     """Whether tables are of the size of a tensor or broadcast to it, and do not broadcast it."""
-    batch, rows, heads, width = rope.tables()[0].shape
+    batch, rows, heads, width = rope.extent()
     if batch not in (1, shape[0]) or rows != shape[axis]:
         return False
     if len(shape) == 3:

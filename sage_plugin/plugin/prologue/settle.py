@@ -14,7 +14,7 @@ from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.notice import warn_once
 from sage_plugin.plugin.context import STACK, Frame, LayerContext
 from sage_plugin.plugin.prologue import operations  # noqa: F401, which fills the table of them
-from sage_plugin.plugin.prologue.deferred import DeferredTensor, computed, is_waiting
+from sage_plugin.plugin.prologue.deferred import DeferredTensor, computed, is_waiting, shape_of
 from sage_plugin.plugin.prologue.eligible import is_rounding
 from sage_plugin.plugin.prologue.pending import streams_of
 from sage_plugin.plugin.prologue.unfused import Unfused
@@ -48,8 +48,11 @@ def _settle(frame: Frame, layer: LayerContext, call: AttentionCall) -> Unfused |
         of_tape = None if frame.tape is None else frame.tape.unfused
         return frame.unfused or of_tape
     options, seq = layer.state.options, 2 if call.layout == "bhsd" else 1
-    if any(x.dim() != 4 or x.shape[seq] < options.min_seq for x in (call.q, call.k)):
-        return Unfused.SHORT if call.q.dim() == call.k.dim() == 4 else Unfused.OPERATION
+    shapes = [shape_of(x) for x in (call.q, call.k)]
+    if any(len(shape) != 4 for shape in shapes):
+        return Unfused.OPERATION
+    if any(shape[seq] < options.min_seq for shape in shapes):
+        return Unfused.SHORT
     if options.policy is not None and choice_of(layer, call).kernel == "sdpa":
         return Unfused.EXACT
     streams = [

@@ -114,6 +114,13 @@ class Rope:
         """Tokens that are turned."""
         return self.cos.shape[0 if self.cos.dim() == 2 else 1]
 
+    def extent(self) -> tuple[int, int, int, int]:
+        """Batch, rows, heads and width of the tables, 1 for a size that does not matter."""
+        shape = self.cos.shape
+        if len(shape) == 2:
+            return 1, shape[0], 1, shape[1]
+        return shape[0], shape[1], shape[2] if len(shape) == 4 else 1, shape[-1]
+
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines as `(B or 1, S, H or 1, W)`, views of the given ones."""
         return _with_heads(self.cos), _with_heads(self.sin)
@@ -130,7 +137,7 @@ class Rope:
             raise UnsupportedInputError(
                 f"cos {of_cos} and sin {of_sin} need one shape of 2 to 4 dimensions"
             )
-        b, rows, h, width = self.tables()[0].shape
+        b, rows, h, width = self.extent()
         fits = (
             b in (1, batch)
             and h in (1, heads)
