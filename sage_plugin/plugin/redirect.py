@@ -188,7 +188,7 @@ def _imported(
             continue
         relative, package = sites[ways[-1]].argval, scope.get("__package__") or ""
         name = importlib.util.resolve_name("." * level + relative, package) if level else relative
-        if hasattr(importlib.import_module(name), site.argval):
+        if hasattr(sys.modules.get(name), site.argval):  # else it is imported later, or never
             yield name, site
 
 

@@ -108,20 +108,14 @@ def can_bypass_dispatcher(*tensors: torch.Tensor | None) -> bool:
         >>> can_bypass_dispatcher(torch.ones(2, device="meta"))
         False
     """
-    if torch.compiler.is_compiling() or (_HAS_ACCOUNT and _autograd._profiler_enabled()):
-        return False
-    return is_undisturbed(*tensors)
+    return are_plain(*tensors) and not _autograd._profiler_enabled()
 
 
-def is_undisturbed(*tensors: torch.Tensor | None) -> bool:
-    """Whether these are plain tensors, and no mode or transform of torch takes part; eager only.
-
-    Example:
-        >>> is_undisturbed(torch.ones(2)), is_undisturbed(torch.ones(2, device="meta"))
-        (True, False)
-    """
+def are_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing but a profiler watches what is done with these tensors."""
     if (
         not _HAS_ACCOUNT
+        or torch.compiler.is_compiling()
         or _is_torch_function_mode_enabled()
         or _dispatch_tls_local_include_set().raw_repr() not in _OF_THREADS
     ):

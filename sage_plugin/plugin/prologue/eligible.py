@@ -6,7 +6,7 @@ import torch
 
 from sage_plugin.kernels.attention.call import wants_gradient
 from sage_plugin.kernels.attention.prologue.apply import KERNEL_DTYPES, runs_on
-from sage_plugin.kernels.attention.runtime import is_undisturbed
+from sage_plugin.kernels.attention.runtime import are_plain
 from sage_plugin.plugin.context import LayerContext
 from sage_plugin.plugin.prologue.unfused import Unfused
 
@@ -30,7 +30,7 @@ def obstacle(layer: LayerContext, x: torch.Tensor, *others: torch.Tensor) -> Unf
         return Unfused.DISABLED
     if options.policy is None and options.kernel == "sdpa":
         return Unfused.EXACT
-    if not is_undisturbed(x, *others):
+    if not are_plain(x, *others):
         return Unfused.DISTURBED
     if not runs_on(x.device):
         return Unfused.DEVICE

@@ -12,7 +12,7 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.call import wants_gradient
 from sage_plugin.kernels.attention.prologue import emulation
 from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream, Rope
-from sage_plugin.kernels.attention.runtime import is_undisturbed, on_device, without_autocast
+from sage_plugin.kernels.attention.runtime import are_plain, on_device, without_autocast
 from sage_plugin.kernels.support import prologue_reason
 from sage_plugin.schema import LAYOUTS
 
@@ -93,7 +93,7 @@ def runs_on_kernel(streams: Sequence[QkStream]) -> bool:
         and all(x.device == place for x in tensors)
         and dtype in KERNEL_DTYPES
         and all(x.dtype == dtype and x.shape[-1] % 2 == 0 for x in sources)
-        and is_undisturbed(*tensors)
+        and are_plain(*tensors)
         and not wants_gradient(*tensors)
     )
 
