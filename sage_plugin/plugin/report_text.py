@@ -148,9 +148,7 @@ def _what_ran(rows: Sequence[LayerReport]) -> str:
         parts.append(f"norm and RoPE in one kernel x{fused}")
     unfused = sum((Counter(row.unfused) for row in rows), Counter())
     parts += [
-        f"norm and RoPE as they were x{n}: {why.value}"
-        for why, n in unfused.items()
-        if not why.asked_for
+        f"norm and RoPE as they were x{n}: {why.value}" for why, n in unfused.items() if why.is_told
     ]
     if any(row.timed_calls for row in rows):
         parts.append(f"saved {sum(row.saved_ms for row in rows):.1f} ms")

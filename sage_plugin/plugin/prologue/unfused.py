@@ -24,6 +24,6 @@ class Unfused(Enum):
     DIFFERENT = "it differed from the model's own by more than rounding"
 
     @property
-    def asked_for(self) -> bool:
-        """Whether the user asked for it, so that it need not be told."""
-        return self in (Unfused.DISABLED, Unfused.EXACT)
+    def is_told(self) -> bool:
+        """Whether the text of a report tells it: nobody asked for it, nor for another device."""
+        return self not in (Unfused.DISABLED, Unfused.EXACT, Unfused.DEVICE)
