@@ -6,14 +6,16 @@ HIP is told from CUDA by `torch.version.hip`, never by a capability number.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import re
+from pathlib import Path
 
 import torch
 
 from sage_plugin.errors import DeviceError, UsageError
-from sage_plugin.schema import DeviceFacts, Toolchain
+from sage_plugin.schema import ATTENTION, DeviceFacts, Toolchain
 
 E4M3FN_ARCHS = (
     *("sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
@@ -135,8 +137,8 @@ def _gpu_facts(index: int) -> DeviceFacts:
 
 
 @functools.cache
-def toolchain() -> Toolchain:
-    """Versions that measurements depend on."""
+def toolchain(family: str = ATTENTION) -> Toolchain:
+    """Return the versions that measurements of an op family depend on."""
     from sage_plugin import __version__
 
     return Toolchain(
@@ -145,7 +147,18 @@ def toolchain() -> Toolchain:
         triton=triton_version(),
         python=platform.python_version(),
         driver=_driver(),
+        kernels=_sources_hash(family),
     )
+
+
+def _sources_hash(family: str) -> str:
+    """Hash the sources of a family's kernels: sixteen digits, which any edit changes."""
+    kernels = Path(__file__).with_name("kernels")
+    parts = ("primitives.py", "quantize/**/*.py", f"{family}/backends/**/*.py")
+    digest = hashlib.sha256()
+    for path in sorted(path for part in parts for path in kernels.glob(part)):
+        digest.update(path.relative_to(kernels).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @functools.cache

@@ -26,6 +26,9 @@ KERNELS = ("torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
 
 KERNEL_ALIASES = {"qk_int8": "sage"}
 VARIANTS = ("portable", "hopper", "emulation")
+NO_SPEEDS = ("emulation",)
+"""Variants whose times say nothing of a kernel."""
+
 LAYOUTS = ("bhsd", "bshd")
 MASK_KINDS = ("none", "key_bias", "dense")
 
@@ -267,13 +270,24 @@ class DeviceFacts(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class Toolchain(JsonRecord):
-    """Versions that a measurement depends on; empty where not installed."""
+    """Versions that a measurement depends on; empty where not installed.
+
+    Attributes:
+        sage_plugin: this package.
+        torch: PyTorch.
+        triton: Triton.
+        python: the interpreter.
+        driver: the GPU's driver.
+        kernels: hash of the sources of the kernels that were measured; empty in records of earlier
+            releases.
+    """
 
     sage_plugin: str
     torch: str
     triton: str
     python: str
     driver: str
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True)

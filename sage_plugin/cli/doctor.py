@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sage_plugin.cli.configs.card import As, facts_of
 from sage_plugin.cli.console import say, stdout
 from sage_plugin.cli.options import Device, ShapeOptions
 from sage_plugin.errors import ConfigError
@@ -24,11 +25,9 @@ HEADS = 24
 EMULATED = "emulated in plain torch: right numbers, no speed"
 
 
-def command(device: Device = None) -> None:
+def command(device: Device = None, card: As = None) -> None:
     """Print what is here and what each kernel can do with it; paste it into a report of a fault."""
-    from sage_plugin import device as devices
-
-    _, facts = devices.chosen(device)
+    facts = facts_of(device, card, None)
     say(_verdict(facts))
     for title, lines in (
         ("Device", _device(facts)),
@@ -92,7 +91,8 @@ def _environment() -> Iterator[str]:
 
 
 def _configs(facts: DeviceFacts) -> Iterator[str]:
-    from sage_plugin.registry import load
+    from sage_plugin import device as devices
+    from sage_plugin.registry import load, staleness
 
     for label, path in load.search_path(facts.slug):
         if not path.exists():
@@ -105,7 +105,9 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
             continue
         kernels = sorted({f"{one.key.kernel}:{one.key.variant}" for one in entries})
         calls = "1 tuned call" if len(entries) == 1 else f"{len(entries)} tuned calls"
-        yield f"{label}: {calls} of {', '.join(kernels)} ({path})"
+        stale = sum(bool(staleness.changes(one, devices.toolchain())) for one in entries)
+        other = f", {stale} with other software" if stale else ""
+        yield f"{label}: {calls} of {', '.join(kernels)}{other} ({path})"
 
 
 def _auto(facts: DeviceFacts) -> Iterator[str]:

@@ -20,8 +20,9 @@ from rich.text import Text
 
 from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.cli import tables
+from sage_plugin.cli.config_words import config_lines
 from sage_plugin.families import ATTENTION
-from sage_plugin.schema import CallShape, LaunchConfig, RegistryEntry, Trial
+from sage_plugin.schema import CallShape, RegistryEntry, Trial
 from sage_plugin.tune.run.observer import Observer
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
             milliseconds(evidence.baseline_time.median_ms),
             milliseconds(evidence.time.median_ms),
             gain_text(entry),
-            config_lines(entry.config),
+            config_lines(entry.config, study.default),
             valid,
             result,
         )
@@ -145,21 +146,6 @@ def plan_table(plan: TuningPlan) -> Table:
 def _lines(shape: CallShape) -> str:
     """A call's shape on two lines, for narrow columns."""
     return ATTENTION.describe(shape).replace(" ", "\n", 1)
-
-
-def config_text(config: LaunchConfig) -> str:
-    """Write a launch config on one line: tile, warps, stages, then what is unusual."""
-    return config_lines(config).replace("\n", " ")
-
-
-def config_lines(config: LaunchConfig) -> str:
-    """Write a launch config on one line or two, for narrow columns."""
-    text = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
-    numbers = {"maxnreg": config.maxnreg, "waves": config.waves_per_eu}
-    numbers["nonkdim"] = config.matrix_instr_nonkdim
-    parts = ["tma"] if config.loads == "descriptor" else []
-    parts += [f"{name}{value}" for name, value in numbers.items() if value]
-    return f"{text}\n{' '.join(parts)}" if parts else text
 
 
 def gain_text(entry: RegistryEntry) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from sage_plugin import files, settings
 from sage_plugin.errors import ConfigError
 from sage_plugin.schema import (
+    FAMILIES,
     LAYOUTS,
     MASK_KINDS,
     SCHEMA_VERSION,
@@ -119,6 +120,11 @@ def search_path(
 def file_path(root: str | Path, slug: str, family: str = "attention") -> Path:
     """Return the registry file of a device and family under a folder of configs."""
     return Path(root) / slug / f"{family}.json"
+
+
+def files_under(root: Path) -> list[Path]:
+    """List the registry files under a folder of configs; search spaces and others are none."""
+    return sorted(path for family in FAMILIES for path in root.glob(f"*/{family}.json"))
 
 
 def user_dir() -> Path | None:

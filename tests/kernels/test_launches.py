@@ -191,7 +191,7 @@ def test_report_406_misses_on_gpus_are_one_warning_a_process_and_a_detail_each(w
     assert found.config == launch_space.default_launch(KEY, FACTS)
     (text,) = warnings()
     assert "fav3_sage:portable" in text
-    assert "`sage tune --from-captures` fills all" in text
+    assert "`sage capture SCRIPT.py && sage tune captured_inputs` fills all" in text
     assert FACTS.name in text
     (text,) = warnings("INFO")
     assert f"`{launch_space.tune_command(KEY)}`" in text
