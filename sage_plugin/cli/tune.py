@@ -55,6 +55,10 @@ Patience = Annotated[
     ),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")]
+Update = Annotated[
+    bool,
+    typer.Option("--update-registry/--no-update", help="Write winners, or only measure them."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be tuned, and stop.")]
 
 
@@ -75,6 +79,7 @@ def command(
     patience: Patience = None,
     device: Device = None,
     fresh: Fresh = False,
+    update: Update = True,
     dry_run: DryRun = False,
 ) -> None:
     """Search launch configs under an accuracy gate, and write the winners for the next patch()."""
@@ -94,13 +99,14 @@ def command(
         timeout_s=timeout,
         seed=inputs.seed,
         fresh=fresh,
+        update=update,
     )
     plan = build(request)
     if dry_run:
-        _show_plan(plan)
+        show_plan(plan)
         return
-    report = _tune(plan)
-    _show(report)
+    report = run_plan(plan)
+    show_report(report)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     if report.failed:
@@ -139,7 +145,8 @@ def seconds(text: str) -> float:
     return value
 
 
-def _tune(plan: TuningPlan) -> TuneReport:
+def run_plan(plan: TuningPlan) -> TuneReport:
+    """Tune as a plan says, with progress on stderr."""
     from sage_plugin.cli.tune_view import ProgressView
     from sage_plugin.tune.configs.session import tune
     from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner
@@ -152,7 +159,8 @@ def _tune(plan: TuningPlan) -> TuneReport:
         return tune(plan, runner, view, argv=sys.argv)
 
 
-def _show_plan(plan: TuningPlan) -> None:
+def show_plan(plan: TuningPlan) -> None:
+    """Show what would be tuned."""
     from sage_plugin.cli.tune_view import plan_table
 
     stdout.print(plan_table(plan))
@@ -161,8 +169,8 @@ def _show_plan(plan: TuningPlan) -> None:
     say("Next: the same command without --dry-run")
 
 
-def _show(report: TuneReport) -> None:
-    """The table, where everything went, and what to run next."""
+def show_report(report: TuneReport) -> None:
+    """Show the table, where everything went, and what to run next."""
     from sage_plugin.cli.tune_view import outcome_notes, outcome_table
 
     plan = report.plan
@@ -170,7 +178,7 @@ def _show(report: TuneReport) -> None:
         stdout.print(outcome_table(report.outcomes))
     say(*outcome_notes(report.outcomes))
     say(f"Trials: {plan.run_folder}")
-    if any(outcome.entry for outcome in report.outcomes):
+    if any(outcome.entry for outcome in report.outcomes) and plan.request.update:
         say(f"Configs: {plan.registry_path}")
     if report.interrupted:
         left = len(plan.studies) - len(report.outcomes)
@@ -186,6 +194,8 @@ def _same_command() -> str:
 
 def _next_command(plan: TuningPlan) -> str:
     study = plan.studies[0]
+    if not plan.request.update:
+        return f"sage configs apply {shlex.quote(plan.run_folder.name)}, which writes the winners"
     chosen = plan.request.config_dir
     where = "" if chosen is None else f" --config-dir {shlex.quote(str(chosen))}"
     if study.synthetic:

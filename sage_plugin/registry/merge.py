@@ -11,7 +11,9 @@ from pathlib import Path
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load, lookup, store
+from sage_plugin.registry.distance import REACH
 from sage_plugin.schema import (
+    NO_SPEEDS,
     SCHEMA_VERSION,
     CallKey,
     DeviceFacts,
@@ -20,9 +22,10 @@ from sage_plugin.schema import (
     Toolchain,
 )
 
-REACH = 2
-"""An entry serves lengths up to this factor from its own, and never beyond what was measured."""
+TRUSTED = ("", "clean")
+"""Stamps of times that may take an entry's place; earlier releases had none."""
 
+ALREADY_THERE = "already there"
 KeyNote = tuple[CallKey, str]
 
 
@@ -47,8 +50,8 @@ def merge(
     """Merge entries into a registry file; the whole read-change-write is one critical section.
 
     An entry is written where the lower bound of its gain beats `min_gain`, or where it confirms the
-    baseline. Synthetic evidence never replaces an entry that was tuned on captures. Nothing is
-    written where nothing changes.
+    baseline. Synthetic evidence never replaces an entry that was tuned on captures, nor do times
+    that were noisy or throttled replace what is held. Nothing is written where nothing changes.
 
     Args:
         path: a `<device_slug>/<family>.json`; folders are made as needed.
@@ -119,7 +122,9 @@ def _refusal(entry: RegistryEntry, old: RegistryEntry | None, min_gain: float) -
     if evidence.synthetic and not old.evidence.synthetic:
         return "an entry tuned on captures is there, synthetic inputs do not replace it"
     if (old.config, old.evidence) == (entry.config, evidence):
-        return "already there"
+        return ALREADY_THERE
+    if evidence.stamp not in TRUSTED and entry.key.variant not in NO_SPEEDS:
+        return f"its times are {evidence.stamp}, which replaces nothing that is held"
     return None
 
 

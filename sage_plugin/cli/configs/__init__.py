@@ -1,10 +1,19 @@
-"""`sage configs`: which tuned configs there are, why a call gets its own, and are they sound."""
+"""`sage configs`: which tuned configs there are, are they sound, and how they get about."""
 
 import typer
 
-from sage_plugin.cli.configs import check, explain, listing
+from sage_plugin.cli.configs import check, diff, explain, export, listing, measuring, merging
 
-app = typer.Typer(no_args_is_help=True, help="Tuned launch configs: list, explain, check.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Tuned launch configs: list, explain, check, diff, apply, merge, revalidate, export.",
+)
 app.command("list")(listing.command)
 app.command("explain")(explain.command)
 app.command("check")(check.command)
+app.command("diff")(diff.command)
+app.command("apply")(merging.apply)
+app.command("merge")(merging.merge)
+app.command("revalidate")(measuring.revalidate)
+app.command("export")(export.command)
+app.command("import")(measuring.import_files)

@@ -66,18 +66,15 @@ def _table(file: RegistryFile) -> Table:
     from sage_plugin.cli.config_words import config_lines
     from sage_plugin.cli.tables import grid
     from sage_plugin.cli.tune_view import gain_text, milliseconds
-    from sage_plugin.families.attention.labels import mask_words, short_dtype
+    from sage_plugin.families.attention.labels import describe_key
     from sage_plugin.registry import staleness
 
     table = grid("call", "config", "time", "gain", "tuned on", padding=1)
     for entry in file.entries:
-        key, evidence = entry.key, entry.evidence
-        seq = f"{key.seq_q}" if key.seq_q == key.seq_k else f"{key.seq_q}:{key.seq_k}"
-        dtype = short_dtype(key.dtype)
+        evidence = entry.evidence
         stale = ", stale" if staleness.changes(entry, devices.toolchain()) else ""
         table.add_row(
-            f"{key.kernel}:{key.variant}\n{key.batch_heads}x{seq}x{key.head_dim}\n"
-            f"{dtype} {key.layout}{mask_words(key)}",
+            describe_key(entry.key).replace(" ", "\n", 2),
             config_lines(entry.config, _default(entry, file)),
             milliseconds(evidence.time.median_ms),
             "confirmed" if evidence.confirmed else gain_text(entry),
