@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.console import say, say_left_out, stderr, stdout
+from sage_plugin.cli.model_options import ModelOptions
 from sage_plugin.cli.options import (
     DEFAULT_FOLDER,
     SOME_FAILED,
@@ -65,6 +66,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be tune
 @flattened
 def command(
     inputs: DrawnInputOptions,
+    model: ModelOptions,
     words: Words = None,
     from_captures: FromCaptures = False,
     kernel: Kernels = None,
@@ -88,7 +90,9 @@ def command(
     from sage_plugin.tune.configs.search import SearchLimits
 
     request = TuningRequest(
-        inputs=_inputs(inputs, folder_of(words, inputs), from_captures, max_captures_per_key),
+        inputs=_inputs(
+            inputs, model, folder_of(words, inputs), from_captures, max_captures_per_key
+        ),
         kernels=tuple(kernel or ()),
         device=device,
         space=None if space is None else space_file.read(space),
@@ -114,14 +118,19 @@ def command(
 
 
 def _inputs(
-    inputs: DrawnInputOptions, folder: Path | None, from_captures: bool, max_per_key: int
+    inputs: DrawnInputOptions,
+    model: ModelOptions,
+    folder: Path | None,
+    from_captures: bool,
+    max_per_key: int,
 ) -> TuningInputs:
     """What is tuned on: drawn inputs if some are spelt out, else captures."""
     from sage_plugin.tune.configs import inputs as tuning_inputs
 
-    if not from_captures and folder is None and (drawn := inputs.inputs()):
+    if not from_captures and folder is None and (drawn := model.inputs(inputs)):
         return tuning_inputs.from_drawn(drawn)
     inputs.refuse_with_captures()
+    model.refuse_with_captures()
     if not from_captures and folder is None and not DEFAULT_FOLDER.exists():
         raise UsageError(
             "nothing to tune on: give a folder of captures (sage capture records one), "
