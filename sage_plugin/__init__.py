@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "attention": "sage_plugin.kernels.attention.api",
+    "autotune": "sage_plugin.tune.autotune",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
     "launch": "sage_plugin.kernels.attention.prepare",
     "patch": "sage_plugin.plugin.patch",
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_varlen",
+    "autotune",
     "launch",
     "patch",
     "patched",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from sage_plugin.plugin.hosts.registration import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch
     from sage_plugin.plugin.report import report
+    from sage_plugin.tune.autotune import autotune
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

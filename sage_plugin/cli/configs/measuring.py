@@ -14,7 +14,7 @@ from sage_plugin.schema import LAYOUTS, CallShape, DeviceFacts
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.plan import TuningPlan
-    from sage_plugin.tune.configs.recheck import Believed
+    from sage_plugin.tune.held.recheck import Believed
 
 Captures = Annotated[
     Path | None, typer.Option("--captures", help="Recording whose calls are measured on.")
@@ -65,7 +65,7 @@ def import_files(
 ) -> None:
     """Measure configs of best_configs_*.json here, and keep those that beat the default."""
     from sage_plugin.registry import seed_files
-    from sage_plugin.tune.configs.recheck import Believed
+    from sage_plugin.tune.held.recheck import Believed
 
     believed = [
         Believed(
@@ -89,7 +89,7 @@ def _in_use(facts: DeviceFacts, config_dir: Path | None, stale: bool) -> Iterato
     """The entries of a device that calls get, the first place's of each key."""
     from sage_plugin import device as devices
     from sage_plugin.registry import load, staleness
-    from sage_plugin.tune.configs.recheck import held
+    from sage_plugin.tune.held.recheck import held
 
     seen = set()
     for _, path in load.search_path(facts.slug, config_dir=config_dir):
@@ -112,9 +112,10 @@ def _measure(
     dry_run: bool,
 ) -> None:
     from sage_plugin.cli import tune
-    from sage_plugin.tune.configs import inputs, recheck
+    from sage_plugin.tune.configs import inputs
     from sage_plugin.tune.configs.plan import TuningRequest
     from sage_plugin.tune.configs.search import SearchLimits
+    from sage_plugin.tune.held import recheck
 
     plan: TuningPlan = recheck.build(
         believed,

@@ -18,8 +18,8 @@ def files_of(path: Path) -> list[RegistryFile]:
     """
     from sage_plugin.registry import load
     from sage_plugin.registry.validate import registry_files
-    from sage_plugin.tune.configs import results
     from sage_plugin.tune.configs.plan import RUNS
+    from sage_plugin.tune.held import results
 
     for folder in (path, RUNS / path):
         if results.is_run(folder):

@@ -139,6 +139,22 @@ def read_config(path: Path) -> Mapping[str, Any]:
     return config
 
 
+def config_of(module: object) -> Mapping[str, Any]:
+    """Return the configuration of a loaded model, as it would be saved.
+
+    Raises:
+        UsageError: it has none.
+    """
+    config, name = getattr(module, "config", None), type(module).__name__
+    dtype = str(getattr(module, "dtype", "bfloat16")).removeprefix("torch.")
+    if isinstance(config, Mapping):  # of diffusers
+        return {**config, "_class_name": name, "dtype": dtype}
+    to_dict = getattr(config, "to_dict", None)
+    if to_dict is None:
+        raise UsageError(f"{name} has no configuration that tells its attention calls")
+    return {**to_dict(), "architectures": [name], "dtype": dtype}
+
+
 def calls_of(config: Mapping[str, Any], wishes: CallWishes | None = None) -> tuple[ModelCall, ...]:
     """Return the attention calls of one forward.
 
@@ -202,7 +218,7 @@ def _of_denoiser(config: Mapping[str, Any], wishes: CallWishes) -> Iterator[Mode
     if whole < 1:
         raise UsageError(f"{name} makes no token of {size.width}x{size.height} pixels")
     batch = wishes.batch or usual.batch
-    dtype = wishes.dtype or "bfloat16"
+    dtype = wishes.dtype or str(config.get("dtype") or "bfloat16")
     for seq in wishes.seq_lens or (whole,):
         own = _shape(batch, heads, heads, seq, seq, dim, dtype, layout=usual.layout)
         yield ModelCall(SELF, layers, own)

@@ -12,10 +12,11 @@ from sage_plugin.errors import CaptureError, ConfigError
 from sage_plugin.families import ATTENTION
 from sage_plugin.registry import load
 from sage_plugin.registry.merge import merge
-from sage_plugin.tune.configs import inputs, recheck, results
+from sage_plugin.tune.configs import inputs
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.plan import TuningRequest
 from sage_plugin.tune.configs.session import tune
+from sage_plugin.tune.held import recheck, results
 from sage_plugin.tune.run import run_folder
 from tests.registry import samples
 from tests.tune import captures
