@@ -20,8 +20,8 @@ from rich.text import Text
 
 from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.cli import tables
-from sage_plugin.cli.config_words import config_lines
 from sage_plugin.families import ATTENTION
+from sage_plugin.registry.config_words import config_lines
 from sage_plugin.schema import CallShape, RegistryEntry, Trial
 from sage_plugin.tune.run.observer import Observer
 

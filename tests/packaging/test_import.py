@@ -14,8 +14,8 @@ import sage_plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [
-    "__version__", "attention", "attention_varlen", "autotune", "launch", "patch", "patched", "prepare",
-    "record", "refresh", "register", "report", "unpatch",
+    "__version__", "attention", "attention_varlen", "autotune", "launch", "patch", "patched",
+    "prepare", "record", "refresh", "register", "report", "unpatch",
 ]  # fmt: skip
 OPTIONAL = ("triton", "diffusers", "transformers", "accelerate", "typer", "rich", "safetensors")
 

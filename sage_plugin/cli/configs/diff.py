@@ -49,8 +49,8 @@ def _cells(pair: EntryPair) -> tuple[str, str, str]:
 
 
 def _side(entry: RegistryEntry | None, other: RegistryEntry | None) -> str:
-    from sage_plugin.cli.config_words import config_lines
     from sage_plugin.cli.tune_view import milliseconds
+    from sage_plugin.registry.config_words import config_lines
 
     if entry is None:
         return "-"

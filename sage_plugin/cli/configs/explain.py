@@ -51,9 +51,9 @@ def _explain_call(
 def _explain_key(
     key: CallKey, facts: DeviceFacts, config_dir: Path | None, shape: CallShape
 ) -> None:
-    from sage_plugin.cli.config_words import config_text
     from sage_plugin.families import ATTENTION
     from sage_plugin.registry import lookup
+    from sage_plugin.registry.config_words import config_text
 
     ATTENTION.forget()
     say(f"{key.kernel}:{key.variant} on {facts.name}: {ATTENTION.describe(shape)}")

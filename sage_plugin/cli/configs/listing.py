@@ -63,11 +63,11 @@ def _show_file(label: str, path: Path) -> None:
 
 def _table(file: RegistryFile) -> Table:
     from sage_plugin import device as devices
-    from sage_plugin.cli.config_words import config_lines
     from sage_plugin.cli.tables import grid
     from sage_plugin.cli.tune_view import gain_text, milliseconds
     from sage_plugin.families.attention.labels import describe_key
     from sage_plugin.registry import staleness
+    from sage_plugin.registry.config_words import config_lines
 
     table = grid("call", "config", "time", "gain", "tuned on", padding=1)
     for entry in file.entries:

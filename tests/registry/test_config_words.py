@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from sage_plugin.cli.config_words import config_lines, config_text
+from sage_plugin.registry.config_words import config_lines, config_text
 from sage_plugin.schema import LaunchConfig
 from tests.registry.samples import CONFIG
 
