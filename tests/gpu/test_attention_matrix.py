@@ -7,6 +7,7 @@ import torch
 
 import sage_plugin
 from sage_plugin.kernels.attention.oracle import oracle
+from tests.gpu.pairs import pairwise
 from tests.gpu.variants import PAIRS, config_of, each, poison, skip_what_is_left
 from tests.kernels.calls import relative_l1
 
@@ -43,11 +44,11 @@ def inputs(shape, dtype, layout="bhsd", seed=0):
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-@each()
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_matches_emulation(kernel, variant, shape, causal, dtype):
+@pairwise(pair=PAIRS, shape={str(shape): shape for shape in SHAPES},
+          causal={"full": False, "causal": True},
+          dtype=[torch.float16, torch.bfloat16, torch.float32])  # fmt: skip
+def test_matches_emulation(pair, shape, causal, dtype):
+    kernel, variant = pair
     skip_what_is_left(kernel, variant, shape[-1])
     q, k, v = inputs(shape, dtype)
     before = [t.clone() for t in (q, k, v)]

@@ -13,6 +13,7 @@ from sage_plugin import device
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams
+from tests.gpu.pairs import pairwise
 from tests.gpu.variants import config_of, poison
 from tests.kernels.calls import FP8_WEIGHTS, HOPPER, relative_l1
 
@@ -26,6 +27,8 @@ pytestmark = [
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383, 384, 385, 1000)
 DIMS = (33, 40, 64, 80, 96, 128)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CAUSAL = {"full": False, "causal": True}
 
 
 def inputs(shape, dtype=torch.bfloat16, seed=0):
@@ -78,11 +81,8 @@ def test_every_length_on_either_side_of_a_tile(kernel, causal, dim):
             check(made, twin, oracle(q, k, v, is_causal=causal), small=4e-3, small_lse=0.02)
 
 
-@pytest.mark.parametrize("kernel", HOPPER)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("mask", ["none", "padding", "bias", "one key"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pairwise(kernel=HOPPER, dim=DIMS, dtype=DTYPES, mask=["none", "padding", "bias", "one key"],
+          causal=CAUSAL)  # fmt: skip
 def test_head_dims_dtypes_and_masks_by_key(kernel, dim, dtype, mask, causal):
     shape = (2, 6, 2, 450, 700, dim)
     q, k, v = inputs(shape, dtype)
@@ -123,10 +123,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("kernel", FP8_WEIGHTS)
-@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pairwise(kernel=FP8_WEIGHTS, fields=FIELDS, dim=[64, 128], causal=CAUSAL)
 def test_every_field_of_a_config(kernel, fields, dim, causal):
     q, k, v = inputs((1, 4, 2, 900, 1500, dim))
     made, twin = both(kernel, q, k, v, causal=causal, fields=fields)
@@ -135,12 +132,8 @@ def test_every_field_of_a_config(kernel, fields, dim, causal):
     check(made, twin, oracle(q, k, v, is_causal=causal), small=small, small_lse=6e-3)
 
 
-@pytest.mark.parametrize("kernel", HOPPER)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("block_m", [128, 192])
-@pytest.mark.parametrize("pv_flush", [0, 1, 8])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pairwise(kernel=HOPPER, overlap=[False, True], block_m=[128, 192], pv_flush=[0, 1, 8],
+          dim=[64, 128], causal=CAUSAL)  # fmt: skip
 def test_half_blocks_of_every_kernel(kernel, overlap, block_m, pv_flush, dim, causal):
     q, k, v = inputs((1, 4, 2, 900, 1500, dim))
     fields = {

@@ -11,6 +11,7 @@ import sage_plugin
 from sage_plugin import device
 from sage_plugin.kernels.attention.backends.hopper import scheduler
 from sage_plugin.kernels.attention.oracle import oracle
+from tests.gpu.pairs import pairwise
 from tests.gpu.test_hopper import both, check, inputs, pytestmark  # noqa: F401
 from tests.gpu.variants import config_of
 from tests.kernels.calls import FP8_WEIGHTS, HOPPER, relative_l1
@@ -22,10 +23,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("kernel", HOPPER)
-@pytest.mark.parametrize("shape", SHARED.values(), ids=SHARED)
-@pytest.mark.parametrize("mask", ["none", "padding", "bias"])
-@pytest.mark.parametrize("dim", [40, 64, 128])
+@pairwise(kernel=HOPPER, shape=SHARED, mask=["none", "padding", "bias"], dim=[40, 64, 128])
 def test_programs_share_the_last_tiles_by_keys(kernel, shape, mask, dim):
     """Rows of which all keys of some pieces are hidden; the same bits each time."""
     q, k, v = inputs((*shape, dim))

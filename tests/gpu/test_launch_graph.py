@@ -9,7 +9,8 @@ import sage_plugin
 from sage_plugin.kernels import launch_graph
 from sage_plugin.kernels.attention import executor
 from sage_plugin.kernels.launch_config import forget
-from tests.gpu.variants import each, skip_what_is_left
+from tests.gpu.pairs import pairwise
+from tests.gpu.variants import PAIRS, each, skip_what_is_left
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,11 +57,9 @@ def attended(tensors, mask=None, **options):
     return sage_plugin.attention(*tensors, mask, return_lse=True, **options)
 
 
-@each()
-@pytest.mark.parametrize("dim", [64, 96, 128])
-@pytest.mark.parametrize("heads_k", [4, 2])
-@pytest.mark.parametrize("mask", MASKS)
-def test_a_repeated_call_is_the_call(kernel, variant, dim, heads_k, mask, relaunched):
+@pairwise(pair=PAIRS, dim=[64, 96, 128], heads_k=[4, 2], mask=MASKS)
+def test_a_repeated_call_is_the_call(pair, dim, heads_k, mask, relaunched):
+    kernel, variant = pair
     skip_what_is_left(kernel, variant, dim, mask_kind={"none": "none", "rows": "dense"}.get(
         mask, "key_bias"))  # fmt: skip
     options = {"kernel": kernel, "variant": variant, "is_causal": heads_k == 2}

@@ -17,6 +17,7 @@ from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.quantize import emulation
 from sage_plugin.kernels.quantize.operands import QuantizedOperands
 from sage_plugin.kernels.support import kernels_of
+from tests.gpu.pairs import pairwise
 from tests.gpu.variants import poison
 from tests.kernels.calls import QUANTIZED, launch
 
@@ -136,20 +137,14 @@ def check_values(one: Case) -> None:
 CHECKS = (check_queries, check_keys, check_values)
 
 
-@pytest.mark.parametrize("kernel", QUANTIZED)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_n", [32, 64, 128])
+@pairwise(kernel=QUANTIZED, dim=DIMS, dtype=DTYPES, block_n=[32, 64, 128])
 def test_every_head_dim_type_and_block(kernel, dim, dtype, block_n):
     one = case(kernel, 300, 500, dim, dtype, block_n=block_n)
     for check in CHECKS:
         check(one)
 
 
-@pytest.mark.parametrize("kernel", QUANTIZED)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("fields", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pairwise(kernel=QUANTIZED, dim=[64, 128], fields=FORMS, dtype=[torch.bfloat16, torch.float32])
 def test_calls_of_two_launches(kernel, dim, fields, dtype):
     """Long calls: whole blocks, groups of parts, the sums of parts in V's place."""
     one = case(kernel, 3000, 40_000 * 64 // dim, dim, dtype, block_n=128, **fields)

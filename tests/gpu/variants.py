@@ -22,7 +22,8 @@ PAIRS = PORTABLE + GLUON
 
 def each(pairs: list[tuple[str, str]] = PAIRS) -> Any:
     """Run a test for each of these kernels and variants."""
-    return pytest.mark.parametrize(("kernel", "variant"), pairs, ids=":".join)
+    cases = [pytest.param(*pair, id=":".join(pair)) for pair in pairs]
+    return pytest.mark.parametrize(("kernel", "variant"), cases)
 
 
 def skip_what_is_left(kernel: str, variant: str, dim: int, **call: Any) -> None:

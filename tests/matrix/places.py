@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,16 +35,25 @@ class Place:
     def device(self) -> str:
         return "cuda" if self.name in ("gpu", "hopper") else "cpu"
 
-    def kernels(self, row: Row, at: int) -> tuple[str, ...]:
-        """The kernels that are tried there; `at` is the place of the row in the table."""
+    def kernels(self, row: Row) -> tuple[str, ...]:
+        """The kernels of a row that run there."""
         if self.name == "torch":
             return OF_TORCH if row.kernels == EMULATED else ()
         if self.name == "hopper":
             return tuple(kernel for kernel in row.kernels if kernel in HOPPER)
-        if self.name == "interpreter" and not row.everywhere:
-            others = [kernel for kernel in row.kernels if kernel != "fav2"]
-            return (*({*row.kernels} - {*others}), *others[at % max(1, len(others)) :][:1])
         return row.kernels
+
+    def sampled(self, row: Row, at: int) -> tuple[str, ...]:
+        """Those that every run tries: where builds cost seconds, `fav2` and one in turn.
+
+        Args:
+            at: the place of the row in the table.
+        """
+        kernels = self.kernels(row)
+        if row.everywhere or self.name in ("emulation", "torch"):
+            return kernels
+        others = [kernel for kernel in kernels if kernel != "fav2"]
+        return (*({*kernels} - {*others}), *others[at % max(1, len(others)) :][:1])
 
     def case(self, row: Row) -> Case:
         """The call of a row, the same on every device."""
@@ -91,6 +101,23 @@ PLACES = {
     "gpu": Place("gpu", "portable"),
     "hopper": Place("hopper", "hopper"),
 }
+
+
+def cells(names: dict[str, Row], places: Iterable[str]) -> list[Any]:
+    """The name of a row, a kernel and the name of a place, for each kernel that is tried there.
+
+    Triton's interpreter runs a sample of them; a GPU the same, and the rest in a sweep.
+    """
+    made = []
+    for place in (PLACES[name] for name in places):
+        for at, (name, row) in enumerate(names.items()):
+            sampled = place.sampled(row, at)
+            for kernel in sampled if place.name == "interpreter" else place.kernels(row):
+                marks = [*MARKS.get(place.name, [])]
+                marks += [] if kernel in sampled else [pytest.mark.sweep]
+                label = f"{name}-{kernel}-{place.name}"
+                made.append(pytest.param(name, kernel, place.name, id=label, marks=marks))
+    return made
 
 
 def limit_of(kernel: str, row: Row) -> float:

@@ -235,7 +235,8 @@ def mask_orders(case: Case) -> list[Case]:
 
 def beyond_the_diagonal(case: Case) -> list[Case]:
     """A mask with other numbers where causality hides all keys."""
-    above = torch.ones_like(case.mask, dtype=torch.bool).triu(1)
+    rows, keys = case.mask.shape[-2:]
+    above = torch.ones_like(case.mask, dtype=torch.bool).triu(1 + keys - rows)
     return [case.but(mask=case.mask.masked_fill(above, x)) for x in (torch.nan, torch.inf)]
 
 

@@ -207,7 +207,7 @@ SCORES = [
         change=lambda case: case.but(k=case.k * 0.1 + 50.0)),
     # The sign of a score near 0 decides between two weights: only a small cap keeps that near.
     Row("scores three times a wide cap", (54,), SMALL, None, options={"softcap": 30.0}, dtype=FP32,
-        change=scaled(q=50.0), times=20),
+        change=scaled(q=50.0), times=24),
     Row("scores a hundred times the cap", (54,), options={"softcap": 0.5}, dtype=FP32,
         change=scaled(q=50.0), times=4),
     *(

@@ -8,18 +8,11 @@ import pytest
 import torch
 
 import sage_plugin
-from tests.kernels.calls import relative_l1
-from tests.matrix.places import MARKS, OF_TORCH, PLACES, distance, hold, limit_of, skip_unsupported
+from tests.kernels.calls import FP8_WEIGHTS, relative_l1
+from tests.matrix.places import OF_TORCH, PLACES, cells, distance, hold, limit_of, skip_unsupported
 from tests.matrix.rows import ROWS
 
 NAMES = {str(row): row for row in ROWS}
-CELLS = [
-    pytest.param(name, kernel, place.name, id=f"{name}-{kernel}-{place.name}",
-                 marks=MARKS.get(place.name, []))
-    for place in PLACES.values()
-    for at, (name, row) in enumerate(NAMES.items())
-    for kernel in place.kernels(row, at)
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +26,7 @@ def expected(name, place):
     return PLACES[place].case(NAMES[name]).definition()
 
 
-@pytest.mark.parametrize(("name", "kernel", "place"), CELLS)
+@pytest.mark.parametrize(("name", "kernel", "place"), cells(NAMES, PLACES))
 def test_an_answer_is_that_of_the_definition(name, kernel, place, request):
     row, place = NAMES[name], PLACES[place]
     if place.name == "interpreter":
@@ -74,7 +67,11 @@ def hold_to_emulation(kernel, place, row, case, out, lse, wanted, wanted_lse):
         assert (out - twin).abs().mean() <= 1e-3 * twin.abs().mean() + 1e-37
         assert distance(lse, twin_lse.double(), visible) < 0.02
         return
-    assert relative_l1(out, wanted) <= 1.2 * relative_l1(twin, wanted) + 2e-4
+    # FP8 sums of the tensor cores truncate as they add: a part of what V's mean did not take away.
+    more = 2e-3 if place.name == "hopper" and kernel in FP8_WEIGHTS else 2e-4
+    size = wanted.abs().mean() + 1e-37
+    error, twins = ((x.double() - wanted).abs().mean() / size for x in (out, twin))
+    assert error <= 1.2 * twins + more
     limit = 1.5 * distance(twin_lse, wanted_lse, visible) + 2e-3
     assert distance(lse, wanted_lse, visible) <= limit
 

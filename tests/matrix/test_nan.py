@@ -8,7 +8,7 @@ import torch
 from tests.kernels.calls import EMULATED, relative_l1
 from tests.matrix.definition import in_reach
 from tests.matrix.masks import bias, keeping, tiles
-from tests.matrix.places import MARKS, PLACES, limit_of, skip_unsupported
+from tests.matrix.places import MARKS, PLACES, cells, limit_of, skip_unsupported
 from tests.matrix.row import LARGE, SMALL, Row
 
 SEEN = {
@@ -22,12 +22,7 @@ SEEN = {
                               options={"is_causal": True}),
     "window": Row("window", options={"window": (10, 3)}),
 }  # fmt: skip
-CELLS = [
-    pytest.param(name, kernel, place, id=f"{name}-{kernel}-{place}", marks=MARKS.get(place, []))
-    for place in ("emulation", "interpreter", "gpu", "hopper")
-    for at, (name, row) in enumerate(SEEN.items())
-    for kernel in PLACES[place].kernels(row, at)
-]
+CELLS = cells(SEEN, ("emulation", "interpreter", "gpu", "hopper"))
 
 
 @pytest.fixture(autouse=True)

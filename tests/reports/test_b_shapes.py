@@ -154,7 +154,7 @@ def test_report_27_inputs_may_be_freed_between_the_two_steps(gpu, kernel):
     )
     size = q.numel() * q.element_size()
     expected = gpu.attention(kernel, q, k, v).cpu()
-    prepared = sage_plugin.prepare(q, k, v, kernel=kernel, variant="portable")
+    prepared = sage_plugin.prepare(q, k, v, kernel=kernel, variant="portable", with_lse=False)
     del q, k, v
     operands = operand_bytes(kernel, shape, 128)
     assert torch.cuda.memory_allocated() - empty <= 1.05 * operands

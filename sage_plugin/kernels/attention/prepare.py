@@ -142,7 +142,8 @@ def launch(
         return_lse: also return the natural-log LSE, fp32 `(B, Hq, Sq)`, contiguous.
 
     Returns:
-        What `attention` would have returned, to the bit.
+        What `attention` would have returned; to the bit where `prepare` had the `with_lse` that the
+        call would have as `return_lse`, else but for the order of the sums in K's mean.
 
     Raises:
         UnsupportedInputError: `out_dtype` is no floating type, or an LSE of a call that needs a
