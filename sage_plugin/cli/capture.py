@@ -33,6 +33,12 @@ OPTIONS = {
 }
 """Of this command, which belong before the script."""
 
+OF_RUNS = {
+    "layers": "--layers", "steps": "--steps", "every": "--every", "per_shape": "--per-shape",
+    "total_steps": "--num-steps", "min_seq": "--min-seq",
+}  # fmt: skip
+"""What chooses among the calls of a run, by the field of `CaptureOptions`."""
+
 logger = logging.getLogger(__name__)
 
 Script = Annotated[
@@ -57,7 +63,7 @@ FromPt = Annotated[
     ),
 ]
 PtLayout = Annotated[
-    str, typer.Option("--layout", help="Of such files that do not say: bhsd or bshd.")
+    str | None, typer.Option("--layout", help="Of such files that do not say: bhsd or bshd.")
 ]
 Heads = Annotated[
     str | None, typer.Option(help="Number of key heads, or indices such as 0,5,8-11 (or 3,).")
@@ -93,7 +99,7 @@ def command(
     overwrite: Overwrite = False,
     size: Size = None,
     from_pt: FromPt = None,
-    layout: PtLayout = "bhsd",
+    layout: PtLayout = None,
 ) -> None:
     """Record real Q, K and V during inference, spread over layers and denoising steps."""
     from sage_plugin.capture.recording.options import CaptureOptions, parse_bytes
@@ -116,7 +122,11 @@ def command(
         overwrite=overwrite,
     )
     if from_pt is not None:
-        _convert(from_pt, out, options, script, layout)
+        if script is not None:
+            raise UsageError(f"--from-pt {from_pt} runs nothing: leave {script} out")
+        _convert(from_pt, out, options, size, layout or "bhsd")
+    elif layout is not None:
+        raise UsageError("--layout is of --from-pt: recorded calls say how they lie")
     elif script is None:
         _report(_record_demo(out, options, size), out)
     elif size is not None:
@@ -126,13 +136,19 @@ def command(
 
 
 def _convert(
-    folder: Path, out: Path, options: CaptureOptions, script: Path | None, layout: str
+    folder: Path, out: Path, options: CaptureOptions, size: str | None, layout: str
 ) -> None:
     """Take over the tensors of somebody's `.pt` files, and say what could not be."""
+    import dataclasses
+
     from sage_plugin.capture.recording import pt_files
 
-    if script is not None:
-        raise UsageError(f"--from-pt {folder} runs nothing: leave {script} out")
+    usual = {field.name: field.default for field in dataclasses.fields(options)}
+    for name in OF_RUNS:
+        if getattr(options, name) != usual[name]:
+            raise UsageError(f"--from-pt {folder} runs nothing: leave {OF_RUNS[name]} out")
+    if size is not None:
+        raise UsageError(f"--from-pt {folder} runs nothing: leave --size out")
     one_of("--layout", layout, LAYOUTS)
     done = pt_files.convert(folder, out, options, layout=layout)
     say_left_out(done.problems)

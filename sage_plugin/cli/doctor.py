@@ -51,6 +51,8 @@ def command(
     if plan is not None:
         _plan(plan, facts, seq_len or [], here=card is None)
         return
+    if seq_len:
+        raise UsageError("--seq-len is of a model: add --plan MODEL")
     say(_verdict(facts))
     for title, lines in (
         ("Device", _device(facts)),
@@ -67,7 +69,10 @@ def command(
 
 def _plan(text: str, facts: DeviceFacts, seq_len: list[str], *, here: bool) -> None:
     """Show what the modules of a script or model will run on."""
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--plan {text}: {error}") from None
     path = Path(words[0] if words else "")
     if path.suffix != ".py":
         say(_plan_of_model(path, facts, seq_len).text())

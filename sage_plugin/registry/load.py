@@ -8,7 +8,6 @@ from pathlib import Path
 from sage_plugin import files, settings
 from sage_plugin.errors import ConfigError
 from sage_plugin.schema import (
-    FAMILIES,
     LAYOUTS,
     MASK_KINDS,
     SCHEMA_VERSION,
@@ -21,6 +20,9 @@ from sage_plugin.schema import (
 
 MAX_FILE_BYTES = 4 * 2**20
 """A device's tuned calls are kilobytes; a file beyond this is not one of ours."""
+
+SPACES = "spaces"
+"""Folder of the search spaces that come with the package, beside the configs of cards."""
 
 POSITIVE_KEY_FIELDS = ("head_dim", "dv", "gqa_ratio", "seq_q", "seq_k", "batch_heads")
 POSITIVE_CONFIG_FIELDS = ("block_m", "block_n", "num_warps", "num_stages")
@@ -123,8 +125,8 @@ def file_path(root: str | Path, slug: str, family: str = "attention") -> Path:
 
 
 def files_under(root: Path) -> list[Path]:
-    """List the registry files under a folder of configs; search spaces and others are none."""
-    return sorted(path for family in FAMILIES for path in root.glob(f"*/{family}.json"))
+    """List the registry files under a folder of configs; search spaces are none."""
+    return sorted(path for path in root.glob("*/*.json") if path.parent.name != SPACES)
 
 
 def user_dir() -> Path | None:

@@ -69,7 +69,7 @@ class AutotuneReport:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to tune; a cancelled call goes on where it was."""
+        """Whether it was not cancelled; the next call goes on where a cancelled one was."""
         return self.report is None or not self.report.interrupted
 
 

@@ -11,7 +11,7 @@ from sage_plugin.capture.recording.options import CaptureOptions
 from sage_plugin.capture.recording.pt_files import convert
 from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.errors import CaptureError
-from tests.cli.program import sage
+from tests.cli.program import error_of, sage
 
 
 def drawn(heads=4, seq=6, width=8, seed=0):
@@ -110,4 +110,7 @@ def test_the_command(tmp_path, monkeypatch):
     (record,) = open_captures("taken").records
     assert (record.shape.heads_q, record.shape.layout) == (4, "bshd")
     assert sage("capture --from-pt pt --out taken").exit_code == 2
-    assert sage("capture --from-pt pt x.py").exit_code == 2
+    for wrong in ("x.py", "--every 2", "--num-steps 3", "--layers a", "--size small"):
+        refused = sage(f"capture --from-pt pt --out other {wrong}")
+        assert "runs nothing: leave" in error_of(refused), wrong
+    assert "--layout is of --from-pt" in error_of(sage("capture --layout bshd"))

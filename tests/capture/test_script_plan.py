@@ -73,4 +73,6 @@ def test_the_doctor_plans_scripts_and_models():
     assert "plan for NVIDIA H200: 30 of 60 calls go to a kernel" in model.stdout
     assert "self.*, 30 layers: 1x12x32760x128" in model.stdout
     assert "no config.json" in error_of(sage("doctor --plan absent"))
+    assert "--seq-len is of a model" in error_of(sage("doctor --seq-len 64"))
+    assert "No closing quotation" in error_of(sage("doctor", "--plan", "x.py 'a"))
     assert "runs here" in error_of(sage("doctor --plan theirs.py --as nvidia-h200"))

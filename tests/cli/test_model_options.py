@@ -41,6 +41,8 @@ def test_the_calls_of_a_model_and_of_one_of_its_devices():
         ("--model wan -hq 4", "--model has its own shapes: leave --num-heads out"),
         ("--model wan --image-size large", "--image-size 'large': pixels such as 832x480"),
         ("--model wan --num-frames 0", "--num-frames 0: must be at least 1"),
+        ("--model wan -b 0", "-b 0: must be at least 1"),
+        ("--model wan --inputs-distribution flat", "--inputs-distribution 'flat'"),
         ("--model wan --tp-size 5", "--tp-size 5 does not divide heads_q 12"),
         ("--model llama", "has no length of its own"),
         ("--seq-len 64 --image-size 8x8", "--image-size is of a model: add --model"),

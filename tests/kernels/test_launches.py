@@ -176,7 +176,7 @@ def test_the_tune_command_of_a_miss_tunes_that_very_key(of, monkeypatch, tmp_pat
     of = CallKey(**{**of.to_json(), "variant": "emulation"})  # which a CPU tunes
     monkeypatch.chdir(tmp_path)
     plans = []
-    monkeypatch.setattr(tune_command, "_show_plan", plans.append)
+    monkeypatch.setattr(tune_command, "show_plan", plans.append)
     program, *words = shlex.split(launch_space.tune_command(of))
     assert program == "sage"
     result = CliRunner().invoke(app, [*words, "--dry-run", "--device", "cpu"])

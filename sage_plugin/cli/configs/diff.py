@@ -27,8 +27,9 @@ def command(first: First, second: Second) -> None:
     renewed = [pair for pair in pairs if pair.same_config]
     shown = [pair for pair in pairs if not pair.same_config]
     if shown:
-        table = grid("call", "config", "values", padding=1)
-        table.columns[1].header, table.columns[2].header = "A", "B"
+        table = grid("call", padding=1)
+        table.add_column("A", no_wrap=True)
+        table.add_column("B", no_wrap=True)
         for pair in shown:
             table.add_row(*_cells(pair))
         stdout.print(table)

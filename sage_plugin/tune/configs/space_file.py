@@ -20,8 +20,6 @@ from sage_plugin.schema import LaunchConfig
 
 logger = logging.getLogger(__name__)
 
-SPACES = "spaces"
-"""Folder of the spaces that come with the package, beside the configs of cards."""
 MAX_CONFIGS = 100_000
 MAX_FILE_BYTES = 2**20
 RENAMED = {"block_size_m": "block_m", "block_size_n": "block_n"}
@@ -61,7 +59,7 @@ def read(path: str | Path) -> SpaceFile:
     """
     path = Path(path)
     if not path.exists() and (shipped := load.shipped_dir()) is not None:
-        ready = shipped / SPACES / path.name
+        ready = shipped / load.SPACES / path.name
         path = ready if path.parent == Path() and ready.exists() else path
     data = files.read_json(path, MAX_FILE_BYTES, "search space")
     if not isinstance(data, dict) or not data:
