@@ -17,8 +17,9 @@ takes its place back if it turns out to have the same shape.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from sage_plugin.capture.selection.steps import StepSelection
@@ -103,7 +104,8 @@ class SpreadPolicy:
         self._position: dict[str, int] = {}
         self._offset_rank: list[int] = []
         self._kept: dict[CaptureCell, _Rank] = {}
-        self._shapes: dict[CaptureCell, Hashable] = {}
+        self._shape_of: dict[CaptureCell, Hashable] = {}
+        self._of_shape: defaultdict[Hashable, dict[CaptureCell, None]] = defaultdict(dict)
         self._stand_ins: dict[CaptureCell, CaptureCell] = {}
         self._plan: set[CaptureCell] | None = None
 
@@ -149,7 +151,7 @@ class SpreadPolicy:
         if reason:
             return CaptureVerdict(False, reason=reason)
         plan = self._plan_of(cell)
-        own = [kept for kept in self._kept if self._shapes[kept] == shape]
+        own = self._of_shape.get(shape)
         if not own:
             return self._first_of_shape(cell, plan)
         full = self.per_shape is not None and len(own) >= self.per_shape
@@ -157,17 +159,19 @@ class SpreadPolicy:
             return self._judge_planned(cell, plan, own, full)
         if not full and len(self._kept) < self.max_captures:
             return CaptureVerdict(True)
-        spare = own if full else [*own, *self._spare()]
-        worst = max(spare, key=self._kept.__getitem__, default=None)
-        if worst is None or self._rank(cell) >= self._kept[worst]:
+        spare = own if full else itertools.chain(own, self._spare())
+        worst = max(spare, key=self._kept.__getitem__)
+        if self._rank(cell) >= self._kept[worst]:
             return CaptureVerdict(False, reason=ENOUGH_OF_SHAPE if full else NOT_IN_SPREAD)
         return CaptureVerdict(True, evict=worst)
 
     def commit(self, cell: CaptureCell, verdict: CaptureVerdict, shape: Hashable = None) -> None:
         """Take note that a call was saved as `judge` decided."""
         if verdict.evict is not None:
-            del self._kept[verdict.evict], self._shapes[verdict.evict]
-        self._kept[cell], self._shapes[cell] = self._rank(cell), shape
+            del self._kept[verdict.evict]
+            del self._of_shape[self._shape_of.pop(verdict.evict)][verdict.evict]
+        self._kept[cell], self._shape_of[cell] = self._rank(cell), shape
+        self._of_shape[shape][cell] = None
         if verdict.instead_of is not None:
             self._stand_ins[verdict.instead_of] = cell
         if self._plan is not None:
@@ -183,7 +187,7 @@ class SpreadPolicy:
         return self._plan
 
     def _judge_planned(
-        self, cell: CaptureCell, plan: set[CaptureCell], own: list[CaptureCell], full: bool
+        self, cell: CaptureCell, plan: set[CaptureCell], own: dict[CaptureCell, None], full: bool
     ) -> CaptureVerdict:
         """Keep a planned call, and an unplanned one in place of a planned one that did not come."""
         if (stand_in := self._stand_ins.get(cell)) in own:
@@ -210,10 +214,9 @@ class SpreadPolicy:
         place = min(waiting, key=lambda p: (abs(p.step - cell.step), p.layer, p.call_index))
         return CaptureVerdict(True, instead_of=place)
 
-    def _spare(self) -> list[CaptureCell]:
+    def _spare(self) -> Iterator[CaptureCell]:
         """The kept calls that are not the only one of their shape."""
-        counts = Counter(self._shapes.values())
-        return [cell for cell in self._kept if counts[self._shapes[cell]] > 1]
+        return (cell for cells in self._of_shape.values() if len(cells) > 1 for cell in cells)
 
     def _missed(self, cell: CaptureCell, plan: set[CaptureCell]) -> CaptureCell | None:
         """A planned call that this one may replace: of the same layer, or long overdue."""
