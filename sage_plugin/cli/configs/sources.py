@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sage_plugin.cli.console import say
 from sage_plugin.errors import UsageError
-from sage_plugin.registry.merge import ALREADY_THERE, MergeReport
 from sage_plugin.schema import RegistryFile
+
+if TYPE_CHECKING:
+    from sage_plugin.registry.merge import MergeReport
 
 
 def files_of(path: Path) -> list[RegistryFile]:
@@ -68,6 +71,7 @@ def destination(config_dir: Path | None) -> Path:
 
 def _say_report(path: Path, report: MergeReport) -> None:
     from sage_plugin.families.attention.labels import describe_key
+    from sage_plugin.registry.merge import ALREADY_THERE
 
     groups = {"added": report.added, "replaced": report.replaced, "kept": report.kept}
     counts = ", ".join(f"{len(notes)} {word}" for word, notes in groups.items())
