@@ -13,7 +13,6 @@ The second form times nothing: it takes the trials of tuning runs, a study a len
 from __future__ import annotations
 
 import argparse
-import itertools
 import subprocess
 import sys
 import tempfile
@@ -28,12 +27,12 @@ from accuracy import identity, write
 from gpu_options import gpu_parser, on_gpu
 
 from sage_plugin import device as devices
-from sage_plugin import files
 from sage_plugin.families import ATTENTION
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.measure.timing import measure
 from sage_plugin.registry import distance, load, lookup
 from sage_plugin.registry.merge import merge
+from sage_plugin.registry.regions import LIMIT, Times, fewest, prices, regret, winners
 from sage_plugin.schema import (
     CallKey,
     CallShape,
@@ -43,13 +42,9 @@ from sage_plugin.schema import (
     LaunchConfig,
     RegistryEntry,
     Timing,
-    Trial,
 )
-from sage_plugin.tune.run import run_folder
-from sage_plugin.tune.run.ledger import Ledger
+from sage_plugin.tune.held.prices import of_runs
 
-LIMIT = 0.01
-"""Loss that a region may have."""
 ROUNDS = 15
 BUILD_SHARE = 0.6
 """Part of the budget that building may take."""
@@ -60,28 +55,6 @@ SIGNATURES = {
     "language, 128 channels": (1, 32, 8, 128, True, (8192, 16_384, 32_768, 65_536)),
 }
 NO_ERROR = ErrorMetrics(0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0)
-
-Times = Mapping[int, Mapping[LaunchConfig, float]]
-"""Milliseconds by length and config."""
-
-
-def winners(times: Times) -> dict[int, LaunchConfig]:
-    """The fastest config of each length."""
-    return {seq: min(row, key=row.__getitem__) for seq, row in sorted(times.items())}
-
-
-def regret(times: Times, seq: int, config: LaunchConfig) -> float | None:
-    """What a length loses by a config; `None` where it was not timed there."""
-    row = times[seq]
-    return row[config] / min(row.values()) - 1 if config in row else None
-
-
-def prices(times: Times) -> dict[int, dict[int, float | None]]:
-    """The regret of each length's winner at every length."""
-    return {
-        at: {seq: regret(times, seq, config) for seq in sorted(times)}
-        for at, config in winners(times).items()
-    }
 
 
 def left_out(
@@ -120,31 +93,6 @@ def entry(key: CallKey, config: LaunchConfig, ms: float) -> RegistryEntry:
         synthetic=True, inputs=("regret",), run="regret", toolchain=devices.toolchain(), date="",
     )  # fmt: skip
     return RegistryEntry(key, (key.seq_q, key.seq_q), (key.seq_k, key.seq_k), config, evidence)
-
-
-def fewest(times: Times, limit: float = LIMIT) -> dict[int, tuple[int, int]]:
-    """The fewest lengths whose winners keep every length within a limit, with their regions.
-
-    Returns:
-        By length of a winner, the lowest and highest length around it that it serves within the
-        limit, without a gap.
-    """
-    best, lengths = winners(times), sorted(times)
-    within = {
-        at: {seq for seq in lengths if (loss := regret(times, seq, best[at])) is not None
-             and loss <= limit}
-        for at in lengths
-    }  # fmt: skip
-    sets = (s for n in range(1, len(lengths) + 1) for s in itertools.combinations(lengths, n))
-    kept = next(s for s in sets if set().union(*(within[at] for at in s)) == set(lengths))
-    return {at: _around(at, within[at], lengths) for at in kept}
-
-
-def _around(at: int, within: set[int], lengths: Sequence[int]) -> tuple[int, int]:
-    place = lengths.index(at)
-    below = itertools.takewhile(within.__contains__, reversed(lengths[: place + 1]))
-    above = itertools.takewhile(within.__contains__, lengths[place:])
-    return min(below), max(above)
 
 
 def table(
@@ -193,54 +141,16 @@ def shown(row: Mapping[str, Any]) -> str:
 
 
 def of_ledgers(runs: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """A table for each kind of call of which runs have several lengths."""
-    groups: defaultdict[tuple[object, ...], dict[int, dict[LaunchConfig, float]]]
-    groups = defaultdict(dict)
-    keys: defaultdict[tuple[object, ...], dict[int, CallKey]] = defaultdict(dict)
-    cards: dict[tuple[object, ...], DeviceFacts] = {}
-    for run in runs:
-        metadata = files.read_json(run / run_folder.METADATA, load.MAX_FILE_BYTES, "run's file")
-        facts, ledger = DeviceFacts.from_json(metadata["device"]), Ledger(run / run_folder.LEDGER)
-        for study in metadata["studies"]:
-            key = CallKey.from_json(study["key"])
-            times = trial_times(ledger, study["id"])
-            if times:
-                kind = (facts.slug, *distance.alike(key))
-                groups[kind].setdefault(key.seq_q, times)
-                keys[kind].setdefault(key.seq_q, key)
-                cards[kind] = facts
-    for kind, by_length in groups.items():
-        if len(by_length) > 1:
-            name = f"{kind[0]}, {kind[3]} channels{', causal' if kind[7] else ''}"
-            yield table(name, by_length, keys[kind], cards[kind])
-
-
-def trial_times(ledger: Ledger, study: str) -> dict[LaunchConfig, float]:
-    """The times of a study's sound configs: of its race where there was one, else of its screen.
-
-    A screen's times are taken at different moments: where each has its ratio to the default of the
-    same moment, that counts.
-    """
-    screens, raced = (
-        {config: trial for config, trial in ledger.trials(study, stage).items() if trial.time}
-        for stage in ("screen", "final")
-    )
-    base_ms = next((_ms(trial) for trial in screens.values()), 0.0)
-    times = {
-        config: trial.extra["ratio"] * base_ms if "ratio" in trial.extra else _ms(trial)
-        for config, trial in screens.items()
-    }
-    finals = {config: _ms(trial) for config, trial in raced.items()}
-    anchor = next((config for config in finals if config in times), None)
-    if anchor is None:
-        return times
-    scale = times[anchor] / finals[anchor]  # both on the scale of the screen's default
-    return times | {config: ms * scale for config, ms in finals.items()}
-
-
-def _ms(trial: Trial) -> float:
-    assert trial.time is not None
-    return trial.time.median_ms
+    """A table for each kind of call of which runs of one card have several lengths."""
+    facts, found = of_runs(runs)
+    groups: defaultdict[tuple[object, ...], dict[int, CallKey]] = defaultdict(dict)
+    for key in found:
+        groups[*distance.alike(key), key.batch_heads][key.seq_q] = key
+    for keys in groups.values():
+        if len(keys) > 1:
+            first = next(iter(keys.values()))
+            name = f"{facts.slug}, {first.head_dim} channels{', causal' if first.causal else ''}"
+            yield table(name, {seq: found[key] for seq, key in keys.items()}, keys, facts)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------

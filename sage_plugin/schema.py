@@ -381,13 +381,23 @@ class EntryEvidence(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry(JsonRecord):
-    """One tuned config: the key it was measured at and the lengths for which it may be used."""
+    """One tuned config: the key it was measured at and the lengths for which it may be used.
+
+    Attributes:
+        key: the call.
+        seq_q_range: lowest and highest length of queries; likewise of keys.
+        config: the launch config.
+        evidence: why it is here.
+        regret: the most that a call inside the ranges was seen to lose against its own best
+            config, as a share; `None` where that was not measured.
+    """
 
     key: CallKey
     seq_q_range: tuple[int, ...]
     seq_k_range: tuple[int, ...]
     config: LaunchConfig
     evidence: EntryEvidence
+    regret: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,8 @@ def entry_problems(entry: RegistryEntry) -> list[str]:
     for name, (bounds, length) in ranges.items():
         if len(bounds) != 2 or not bounds[0] <= length <= bounds[1]:
             problems.append(f"{name}_range is {list(bounds)}, expected [low, high] around {length}")
+    if entry.regret is not None and not 0 <= entry.regret < 1e6:
+        problems.append(f"its regret is {entry.regret}, expected a share from 0 up")
     if not 0 < time.low_ms <= time.median_ms <= time.high_ms:
         problems.append(
             f"its time is {time.median_ms} ms in {time.low_ms}..{time.high_ms}, expected "

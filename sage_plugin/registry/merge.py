@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.registry import load, lookup, store
+from sage_plugin.registry import load, lookup, regions, store
 from sage_plugin.registry.distance import REACH
 from sage_plugin.schema import (
     NO_SPEEDS,
     SCHEMA_VERSION,
     CallKey,
     DeviceFacts,
+    LaunchConfig,
     RegistryEntry,
     RegistryFile,
     Toolchain,
@@ -26,6 +27,7 @@ TRUSTED = ("", "clean")
 """Stamps of times that may take an entry's place; earlier releases had none."""
 
 ALREADY_THERE = "already there"
+Prices = Mapping[CallKey, Mapping[LaunchConfig, float]]
 KeyNote = tuple[CallKey, str]
 
 
@@ -79,6 +81,36 @@ def merge(
             files.write_atomically(path, store.text_of(file))
             lookup.clear()
     return report
+
+
+def price(path: str | Path, times: Prices, *, limit: float, drop: bool) -> tuple[CallKey, ...]:
+    """Write the measured regions of a registry file's entries into it, under its lock.
+
+    Args:
+        path: the file.
+        times: milliseconds of configs by the key that they were timed at.
+        limit: loss that a region may have.
+        drop: take out the entries that are not needed for all priced lengths to stay within it.
+
+    Returns:
+        The keys whose entries changed or went.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+        OutputError: it cannot be written.
+    """
+    path = Path(path)
+    with store.locked(path):
+        file = load.read(path)
+        priced = regions.priced(file.entries, times, limit)
+        gone = set(regions.redundant(priced, limit)) if drop else set()
+        kept = tuple(entry for entry in priced if entry not in gone)
+        if kept != file.entries:
+            text = store.text_of(dataclasses.replace(file, entries=kept))
+            files.write_atomically(path, text)
+            lookup.clear()
+    before = {entry.key: entry for entry in file.entries}
+    return tuple(e.key for e in priced if e in gone or before[e.key] != e)
 
 
 def _current(path: Path, family: str, facts: DeviceFacts) -> RegistryFile | None:
@@ -138,7 +170,9 @@ def _with_ranges(entries: list[RegistryEntry]) -> tuple[RegistryEntry, ...]:
     for entry in entries:
         groups.setdefault(entry.key.discrete(), []).append(entry)
     return tuple(
-        dataclasses.replace(
+        entry
+        if entry.regret is not None  # its region was measured
+        else dataclasses.replace(
             entry,
             seq_q_range=_reach(entry.key.seq_q, entry.seq_q_range, [e.seq_q_range for e in group]),
             seq_k_range=_reach(entry.key.seq_k, entry.seq_k_range, [e.seq_k_range for e in group]),
