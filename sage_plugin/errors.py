@@ -5,6 +5,8 @@ A message says what was got, what is allowed and what to do. Nothing here import
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class SageError(Exception):
     """Base of all errors of this package; the command line prints it as one sentence.
@@ -70,3 +72,16 @@ class DemoError(SageError, RuntimeError):
     """The demo model or its packages are missing or damaged."""
 
     exit_code = 3
+
+
+def did_you_mean(value: str, allowed: Iterable[str]) -> str:
+    """Ask for the allowed value that is nearest to a mistyped one; empty if none is near.
+
+    Example:
+        >>> did_you_mean("saeg", ["fav2", "sage"]), did_you_mean("flash", ["fav2", "sage"])
+        ("; did you mean 'sage'?", '')
+    """
+    import difflib
+
+    close = difflib.get_close_matches(value, list(allowed), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

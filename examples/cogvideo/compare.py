@@ -56,14 +56,16 @@ def compare(options: argparse.Namespace) -> None:
         parse_kernel(name)
     policy = None if options.policy is None else chosen_policy(options.policy)
     generate.make_folder(options.output)
+    side_by_side = options.output / "side_by_side"
     pipe = generate.load(options, device)
     subject = Subject(pipe, functools.partial(generate.draw, pipe, inputs), device)
-    comparison, clips = compare_clips(
+    comparison, _ = compare_clips(
         subject,
         run_configs(kernels, policy, baseline=BASELINE),
         limits=LIMITS if options.budget is None else replace(LIMITS, budget_s=options.budget),
         seed=options.seed,
         report_progress=lambda words: print(words, file=sys.stderr, flush=True),
+        on_clip=lambda clips: save_comparison(clips, side_by_side, fps=generate.FPS),
     )
     console = Console()
     console.print(render(comparison, width=console.width))
@@ -75,7 +77,6 @@ def compare(options: argparse.Namespace) -> None:
         "toolchain": devices.toolchain().to_json(),
     }
     write_atomically(options.output / "result.json", json_text(comparison, about))
-    save_comparison(clips, options.output / "side_by_side", fps=generate.FPS)
     if note := plot.save(comparison, options.output / "plane.png"):
         print(note, file=sys.stderr)
     print(f"Wrote result.json, plane.png and the clips side by side to {options.output}")

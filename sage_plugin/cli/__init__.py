@@ -15,8 +15,10 @@ import typer
 from typer.core import TyperGroup
 
 from sage_plugin import __version__
-from sage_plugin.cli import bench, capture, configs, demo, doctor, policy, tune
+from sage_plugin.cli import capture, configs, demo, doctor, policy, tune
+from sage_plugin.cli.bench import command as bench
 from sage_plugin.cli.console import fail, guarded, stderr, stdout
+from sage_plugin.cli.options import examples
 from sage_plugin.errors import SageError
 
 
@@ -40,10 +42,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Quantised attention: record, tune, measure, and run a video model on the result.",
 )
-app.command("demo")(demo.command)
-app.command("capture", context_settings=capture.CONTEXT_SETTINGS)(capture.command)
-app.command("tune")(tune.command)
-app.command("bench")(bench.command)
+app.command("demo", epilog=examples(*demo.EXAMPLES))(demo.command)
+app.command(
+    "capture",
+    epilog=examples(*capture.EXAMPLES),
+    context_settings=capture.CONTEXT_SETTINGS,
+)(capture.command)
+app.command("tune", epilog=examples(*tune.EXAMPLES))(tune.command)
+app.command("bench", epilog=examples(*bench.EXAMPLES))(bench.command)
 app.command("doctor")(doctor.command)
 app.add_typer(configs.app, name="configs")
 app.add_typer(policy.app, name="policy")

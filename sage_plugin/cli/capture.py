@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.console import counted, say, say_left_out, stderr
-from sage_plugin.cli.options import DEFAULT_FOLDER, one_of
+from sage_plugin.cli.options import DEFAULT_FOLDER, flattened, one_of, shown_first
 from sage_plugin.errors import SageError, UsageError
 from sage_plugin.schema import LAYOUTS
 
@@ -47,7 +47,7 @@ Script = Annotated[
 ]
 Args = Annotated[list[str] | None, typer.Argument(help="Arguments of the script, untouched.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the captures.")]
-MaxCaptures = Annotated[int, typer.Option(help="Most captures, at any time.")]
+MaxCaptures = Annotated[int, typer.Option(min=1, help="Most captures, at any time.")]
 Layers = Annotated[
     list[str] | None, typer.Option(help="Glob of layer paths; repeatable, or with commas.")
 ]
@@ -73,15 +73,24 @@ MaxBytes = Annotated[
     str, typer.Option(help="Most bytes of the folder; heads are left out to hold it.")
 ]
 NumSteps = Annotated[
-    int | None, typer.Option(help="Denoising steps: of the demo, or those that the script runs.")
+    int | None,
+    typer.Option(min=1, help="Denoising steps: of the demo, or those that the script runs."),
 ]
-MinSeq = Annotated[int, typer.Option(help="Calls with fewer queries or keys are not saved.")]
+MinSeq = Annotated[int, typer.Option(min=0, help="Calls with fewer queries or keys are not saved.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the captures in the folder.")]
 Size = Annotated[
     str | None, typer.Option(help="Demo size, small or large (default: large on a GPU).")
 ]
 
 
+EXAMPLES = (
+    "sage capture --max-captures 4 my_script.py --its-own options",
+    "sage capture --size small --num-steps 2 --max-captures 4",
+)
+
+
+@shown_first("out", "max_captures", "overwrite")
+@flattened
 def command(
     script: Script = None,
     args: Args = None,
@@ -104,23 +113,20 @@ def command(
     """Record real Q, K and V during inference, spread over layers and denoising steps."""
     from sage_plugin.capture.recording.options import CaptureOptions, parse_bytes
 
-    if max_captures < 1:
-        raise UsageError(f"--max-captures {max_captures}: at least 1")
-    if num_steps is not None and num_steps < 1:
-        raise UsageError(f"--num-steps: got {num_steps}, expected at least 1")
-    options = CaptureOptions(
-        max_captures=max_captures,
-        layers=layers or "*",
-        steps=steps,
-        every=every,
-        per_shape=per_shape,
-        heads=heads,
-        batch=batch,
-        max_bytes=parse_bytes(max_bytes),
-        total_steps=num_steps,
-        min_seq=min_seq,
-        overwrite=overwrite,
-    )
+    with _of_options():
+        options = CaptureOptions(
+            max_captures=max_captures,
+            layers="*" if layers is None else layers,
+            steps=steps,
+            every=every,
+            per_shape=per_shape,
+            heads=heads,
+            batch=batch,
+            max_bytes=parse_bytes(max_bytes),
+            total_steps=num_steps,
+            min_seq=min_seq,
+            overwrite=overwrite,
+        )
     if from_pt is not None:
         if script is not None:
             raise UsageError(f"--from-pt {from_pt} runs nothing: leave {script} out")
@@ -128,7 +134,7 @@ def command(
     elif layout is not None:
         raise UsageError("--layout is of --from-pt: recorded calls say how they lie")
     elif script is None:
-        _report(_record_demo(out, options, size), out)
+        _report(_record_demo(out, options, size), out, options)
     elif size is not None:
         raise UsageError("--size is of the demo pipeline; give the script its own options after it")
     else:
@@ -197,24 +203,48 @@ def _record_script(script: Path, args: list[str], out: Path, options: CaptureOpt
 
     check_script(script)
     recorder = CaptureRecorder(out, options, on_save=_show_saved)
-    with _recording(recorder):
+    with _noting_misplaced(script, args), _recording(recorder):
         end = run_script(script, args, recorder)
     if end.traceback:
         stderr.print(end.traceback, markup=False, highlight=False, end="")
     summary = recorder.summary
     failure = f"the script {script} failed by itself (status {end.status}"
     failure += ", its own error is above)" if end.traceback else ")"
-    if end.status and (ours := sorted({arg.split("=")[0] for arg in args} & OPTIONS)):
-        say(
-            f"note: {ours[0]} stands behind {script} and went to the script; write "
-            f"sage capture {ours[0]} ... {script}",
-            to_stderr=True,
-        )
-    if end.status and not summary.files:
-        raise UsageError(f"{failure} before anything was recorded: {summary.why_nothing()}")
-    _report(summary, out)
-    if end.status:
-        raise SageError(f"{failure}; the {summary.files} captures until then are kept in {out}")
+    with _noting_misplaced(script, args):
+        if end.status and not summary.files:
+            raise UsageError(f"{failure} before anything was recorded: {summary.why_nothing()}")
+        _report(summary, out, options)
+        if end.status:
+            raise SageError(
+                f"{failure}; what was recorded until then is kept: {captures(summary.files)} in "
+                f"{out}"
+            )
+
+
+@contextlib.contextmanager
+def _of_options() -> Iterator[None]:
+    """Name an option where the library names its argument."""
+    try:
+        yield
+    except UsageError as error:
+        name, colon, rest = str(error).partition(":")
+        option = f"--{'max-bytes' if name == 'bytes' else name.replace('_', '-')}"
+        raise UsageError(f"{option}{colon}{rest}" if option in OPTIONS else str(error)) from None
+
+
+@contextlib.contextmanager
+def _noting_misplaced(script: Path, args: list[str]) -> Iterator[None]:
+    """Say which options of ours the script got, where something went wrong."""
+    try:
+        yield
+    except SageError:
+        if ours := sorted({arg.split("=")[0] for arg in args} & OPTIONS):
+            say(
+                f"note: {ours[0]} stands behind {script} and went to the script; write "
+                f"sage capture {ours[0]} ... {script}",
+                to_stderr=True,
+            )
+        raise
 
 
 @contextlib.contextmanager
@@ -227,8 +257,8 @@ def _recording(recorder: CaptureRecorder) -> Iterator[None]:
         except KeyboardInterrupt:
             summary = recorder.summary
             if summary.files:
-                text = f"interrupted: {summary.files} captures are kept in {summary.folder}"
-                say(text, to_stderr=True)
+                kept = captures(summary.files)
+                say(f"interrupted: {kept} kept in {summary.folder}", to_stderr=True)
             raise
 
 
@@ -236,20 +266,45 @@ def _show_saved(record: CaptureRecord) -> None:
     logger.info("saved %s: %s, step %d", record.file, record.layer, record.step)
 
 
-def _report(summary: CaptureSummary, out: Path) -> None:
+def captures(count: int) -> str:
+    """Write a number of captures."""
+    return "1 capture" if count == 1 else f"{count} captures"
+
+
+def _report(summary: CaptureSummary, out: Path, options: CaptureOptions) -> None:
     """What came out, where it is, and what to run next."""
     if not summary.files:
         raise UsageError(f"nothing was recorded: {summary.why_nothing()}")
     lines = [
-        f"Recorded {summary.files} captures ({summary.bytes / 1e6:.1f} MB) in {out}: "
+        f"Recorded {captures(summary.files)} ({summary.bytes / 1e6:.1f} MB) in {out}: "
         f"{len(summary.layers_saved)} of {len(summary.layers)} layers, "
         f"{len(summary.steps_saved)} of {max(summary.steps.values())} steps",
         f"Counted {summary.calls_seen} attention calls",
     ]
-    if summary.partial:
-        lines.append(
-            f"{summary.partial} of them hold some heads or batch items of their call, as asked: "
-            "errors are judged on those, and times are taken at full shape"
-        )
+    lines += _parts(out, options)
     lines.append(f"Next: sage tune {shlex.quote(str(out))}")
     say(*lines)
+
+
+def _parts(out: Path, options: CaptureOptions) -> list[str]:
+    """Which part of their calls the captures hold, and what comes of it."""
+    from sage_plugin.capture.store.reader import open_captures
+
+    records = open_captures(out).records
+    lines = []
+    wanted = options.rule().heads
+    most = max(record.shape.heads_k for record in records)
+    if isinstance(wanted, int) and wanted > most:
+        lines.append(f"--heads {wanted}: the calls have {most} key heads, and all are recorded")
+    parts = {
+        f"{len(r.head_indices)} of {r.shape.heads_k} key heads and {len(r.batch_indices)} of "
+        f"{r.shape.batch} batch items"
+        for r in records
+        if len(r.head_indices) < r.shape.heads_k or len(r.batch_indices) < r.shape.batch
+    }
+    if parts:
+        lines.append(
+            f"Captures hold {' or '.join(sorted(parts))}: errors are judged on those, and times "
+            "are taken at full shape on a GPU"
+        )
+    return lines

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from sage_plugin.bench.clips.record import ClipComparison, ClipRow
 from sage_plugin.bench.clips.summary import DECADES, bars, largest_error, verdict, worst_step
 from sage_plugin.bench.rows import EMULATION_NOTE
-from sage_plugin.cli.tables import STAMP_STYLES, Column, digits, fitted, grid, optional
+from sage_plugin.cli.tables import STAMP_STYLES, Column, digits, fitted, optional
 
+DRIFT = "latents' error by step"
 QUALITY: tuple[Column[ClipRow], ...] = (
     ("PSNR dB", lambda row: f"{row.quality.mean_psnr_db:.2f}"),
     ("min", lambda row: f"{row.quality.min_psnr_db:.2f}"),
@@ -37,7 +39,8 @@ def render(comparison: ClipComparison, *, width: int) -> RenderableType:
     predicted = PREDICTED if any(row.predicted_ms is not None for row in rows) else ()
     tables = fitted(rows, ("run", lambda row: row.name), [(*times, *predicted), QUALITY], width)
     words = _captions(comparison, predicted=bool(predicted))
-    return Group(*tables, *words, Text(""), _drift(comparison), Text(verdict(comparison)))
+    drift = _drift(comparison, width)
+    return Group(*tables, *words, Text(""), *drift, Text(verdict(comparison)))
 
 
 def _spread(row: ClipRow) -> str:
@@ -67,19 +70,29 @@ def _captions(comparison: ClipComparison, *, predicted: bool) -> list[Text]:
         found.append(Text(f"timing: {comparison.stamp}{ratio}", style=style))
     if any(row.note for row in comparison.rows):
         found.append(Text(f"{EMULATION_NOTE}; only the quality says something", style="yellow"))
+    found.append(
+        Text(f"bars: latents' error on a logarithmic scale of {DECADES} decades", style="dim")
+    )
     return [*found, *(Text(note, style="yellow") for note in comparison.notes)]
 
 
-def _drift(comparison: ClipComparison) -> Table:
+def _drift(comparison: ClipComparison, width: int) -> list[RenderableType]:
     """The errors of the latents over the steps, a row of bars each."""
+    rows = [row for row in comparison.rows if row.step_error]
     largest = largest_error(comparison)
-    table = grid(
-        "run", f"latents' error by step, {DECADES} decades", "first", "last", "most in step"
-    )
-    table.columns[1].justify = "left"
-    for row in comparison.rows:
-        if drift := row.step_error:
-            worst = worst_step(drift)
-            ends = (f"{value:.1e}" if value else "0" for value in (drift[0], drift[-1]))
-            table.add_row(row.name, bars(drift, largest), *ends, optional(worst, "d"))
-    return table
+    room = max(10, width - 1 - max((len(row.name) for row in rows), default=0))
+
+    def curve(row: ClipRow) -> str:
+        return "\n".join(textwrap.wrap(bars(row.step_error, largest), room))
+
+    columns: list[Column[ClipRow]] = [
+        (DRIFT, curve),
+        ("first", lambda row: _small(row.step_error[0])),
+        ("last", lambda row: _small(row.step_error[-1])),
+        ("most in step", lambda row: optional(worst_step(row.step_error), "d")),
+    ]
+    return fitted(rows, ("run", lambda row: row.name), [columns], width)
+
+
+def _small(value: float) -> str:
+    return f"{value:.1e}" if value else "0"

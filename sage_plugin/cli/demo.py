@@ -13,7 +13,7 @@ from sage_plugin import files
 from sage_plugin.cli import output_folder
 from sage_plugin.cli.clips import ClipOptions, checked_policy
 from sage_plugin.cli.console import counted, progress, say, stderr, stdout
-from sage_plugin.cli.options import Device, flattened
+from sage_plugin.cli.options import Device, flattened, shown_first
 from sage_plugin.demo.sizes import SIZES
 from sage_plugin.errors import SageError, UsageError
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CAPTURES = 6
 BENCHED = 2
 TUNE_BUDGET_S = 120.0
+MINUTES_ON_A_CPU = "All steps take about 2 minutes on two idle cores."
 MARKER = ".sage-demo"
 """A file that says that a folder is a demo's own, to be replaced by the next demo."""
 
@@ -43,6 +44,10 @@ PolicyOf = Annotated[
 ]
 
 
+EXAMPLES = ("sage demo", "sage demo --policy balanced --out demo_of_a_policy")
+
+
+@shown_first("kernel", "policy", "out")
 @flattened
 def command(
     clip: ClipOptions,
@@ -66,7 +71,8 @@ def command(
     config = RunConfig("patched", kernel, rules)
     run = _Demo(out, where, facts, kernel, steps)
     output_folder.prepare(out, marker=MARKER, command="sage demo")
-    say(f"1. Load: a 4.9 M parameter CogVideoX transformer, on {where.type}, size {size}.")
+    takes = f" {MINUTES_ON_A_CPU}" if (where.type, size) == ("cpu", "small") else ""
+    say(f"1. Load: a 4.9 M parameter CogVideoX transformer, on {where.type}, size {size}.{takes}")
     with progress("load the model"):
         subject = clip.subject(where, steps, None)
         subject.denoisers([config])  # a policy that names no layer is refused before anything runs
@@ -168,7 +174,7 @@ class _Demo:
         with ProgressView(stderr) as view:
             report = tune(plan, runner, view, argv=("sage", "demo"))
         say(f"4. Tune: {self.kernel} searched on the captures under its accuracy gate.")
-        stdout.print(outcome_table(report.outcomes))
+        stdout.print(outcome_table(report.outcomes, width=stdout.width))
         say(f"   Winners: {plan.registry_path}, every trial: {plan.run_folder}.")
 
     def measure(self) -> list[Table]:
@@ -177,7 +183,7 @@ class _Demo:
         from sage_plugin.bench.compare import BenchPlan, run_case
         from sage_plugin.bench.report import csv_text, json_text
         from sage_plugin.bench.suite import captured
-        from sage_plugin.cli.bench_table import render
+        from sage_plugin.cli.bench.table import render
         from sage_plugin.cli.options import named_kernels
 
         kernels = named_kernels((), self.facts)
@@ -191,8 +197,7 @@ class _Demo:
             content = text(tables, self.facts, devices.toolchain())
             files.write_atomically(self.folder / name, content)
         say("5. Measure: every kernel on captured inputs, time beside error.")
-        for table in tables:
-            stdout.print(render(table, ("time", "throughput"), width=stdout.width))
+        stdout.print(render(tables, ("time", "throughput"), width=stdout.width), soft_wrap=False)
         say(f"   Tables: {self.folder / 'bench.csv'}.")
         return tables
 

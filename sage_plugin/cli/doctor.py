@@ -19,7 +19,7 @@ from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.schema import KERNELS, DeviceFacts
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from sage_plugin.kernels.attention.support_row import Support
     from sage_plugin.plugin.plan.run_plan import RunPlan
@@ -63,7 +63,8 @@ def command(
     ):
         say(title, *(f"  {line}" for line in lines))
     say("Kernels")
-    stdout.print(_kernels(facts))
+    for part in _kernels(facts):
+        stdout.print(part)
     say("Next: sage demo, the whole path on a small embedded model")
 
 
@@ -191,19 +192,31 @@ def _auto(facts: DeviceFacts) -> Iterator[str]:
         yield line
 
 
-def _kernels(facts: DeviceFacts) -> Table:
-    from rich.table import Table
+def _kernels(facts: DeviceFacts) -> Iterator[RenderableType]:
+    """What each kernel runs as, the tile of its default config, and why others do not run."""
+    from rich.text import Text
 
+    from sage_plugin.cli.tables import Column, fitted
     from sage_plugin.kernels.attention.support_row import support
 
-    table = Table("kernel", "runs as", *(f"tile at {dim} channels" for dim in HEAD_DIMS), "why not")
-    for kernel in KERNELS:
-        found = [support(kernel, facts, head_dim=dim) for dim in HEAD_DIMS]
-        variants = dict.fromkeys(one.variant for one in found if one.variant)
-        table.add_row(kernel, ", ".join(variants) or "-", *map(_tile, found), found[0].reason or "")
-    return table
+    found = {
+        kernel: [support(kernel, facts, head_dim=dim) for dim in HEAD_DIMS] for kernel in KERNELS
+    }
+
+    def runs_as(kernel: str) -> str:
+        return ", ".join(dict.fromkeys(one.variant for one in found[kernel] if one.variant)) or "-"
+
+    tiles: list[Column[str]] = [
+        (f"tile at {dim} channels", lambda kernel, at=at: _tile(found[kernel][at]))  # type: ignore[misc]
+        for at, dim in enumerate(HEAD_DIMS)
+    ]
+    columns: list[Column[str]] = [("runs as", runs_as), *tiles]
+    yield from fitted(KERNELS, ("kernel", str), [columns], stdout.width, padding=1)
+    for kernel, (first, *_) in found.items():
+        if first.reason:
+            yield Text(f"{kernel}: {first.reason}")
 
 
 def _tile(found: Support) -> str:
     launch = found.launch
-    return "" if launch is None else f"{launch.block_m}x{launch.block_n}, {launch.num_warps} warps"
+    return "-" if launch is None else f"{launch.block_m}x{launch.block_n}, {launch.num_warps} warps"

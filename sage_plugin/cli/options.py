@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
-from sage_plugin.errors import UsageError
+from sage_plugin.errors import UsageError, did_you_mean
 from sage_plugin.schema import KERNEL_ALIASES, KERNELS, LAYOUTS, MASK_KINDS, CallShape
 
 if TYPE_CHECKING:
@@ -24,13 +27,14 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 MAX_SIZE = 2**31 - 1
 """Kernels count rows, channels and heads in 32 bits."""
 
+SHAPE_PANEL, MORE_PANEL = "Drawn inputs in place of captures", "More options"
 MAX_SEED = 2**63 - 1
 SOME_FAILED = 4
 """Exit code of a command that did a part of what it was asked for."""
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FOLDER]", help=f"Captures (default {DEFAULT_FOLDER})."),
+    typer.Argument(metavar="FOLDER", help=f"Captures (default {DEFAULT_FOLDER})."),
 ]
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu (default: a GPU if any).")]
 ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs that comes first.")]
@@ -78,6 +82,35 @@ def _parameters_of(record: Any) -> list[inspect.Parameter]:  # noqa: ANN401
         inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name])
         for f in dataclasses.fields(record)
     ]
+
+
+def shown_first(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Name the options of a flattened command that its help shows first, the others in panels."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        parameters = [_in_panel(one, names) for one in signature.parameters.values()]
+        command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=parameters
+        )
+        return command
+
+    return decorate
+
+
+def _in_panel(parameter: inspect.Parameter, first: Sequence[str]) -> inspect.Parameter:
+    declared = parameter.annotation.__metadata__[0]
+    if parameter.name in first or not isinstance(declared, OptionInfo):
+        return parameter
+    option = copy.copy(declared)
+    shapes = {field.name for field in dataclasses.fields(DrawnInputOptions)} - {"seed"}
+    option.rich_help_panel = SHAPE_PANEL if parameter.name in shapes else MORE_PANEL
+    return parameter.replace(annotation=Annotated[parameter.annotation.__origin__, option])
+
+
+def examples(*commands: str) -> str:
+    """Write the end of a command's help: commands that run as they stand."""
+    return "\n\n".join(["Examples:", *commands])
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +290,9 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
         UsageError: it is not.
     """
     if value not in allowed:
-        import difflib
-
-        close = difflib.get_close_matches(value, allowed, n=1)
-        meant = f"did you mean {close[0]!r}? Allowed" if close else "allowed"
-        raise UsageError(f"{option} {value!r}: {meant} are {', '.join(allowed)}")
+        raise UsageError(
+            f"{option} {value!r}: allowed are {', '.join(allowed)}{did_you_mean(value, allowed)}"
+        )
     return value
 
 
@@ -272,6 +303,16 @@ def dtype_name(text: str) -> str:
         UsageError: it is not one that attention takes.
     """
     return DTYPES.get(text) or one_of("--dtype", text, (*DTYPES, *DTYPES.values()))
+
+
+def check_config_dir(folder: Path | None) -> None:
+    """See that configs can be read there, if the folder was named.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if folder is not None and not os.path.isdir(folder):
+        raise UsageError(f"--config-dir {folder}: no such folder")
 
 
 def check_seed(seed: int) -> None:

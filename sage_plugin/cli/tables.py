@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from rich import box
@@ -12,7 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 STAMP_STYLES = {"clean": "green", "noisy": "yellow", "throttled": "bold red"}
-WORDS = ("call", "config", "result", "tuned on", "kernel", "run", "values")
+WORDS = (
+    *("call", "config", "result", "tuned on", "kernel", "run", "values", "runs as", "layer"),
+    *("layers", "steps", "latents' error by step"),
+)
 """Columns of words, which stand to the left; numbers stand to the right."""
 
 Row = TypeVar("Row")
@@ -28,23 +31,76 @@ def grid(*columns: str, padding: int = 0) -> Table:
 
 
 def fitted(
-    rows: Sequence[Row], label: Column[Row], groups: Sequence[Sequence[Column[Row]]], width: int
+    rows: Sequence[Row],
+    label: Column[Row],
+    groups: Sequence[Sequence[Column[Row]]],
+    width: int,
+    *,
+    padding: int = 0,
 ) -> list[RenderableType]:
-    """Return one table of all columns if it fits the width, else one per group of columns."""
-    whole = _filled(rows, [label, *(column for group in groups for column in group)])
-    if Console(width=1000).measure(whole).maximum <= width:
-        return [whole]
+    """Return one table if all columns fit the width, else one per group, or several of a group.
+
+    Each has the label's column in front. Where labels take several lines, and not even a group
+    fits, each row becomes lines of text instead.
+    """
+
+    def table(columns: Sequence[Column[Row]]) -> Table:
+        return _filled(rows, [label, *columns], padding)
+
+    def fits(columns: Sequence[Column[Row]]) -> bool:
+        return Console(width=1000).measure(table(columns)).maximum <= width
+
+    every = [column for group in groups for column in group]
+    parts = [every] if fits(every) else [p for group in groups for p in _parts(group, fits)]
+    if len(parts) > len(groups) and any("\n" in str(label[1](row)) for row in rows):
+        return [line for row in rows for line in _record(row, label, every)]
     found: list[RenderableType] = []
-    for group in filter(None, groups):
-        found += [*([Text("")] if found else []), _filled(rows, [label, *group])]
+    for part in parts:
+        found += [*([Text("")] if found else []), table(part)]
     return found
 
 
-def _filled(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> Table:
-    table = grid(*(name for name, _ in columns))
+def _parts(
+    columns: Sequence[Column[Row]], fits: Callable[[Sequence[Column[Row]]], bool]
+) -> Iterator[Sequence[Column[Row]]]:
+    """Cut columns into runs that fit, a single one at least."""
+    while columns:
+        count = next((n for n in range(len(columns), 1, -1) if fits(columns[:n])), 1)
+        yield columns[:count]
+        columns = columns[count:]
+
+
+def _record(row: Row, label: Column[Row], columns: Sequence[Column[Row]]) -> Iterator[Text]:
+    """A row as its label and a line per column."""
+
+    def words(column: Column[Row]) -> str:
+        return ", ".join(str(column[1](row)).split("\n"))
+
+    yield Text(words(label), style="bold")
+    yield from (Text(f"  {column[0]}: {words(column)}") for column in columns)
+
+
+def _filled(rows: Sequence[Row], columns: Sequence[Column[Row]], padding: int) -> Table:
+    table = grid(*(name for name, _ in columns), padding=padding)
     for row in rows:
         table.add_row(*(cell(row) for _, cell in columns))
     return table
+
+
+def markdown(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> str:
+    """Write a table in Markdown, numbers to the right.
+
+    Example:
+        >>> print(markdown([1, 2], [("kernel", str), ("ms", lambda row: f"{row / 2}")]))
+        | kernel | ms |
+        | :-- | --: |
+        | 1 | 0.5 |
+        | 2 | 1.0 |
+    """
+    names = [name for name, _ in columns]
+    rules = [":--" if name in WORDS else "--:" for name in names]
+    cells = [[str(cell(row)).replace("|", r"\|") for _, cell in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (names, rules, *cells))
 
 
 def digits(value: float, count: int = 4) -> str:

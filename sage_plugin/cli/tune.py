@@ -22,6 +22,7 @@ from sage_plugin.cli.options import (
     Words,
     flattened,
     folder_of,
+    shown_first,
 )
 from sage_plugin.errors import UsageError
 
@@ -63,6 +64,13 @@ Update = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be tuned, and stop.")]
 
 
+EXAMPLES = (
+    "sage tune captured_inputs --budget 10m",
+    "sage tune -sq 1024 -hq 2 -d 64 --kernel sage --max-trials 2",
+)
+
+
+@shown_first("kernel", "budget", "dry_run")
 @flattened
 def command(
     inputs: DrawnInputOptions,
@@ -172,7 +180,7 @@ def show_plan(plan: TuningPlan) -> None:
     """Show what would be tuned."""
     from sage_plugin.cli.tune_view import plan_table
 
-    stdout.print(plan_table(plan))
+    stdout.print(plan_table(plan, width=stdout.width))
     say(*(f"left out: {note}" for note in plan.notes))
     say(f"Trials would go to {plan.run_folder}, winners to {plan.registry_path}.")
     say("Next: the same command without --dry-run")
@@ -184,8 +192,8 @@ def show_report(report: TuneReport) -> None:
 
     plan = report.plan
     if report.outcomes:
-        stdout.print(outcome_table(report.outcomes))
-    say(*outcome_notes(report.outcomes))
+        stdout.print(outcome_table(report.outcomes, width=stdout.width))
+    say(*outcome_notes(report.outcomes, min_gain=plan.request.min_gain))
     say(f"Trials: {plan.run_folder}")
     if any(outcome.entry for outcome in report.outcomes) and plan.request.update:
         say(f"Configs: {plan.registry_path}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,14 +15,14 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.cli import tables
 from sage_plugin.families import ATTENTION
+from sage_plugin.families.attention.labels import lines
 from sage_plugin.registry.config_words import config_lines
-from sage_plugin.schema import CallShape, RegistryEntry, Trial
+from sage_plugin.schema import RegistryEntry, Trial
 from sage_plugin.tune.run.observer import Observer
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from sage_plugin.tune.run.study import Study
 
 VERDICT_STYLES = {"tuned": "green", "confirmed": "cyan", "failed": "bold red"}
+RESULT_WORDS = {"confirmed": "default kept"}
+WRITTEN_WORDS = {"added": "entry written", "replaced": "entry replaced", "kept": "entry kept"}
+"""How verdicts and what the registry did are said."""
 
 
 class ProgressView(Observer):
@@ -79,41 +82,53 @@ class ProgressView(Observer):
 
     def study_finished(self, study: Study, verdict: str) -> None:
         """End the line with the verdict."""
-        self._update(verdict)
+        self._update(RESULT_WORDS.get(verdict, verdict))
 
     def _update(self, state: str, advance: int = 0) -> None:
         if self._task is not None:
             self._progress.update(self._task, advance=advance, state=state)
 
 
-def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+def outcome_table(outcomes: Sequence[Outcome], *, width: int) -> Group:
     """Show per study what the default takes, what the winner takes, and what became of it."""
-    table = tables.grid("call", "default", "best", "gain", "config", "valid", "result", padding=1)
-    for outcome in outcomes:
-        study, entry = outcome.study, outcome.entry
-        call = f"{study.kernel}\n{_lines(study.timed.shape)}"
-        valid = f"{outcome.trials.get('ok', 0)} of {sum(outcome.trials.values())}"
-        result = Text(outcome.verdict, style=VERDICT_STYLES.get(outcome.verdict, ""))
-        result.append(f"\n{outcome.written.partition(':')[0]}", style="not bold default")
-        if entry is None:
-            table.add_row(call, "-", "-", "-", "-", valid, result)
-            continue
-        evidence = entry.evidence
-        table.add_row(
-            call,
-            milliseconds(evidence.baseline_time.median_ms),
-            milliseconds(evidence.time.median_ms),
-            gain_text(entry),
-            config_lines(entry.config, study.default),
-            valid,
-            result,
-        )
-    return table
+
+    def of_entry(cell: Callable[[RegistryEntry], str]) -> Callable[[Outcome], str]:
+        return lambda outcome: "-" if outcome.entry is None else cell(outcome.entry)
+
+    times: list[tables.Column[Outcome]] = [
+        ("default", of_entry(lambda e: milliseconds(e.evidence.baseline_time.median_ms))),
+        ("best", of_entry(lambda e: milliseconds(e.evidence.time.median_ms))),
+        ("gain", of_entry(gain_text)),
+    ]
+    found: list[tables.Column[Outcome]] = [
+        ("config", _config),
+        ("result", _result),
+    ]
+    label: tables.Column[Outcome] = ("call", lambda o: _call(o.study))
+    return Group(*tables.fitted(outcomes, label, [times, found], width))
 
 
-def outcome_notes(outcomes: Sequence[Outcome]) -> list[str]:
+def _config(outcome: Outcome) -> str:
+    """The config that won, with what differs from the default."""
+    entry = outcome.entry
+    return "-" if entry is None else config_lines(entry.config, outcome.study.default)
+
+
+def _result(outcome: Outcome) -> Text:
+    """What became of a study, of its entry, and of its trials."""
+    words = RESULT_WORDS.get(outcome.verdict, outcome.verdict)
+    result = Text(words, style=VERDICT_STYLES.get(outcome.verdict, ""))
+    written = outcome.written.partition(":")[0]
+    valid = f"{outcome.trials.get('ok', 0)} of {sum(outcome.trials.values())} valid"
+    lines_below = filter(None, (WRITTEN_WORDS.get(written, written), valid))
+    return result.append("".join(f"\n{line}" for line in lines_below), style="not bold default")
+
+
+def outcome_notes(outcomes: Sequence[Outcome], *, min_gain: float) -> list[str]:
     """Sentences below the table."""
     notes = []
+    if outcomes and all(outcome.verdict == "confirmed" for outcome in outcomes):
+        notes.append(f"No config was surely faster than the default by {100 * min_gain:g} %.")
     for outcome in outcomes:
         where = f"{outcome.study.kernel} {ATTENTION.describe(outcome.study.timed.shape)}"
         notes += [f"{where}: {note}" for note in outcome.notes]
@@ -128,24 +143,26 @@ def outcome_notes(outcomes: Sequence[Outcome]) -> list[str]:
     return notes
 
 
-def plan_table(plan: TuningPlan) -> Table:
+def plan_table(plan: TuningPlan, *, width: int) -> Group:
     """Show what `--dry-run` would do, a row per study."""
-    table = tables.grid("call", "inputs", "calls", "configs", "default", padding=1)
-    for study, calls in zip(plan.studies, plan.calls, strict=True):
-        kind = "synthetic" if study.synthetic else "captured"
-        table.add_row(
-            f"{study.kernel}\n{_lines(study.timed.shape)}",
-            f"{len(study.sources)} {kind}",
-            str(calls) if calls else "-",
-            str(len(study.space)),
-            config_lines(study.default),
-        )
-    return table
+    columns: list[tables.Column[tuple[Study, int]]] = [
+        ("inputs", lambda row: f"{len(row[0].sources)} {_kind(row[0])}"),
+        ("calls", lambda row: str(row[1]) if row[1] else "-"),
+        ("configs", lambda row: str(len(row[0].space))),
+        ("default", lambda row: config_lines(row[0].default)),
+    ]
+    rows = list(zip(plan.studies, plan.calls, strict=True))
+    label: tables.Column[tuple[Study, int]] = ("call", lambda row: _call(row[0]))
+    return Group(*tables.fitted(rows, label, [columns], width, padding=1))
 
 
-def _lines(shape: CallShape) -> str:
-    """A call's shape on two lines, for narrow columns."""
-    return ATTENTION.describe(shape).replace(" ", "\n", 1)
+def _kind(study: Study) -> str:
+    return "synthetic" if study.synthetic else "captured"
+
+
+def _call(study: Study) -> str:
+    """A study's kernel and call, a line each, for narrow columns."""
+    return f"{study.kernel}\n{lines(study.timed.shape)}"
 
 
 def gain_text(entry: RegistryEntry) -> str:

@@ -113,6 +113,11 @@ def _summary(report: PluginReport) -> Iterator[str]:
         yield f"  by the times that tuning took of {timed} of the {ran} kernel calls"
     share = f" ({100 * ran / total:.0f} %)" if total else ""
     yield f"{ran} of {total} calls ran on a kernel{share}; calls in graphs are not counted"
+    if total and not ran:
+        fallbacks = sum((Counter(row.fallbacks) for row in report.rows), Counter())
+        for reason, _ in fallbacks.most_common(1):
+            short = reason.cause is Fallback.SHORTER_THAN_MIN_SEQ
+            yield f"  most often: {reason}" + ("; patch(..., min_seq=0) tries them" * short)
     untuned = sum(
         row.config_sources.get("default", 0)
         for row in report.rows

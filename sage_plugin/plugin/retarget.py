@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +19,9 @@ from torch import nn
 
 from sage_plugin.plugin.context import STACK, Frame, layer_with
 from sage_plugin.plugin.redirect import NoRoomError, reaches_attention, redirected
-from sage_plugin.plugin.twin import COPYING, COPYING_MODULES, LAYER, ORIGINAL
+from sage_plugin.plugin.twin import COPYING, COPYING_MODULES, LAYER, ORIGINAL, ClassMemo
 
 logger = logging.getLogger(__name__)
-
-_lock = threading.RLock()
-_processors: dict[type, type | None] = {}
-_modules: dict[type, type | None] = {}
 
 
 def patched_class(original: type) -> type | None:
@@ -38,10 +33,7 @@ def patched_class(original: type) -> type | None:
     Returns:
         The subclass, or `None` where the class makes no attention call that can be redirected.
     """
-    with _lock:
-        if original not in _processors:
-            _processors[original] = _generated(_generate, original)
-        return _processors[original]
+    return _processors(original)
 
 
 def patched_module_class(original: type) -> type | None:
@@ -53,10 +45,7 @@ def patched_module_class(original: type) -> type | None:
     Returns:
         The subclass, or `None` where its `forward` looks no attention function up.
     """
-    with _lock:
-        if original not in _modules:
-            _modules[original] = _generated(_generate_module, original)
-        return _modules[original]
+    return _modules(original)
 
 
 def _generated(generate: Callable[[type], type | None], original: type) -> type | None:
@@ -104,6 +93,10 @@ def _attends(cls: type, name: str) -> bool:
     return False
 
 
+_processors = ClassMemo(functools.partial(_generated, _generate))
+_modules = ClassMemo(functools.partial(_generated, _generate_module))
+
+
 def _subclass(
     original: type,
     kind: type[type],
@@ -131,7 +124,7 @@ def _subclass(
     return made
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _writing_through(kind: type[type]) -> type[type]:
     """A metaclass of ours: what is set on a class of it is set on the original."""
 

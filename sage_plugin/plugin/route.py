@@ -431,5 +431,5 @@ def _give_way(layer: LayerContext, reason: FallbackReason) -> None:
 
 def _complaint(layer: LayerContext, reason: FallbackReason) -> str:
     options = layer.state.options
-    kernel = options.kernel if options.policy is None else "of the policy"
-    return f"{layer.name}: kernel {kernel!r} falls back to the model's own attention: {reason}"
+    kernel = f"kernel {options.kernel!r}" if options.policy is None else "the policy's kernel"
+    return f"{layer.name}: {kernel} falls back to the model's own attention: {reason}"

@@ -6,10 +6,12 @@ made. Copies and pickles of either, and of a patched module, are unpatched.
 
 from __future__ import annotations
 
+import collections
 import copy
-import functools
 import operator
+import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,8 @@ LAYER = "_sage_layer"
 """Where an attention module has its `LayerContext`."""
 ORIGINAL = "_sage_original"
 """Where a class of ours has the class that it was made of."""
+KEPT_CLASSES = 256
+"""Classes of ours that are kept when nobody uses them, about 4 KB each."""
 HEAP_TYPE = 1 << 9
 """CPython's flag of classes that were made at run time."""
 
@@ -40,6 +44,40 @@ def original_class(obj: object) -> type:
     return original
 
 
+class ClassMemo:
+    """Makes a class of each class once, and keeps neither alive for good.
+
+    What was made lives as long as somebody uses it, and the latest ones longer, so that a model
+    that is patched again gets the class that its compiled graphs know.
+
+    Args:
+        make: the class for another one, or `None` if there is none.
+    """
+
+    def __init__(self, make: Callable[[type], type | None]) -> None:
+        self._make = make
+        self._lock = threading.RLock()
+        self._known: weakref.WeakKeyDictionary[type, Callable[[], type | None]]
+        self._known = weakref.WeakKeyDictionary()
+        self._latest: collections.deque[type] = collections.deque(maxlen=KEPT_CLASSES)
+
+    def __call__(self, cls: type) -> type | None:
+        """Return the class that was made of a class, or make it."""
+        with self._lock:
+            found = self._known.get(cls)
+            if found is not None and (found is _no_class or found() is not None):
+                return found()
+            made = self._make(cls)
+            self._known[cls] = _no_class if made is None else weakref.ref(made)
+            if made is not None:
+                self._latest.append(made)
+            return made
+
+
+def _no_class() -> None:
+    """Stand for the class of one of which none can be made."""
+
+
 def plain_class(cls: type) -> type:
     """A class without ours in it: that which it was made of, or the same on top of that.
 
@@ -48,10 +86,10 @@ def plain_class(cls: type) -> type:
     if ORIGINAL in vars(cls):
         original: type = vars(cls)[ORIGINAL]
         return original
-    return _without_ours(cls) if hasattr(cls, ORIGINAL) else cls
+    return (_without_ours(cls) or cls) if hasattr(cls, ORIGINAL) else cls
 
 
-@functools.cache
+@ClassMemo
 def _without_ours(cls: type) -> type:
     own = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
     bases = tuple(map(plain_class, cls.__bases__))

@@ -252,7 +252,8 @@ def test_a_foreign_folder_is_not_written_into(tmp_path):
 def test_places_that_cannot_be_written(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    for folder in (file, file / "below", tmp_path / ("x" * 300)):
+    names_of_none = ("x" * 300, "a\0b", "latin \udcff")
+    for folder in (file, file / "below", *(tmp_path / name for name in names_of_none)):
         with pytest.raises(OutputError):
             opened(folder)
     assert names(tmp_path) == {"file"}

@@ -201,6 +201,31 @@ def test_one_damaged_capture_of_two_is_exit_4(tmp_path):
     assert "000000" in result.stdout
 
 
+def test_a_cpu_compares_on_the_same_captures_each_time_and_names_them(tmp_path, monkeypatch):
+    from sage_plugin.bench import forecast
+    from sage_plugin.bench.suite import captured
+
+    folder = write(tmp_path / "captures", count=4)
+    one = forecast.cpu_seconds(captured(folder).cases[:1], [("sdpa", "auto")])
+    monkeypatch.setattr(forecast, "PATIENCE_S", 2.5 * one)
+    for _ in range(2):
+        result = bench(folder, "--kernel", "sdpa", "--csv", "-")
+        assert "comparing on 2 of them, 000000, 000002 (--force for all)" in result.stderr
+        names = [row["input"].split()[0] for row in rows_of(result.stdout)]
+        assert names == ["000000", "000002"]
+
+
+def test_markdown_goes_where_csv_goes(tmp_path):
+    result = bench(*TINY, "--kernel", "sage", "--markdown", "out.md", "--csv", "-")
+    assert "Wrote out.md." in result.stderr
+    written = (tmp_path / "out.md").read_text()
+    assert "| sage |" in written
+    printed = bench(*TINY, "--kernel", "sage", "--markdown", "-").stdout
+    assert [line for line in printed.splitlines() if line.startswith("|")] == [
+        line for line in written.splitlines() if line.startswith("|")
+    ]
+
+
 def test_force_runs_what_would_be_refused(monkeypatch):
     from sage_plugin.bench import forecast
 

@@ -7,11 +7,14 @@ import io
 
 import pytest
 
+from sage_plugin.bench.difference import OutputDifference, Spread
 from sage_plugin.bench.rows import EMULATION_NOTE, Table
-from sage_plugin.cli.bench_table import render, render_summary, verdict
+from sage_plugin.cli.bench.table import as_markdown, render
+from sage_plugin.cli.bench.verdict import verdict
 from sage_plugin.cli.console import Console
 from sage_plugin.schema import Timing
 from tests.bench.test_report import ERRORS, SHAPE, row_of
+from tests.registry.samples import FACTS, TOOLCHAIN
 
 
 def timed(ms):
@@ -28,6 +31,11 @@ FAST = row_of(
 WRONG = dataclasses.replace(FAST, kernel="fav3_fp8", time=timed(0.5), gate=("too wrong",))
 PAIRED = {"reference": "fav2:portable", "speedup": 1.5, "speedup_low": 1.4, "speedup_high": 1.6}
 EMULATED = {"variant": "emulation", "note": EMULATION_NOTE}
+
+PLAIN = dataclasses.replace(
+    SAGE, kernel="fav2", kernel_time=None, errors=dataclasses.replace(ERRORS, centred_rel_l1=0.0),
+    **EMULATED,
+)  # fmt: skip
 
 
 def table(*rows):
@@ -46,9 +54,10 @@ def table(*rows):
         ((dataclasses.replace(SAGE, **PAIRED),),
          "sage:portable is 1.50 times as fast as fav2:portable (1.40 to 1.60), centred error "
          "0.0300; all accuracy gates pass."),
-        ((SDPA, dataclasses.replace(SAGE, **EMULATED)),
-         "No speed on a CPU, where kernels are emulated. Most exact: sage (centred error 0.0300). "
-         "All accuracy gates pass."),
+        ((SDPA, dataclasses.replace(SAGE, **EMULATED), PLAIN),
+         "No speed on a CPU, where kernels are emulated. Most exact of those that quantize: sage "
+         "(centred error 0.0300). All accuracy gates pass."),
+        ((SDPA,), "All accuracy gates pass."),
         ((SDPA, dataclasses.replace(WRONG, **EMULATED)),
          "No speed on a CPU, where kernels are emulated. Gates fail for fav3_fp8:emulation."),
     ],
@@ -77,17 +86,52 @@ def test_a_speed_over_what_is_emulated_is_none(summary):
     )
     host = dataclasses.replace(SDPA, reference="fav2:emulation", speedup=4.68)
     one = table(reference, host)
-    text = shown(render_summary([one, one]) if summary else render(one, ("time",), width=80))
+    text = shown(render([one] * (1 + summary), ("time",), width=80))
     assert "speed-up" in text
     assert "4.68" not in text
     real = table(row_of(kernel="fav2", gate=(), speedup=None), dataclasses.replace(host, **PAIRED))
-    text = shown(render_summary([real, real]) if summary else render(real, ("time",), width=80))
+    text = shown(render([real] * (1 + summary), ("time",), width=80))
     assert "1.50x" in text
 
 
-def test_the_summary_fits_80_columns_whole():
-    rows = (SDPA, dataclasses.replace(SAGE, **PAIRED), dataclasses.replace(WRONG, **PAIRED))
-    text = shown(render_summary([table(*rows), table(*rows)]))
+ROWS = (
+    dataclasses.replace(SDPA, **PAIRED),
+    dataclasses.replace(SAGE, **PAIRED),
+    dataclasses.replace(WRONG, **PAIRED),
+)
+SPREAD = Spread(-1.0, 1.0, 0.01, 0.5, 0)
+DIFFERENCE = OutputDifference((1, 2), SPREAD, SPREAD, SPREAD, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
+ALL = ("time", "throughput", "bandwidth", "arithmetic_intensity")
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_every_column_fits_the_terminal_whole(width):
+    compared = dataclasses.replace(ROWS[1], difference=DIFFERENCE)
+    text = shown(render([table(SDPA, compared), table(*ROWS)], ALL, width=width), width)
     assert "…" not in text
-    assert max(map(len, text.splitlines())) <= 80
-    assert "All 2 inputs, worst errors; speed-up over fav2:portable" in text
+    assert max(map(len, text.splitlines())) <= width
+    assert "All 2 inputs, worst errors; speed-up over fav2:portable" in " ".join(text.split())
+    heads = {word for line in text.splitlines() for word in line.split()}
+    assert heads >= {"±", "alone", "GB/s", "FLOP/B", "speed-up", "L1", "centred", "gate", "NaN/Inf"}
+
+
+def test_what_holds_for_all_inputs_is_said_once_and_what_does_not_below_its_own():
+    other = dataclasses.replace(SDPA, time=dataclasses.replace(SDPA.time, n=7))
+    text = shown(render([table(SDPA), table(other)], ("time",), width=160), 160)
+    assert text.count("method events") == 1
+    first, second = text.index("30 samples"), text.index("7 samples")
+    assert first < second < text.index("All 2 inputs") < text.index("method events")
+
+
+def test_markdown_has_the_columns_the_sentence_and_the_machine():
+    text = as_markdown([table(*ROWS)], ("time",), FACTS, TOOLCHAIN)
+    head = next(line for line in text.splitlines() if line.startswith("| kernel"))
+    assert head.startswith("| kernel | time ms | ± | alone | speed-up | ")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| sdpa", "| sage:portable", "| fav3_fp8:hopper"
+    ]  # fmt: skip
+    assert all(row.count("|") == head.count("|") for row in rows)
+    assert "- gate: fav3_fp8:hopper: too wrong" in text
+    assert verdict([table(*ROWS)]) in text
+    assert f"{FACTS.name} ({FACTS.slug})" in text

@@ -174,7 +174,7 @@ def test_filters_reach_the_recorder(out, script):
         (1, (1,), (0,)),
         (2, (1,), (0,)),
     }
-    assert "some heads or batch items" in answer.stdout
+    assert "Captures hold 1 of 2 key heads and 1 of 2 batch items: " in answer.stdout
 
 
 def test_zero_records_exit_2_with_what_was_seen(out, script):
@@ -201,7 +201,7 @@ def test_a_failing_script_keeps_its_captures(out, script):
     assert answer.code == 1
     assert "ValueError: theirs\nerror: " in answer.stderr
     assert "failed by itself" in answer.error
-    assert f"{2 * LAYERS} captures until then are kept in captured_inputs" in answer.error
+    assert f"{2 * LAYERS} captures in captured_inputs" in answer.error
     assert len(open_captures(out).records) == 2 * LAYERS
 
 

@@ -115,6 +115,7 @@ def test_explain_a_miss_names_the_first_differing_field():
 def test_the_command_of_a_miss_tunes_exactly_that_call():
     words = ["-sq", "96", "-sk", "64", "-hq", "4", "-hk", "2", "-d", "32", "--layout", "bshd"]
     words += ["--dtype", "fp16", "--causal", "--kernel", "sage", "--config-dir", "my configs"]
+    Path("my configs").mkdir()
     missed = sage("explain", *words)
     name, *command = shlex.split(missed.stdout.rpartition("Next: ")[2])
     assert name == "sage"
@@ -170,7 +171,7 @@ def test_check_names_every_problem_and_exits_2():
     assert result.exit_code == 2
     assert "unknown kernel 'fav9'" in result.stdout
     assert "config is illegal: block_m 100" in result.stdout
-    assert "2 problems in 1 files" in result.stdout
+    assert "2 problems in 1 file." in result.stdout
     damaged = sage("check", "c2")
     assert damaged.exit_code == 2
     assert "NaN" in damaged.stdout

@@ -104,7 +104,7 @@ def test_configs_leave_and_come_back_as_files_of_another_tuner(script):
     assert (came.key, came.config.block_n, came.config.block_m) == (key, 64, 64)
     script(2.0)
     lost = sage(f"configs import {path} --config-dir e --device cpu")
-    assert "confirmed" in lost.stdout
+    assert "default kept" in lost.stdout
     assert "as_seed" in error_of(sage("configs export --format as_seed"))
     assert sage("configs export --config-dir nowhere --device cpu").exit_code == 2
 
@@ -115,7 +115,7 @@ def test_configs_in_use_are_measured_again(script):
     put(samples.entry(key, of_64, because=samples.evidence(synthetic=True)))
     planned = sage("configs revalidate --config-dir c --device cpu --dry-run")
     assert planned.exit_code == 0, planned.stderr
-    assert "1x1x256x64" in planned.stdout
+    assert "1x1 heads of 64" in planned.stdout
     script(3.0)
     done = sage("configs revalidate --config-dir c --device cpu")
     assert done.exit_code == 0, done.stderr

@@ -22,16 +22,17 @@ def _models():
 
 def test_the_calls_of_a_model_and_of_one_of_its_devices():
     shown = sage(f"{TUNE} --model wan --dtype fp16").stdout
-    assert "1x12x32760x128" in shown
-    assert "1x12x32760:512x128" in shown
+    assert "1x12 heads of 128" in shown
+    assert "32,760 tokens" in shown
+    assert "32,760:512 tokens" in shown
     assert "fp16 bshd" in shown
     shown = sage(f"{TUNE} --model wan/config.json --image-size 64x32 --num-frames 5").stdout
-    assert "1x12x16x128" in shown
+    assert "16 tokens" in shown
     shown = sage(f"{TUNE} --model llama --seq-len 4096 --tp-size 4").stdout
-    assert "1x8:2x4096x128" in shown
+    assert "1x8:2 heads of 128" in shown
     assert "fp16 bhsd causal" in shown
     spelt = sage(f"{TUNE} --seq-len 4096 -hq 8 -d 64 --tp-size 2 --tp-split-dim seq").stdout
-    assert "1x8x2048:4096x64" in spelt
+    assert "2,048:4,096 tokens" in spelt
 
 
 @pytest.mark.parametrize(

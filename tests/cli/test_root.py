@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 
+import click
 import pytest
 from typer.testing import CliRunner
 
 import sage_plugin
 from sage_plugin import errors
 from sage_plugin.cli import app, output_folder
+from tests.cli.program import program, sage
 
 COMMANDS = ("demo", "capture", "tune", "bench", "configs", "policy")
 CODES = {
@@ -64,6 +66,43 @@ def test_each_command_has_its_help(command):
     result = CliRunner().invoke(app, [command, "-h"])
     assert result.exit_code == 0
     assert "Usage: " in result.stdout
+
+
+EVERY = [
+    name
+    for command in COMMANDS
+    for name in {
+        "configs": ("configs list", "configs explain", "configs check"),
+        "policy": ("policy search", "policy prove", "policy sensitivity"),
+    }.get(command, (command,))
+]
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_help_begins_with_the_main_options_and_ends_with_examples_that_parse(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    said = sage(f"{command} --help").stdout
+    if command in ("configs list", "configs check"):
+        return
+    first, _, rest = said.partition("Examples:")
+    assert first.count("│ --") > 5
+    assert first.split("╭─ More options")[0].count("│ --") < 25
+    lines = [line.split() for line in rest.splitlines() if line.strip()]
+    assert lines
+    for name, *words in lines:
+        assert name == "sage"
+        assert words[: len(command.split())] == command.split()
+        parsed(words)
+
+
+def parsed(words):
+    """Read words as their command's own, without running it."""
+    command, parent = program(), None
+    while hasattr(command, "commands"):
+        name, *words = words
+        parent = click.Context(command, info_name=name, parent=parent)
+        command = command.commands[name]
+    return command.make_context(command.name, list(words), parent=parent)
 
 
 def test_without_a_command_the_help_is_shown():

@@ -86,7 +86,10 @@ def test_without_a_folder_the_users_own_is_written(folder, script, tmp_path):
 
 def test_progress_is_on_stderr_and_data_on_stdout(folder, script):
     script(ScriptedRunner())
-    result = sage("--from-captures", folder)
+    result = sage("--from-captures", folder, "--min-gain", "0.99")
+    assert "default kept" in result.stdout
+    assert "entry written" in result.stdout
+    assert "No config was surely faster than the default by 99 %." in result.stdout
     assert "3/3" in result.stderr
     assert "3/3" not in result.stdout
     assert "valid" in result.stdout
@@ -147,7 +150,8 @@ def test_the_command_that_a_miss_names_is_one_that_tunes_its_key(script):
 def test_presets(script):
     result = sage("--preset", "all", "--dtype", "fp16", "--dry-run")
     assert result.exit_code == 0
-    assert "2x30x17776x64" in result.stdout
+    assert "2x30 heads of 64" in result.stdout
+    assert "17,776 tokens" in result.stdout
     assert sage("--preset", "cogvideox-2b", "--preset", "wan-480p", "--dry-run").exit_code == 0
 
 

@@ -192,6 +192,21 @@ def test_report_407_sums_of_a_group():
     ]
 
 
+@pytest.mark.parametrize(
+    ("fallbacks", "told"),
+    [
+        ({SHORT: 5, BY_RULE: 2}, "  most often: shorter than min_seq 1024; patch(..., min_seq=0)"),
+        ({SHORT: 2, BY_RULE: 5}, f"  most often: {BY_RULE}"),
+    ],
+)
+def test_where_nothing_ran_the_first_reason_is_on_top(fallbacks, told):
+    first, second, *_ = report_with(row("a", calls={}, fallbacks=fallbacks)).text().splitlines()
+    assert first.startswith("0 of 7 calls ran on a kernel (0 %)")
+    assert second.startswith(told)
+    ran = report_with(row("a", calls={"sage:hopper": 1}, fallbacks=fallbacks))
+    assert "most often" not in ran.text()
+
+
 def test_what_is_lost_is_said():
     lines = report_with(row("a", saved_ms=-3.0, timed_calls=2), forwards=2).text().splitlines()
     assert lines[0] == "about 1.5 ms lost against the baseline per forward,"

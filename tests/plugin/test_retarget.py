@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import copy
+import gc
 import importlib
 import inspect
 import pickle
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaAttention
 
-from sage_plugin.plugin import retarget
+from sage_plugin.plugin import retarget, twin
 from sage_plugin.plugin.patch import patch, unpatch
 from tests.plugin import toys
 from tests.plugin.toys import ToyAttention, qkv
@@ -70,6 +73,38 @@ def test_the_class_is_a_subclass_that_keeps_name_and_signature():
     assert "F.scaled_dot_product_attention" in inspect.getsource(original.__call__)
     assert original.__call__.__globals__ is vars(toys)
     assert vars(toys)["F"] is F
+
+
+@pytest.mark.parametrize("kind", ["processor", "module", "sharded"])
+def test_classes_that_are_new_each_time_do_not_stay(kind):
+    """Some of the latest stay, for the next patch of the same model."""
+    makers = {
+        "processor": (toys.Direct, retarget.patched_class),
+        "module": (LlamaAttention, retarget.patched_module_class),
+        "sharded": (retarget.patched_class(toys.Direct), twin.plain_class),
+    }
+    base, made_of = makers[kind]
+    seen = []
+    for number in range(twin.KEPT_CLASSES + 40):
+        original = type(f"Made{number}", (base,), {})
+        made = made_of(original)
+        assert made is not None
+        assert made is made_of(original)
+        seen.append(weakref.ref(original))
+    del original, made
+    gc.collect()
+    alive = [one for one in seen if one() is not None]
+    assert len(alive) <= twin.KEPT_CLASSES
+    assert seen[-1] in alive or kind == "sharded"
+
+
+def test_a_class_in_use_stays_the_same_however_many_come_after_it():
+    original = type("Early", (toys.Direct,), {})
+    instance = retarget.patched_class(original)()
+    for number in range(twin.KEPT_CLASSES + 1):
+        retarget.patched_class(type(f"Later{number}", (toys.Direct,), {}))
+    gc.collect()
+    assert retarget.patched_class(original) is type(instance)
 
 
 def test_the_copied_methods_are_the_original_code_over_the_real_module():

@@ -36,7 +36,8 @@ def draw(comparison: ClipComparison, figure: Figure) -> None:
     panels = figure.subplots(1, 2 if _has_plane(comparison) else 1, squeeze=False)[0]
     if _has_plane(comparison):
         _plane(comparison, panels[0])
-    _curves(comparison, panels[-1])
+    timed = "" if _has_plane(comparison) else "\n(nothing was timed: no plane of time and PSNR)"
+    _curves(comparison, panels[-1], f"Error by denoising step{timed}")
 
 
 def _has_plane(comparison: ClipComparison) -> bool:
@@ -64,10 +65,12 @@ def _plane(comparison: ClipComparison, axes: Any) -> None:  # noqa: ANN401
         )  # fmt: skip
     axes.set_xlabel("ms per denoising step")
     axes.set_ylabel("mean PSNR against the baseline's clip, dB")
+    axes.set_title("Time and PSNR")
     axes.margins(0.15)
 
 
-def _curves(comparison: ClipComparison, axes: Any) -> None:  # noqa: ANN401
+def _curves(comparison: ClipComparison, axes: Any, title: str) -> None:  # noqa: ANN401
+    axes.set_title(title)
     shown = [row for row in comparison.rows if any(x > 0 for x in row.step_error)]
     for row in shown:
         # A logarithm has no place for steps without an error: there the curve has a gap.

@@ -16,6 +16,7 @@ from sage_plugin.bench.clips.record import ClipComparison, ClipRow
 from sage_plugin.bench.clips.rounds import LIMITS, Patched, time_runs
 from sage_plugin.bench.clips.run_config import RunConfig, mismatches
 from sage_plugin.bench.clips.stopwatch import RunTime
+from sage_plugin.bench.forecast import duration
 from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.demo.quality import check_installed, quality
 from sage_plugin.errors import UsageError
@@ -34,6 +35,7 @@ def compare_clips(
     limits: TimingLimits = LIMITS,
     seed: int = 0,
     report_progress: Callable[[str], None] = lambda words: None,
+    on_clip: Callable[[Mapping[str, Frames]], object] = lambda clips: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[ClipComparison, dict[str, Frames]]:
     """Draw one clip with several configs, and measure how far and how fast each is.
@@ -46,6 +48,7 @@ def compare_clips(
         limits: when the timed rounds end.
         seed: of the order within the rounds.
         report_progress: called with a few words before each run.
+        on_clip: called after each clip with all that are drawn, so that they can be kept.
         now: seconds of a steady clock.
 
     Returns:
@@ -61,10 +64,14 @@ def compare_clips(
         raise UsageError("a comparison needs the baseline first, and a name of its own per config")
     check_installed()
     denoisers = subject.denoisers(configs)
-    drawn, drift = {}, LatentDrift()
+    drawn, drift, to_go = dict[str, Drawn](), LatentDrift(), ""
     for count, config in enumerate(configs, start=1):
-        report_progress(f"drawing with {config.name} ({count} of {len(configs)})")
+        report_progress(f"drawing with {config.name} ({count} of {len(configs)}){to_go}")
+        start = now()
         drawn[config.name] = draw_once(subject, config, drift)
+        left = (now() - start) * (len(configs) - count)
+        to_go = f", {'at least' if count == 1 else 'about'} {duration(left)} to go"
+        on_clip({name: one.frames for name, one in drawn.items()})
     times: dict[str, RunTime] = {}
     aa_ratio, mark = None, ""
     if subject.device.type != "cpu":

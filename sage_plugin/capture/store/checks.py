@@ -11,6 +11,7 @@ from sage_plugin.capture.store.paths import file_problem
 from sage_plugin.schema import LAYOUTS, MASK_KINDS, CaptureRecord
 
 MAX_CAPTURE_BYTES = 64 * 2**30
+MOST_HEAD_BYTES = 64 * 2**10
 MOST_TENSORS = 4
 """Q, K, V and a mask."""
 
@@ -40,6 +41,8 @@ def capture_problem(folder: Path, record: CaptureRecord) -> str | None:
     try:
         if path.stat().st_size > MAX_CAPTURE_BYTES:
             return f"{record.file} is larger than {MAX_CAPTURE_BYTES} bytes"
+        if _head_bytes(path) > MOST_HEAD_BYTES:
+            return f"{record.file} is damaged (its head is larger than that of any capture)"
         with safe_open(path, framework="pt") as file:
             if len(file.keys()) > MOST_TENSORS:
                 return (
@@ -47,7 +50,9 @@ def capture_problem(folder: Path, record: CaptureRecord) -> str | None:
                 )
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        return f"{record.file} cannot be read ({error.strerror or error})"
+    except SafetensorError as error:
         return f"{record.file} is damaged ({error})"
     wrong = _shape_problem(record, found)
     if wrong is not None:
@@ -59,6 +64,12 @@ def capture_problem(folder: Path, record: CaptureRecord) -> str | None:
     if mask is not None and dtypes[mask] not in _MASK_DTYPES[mask]:
         return f"{record.file} holds a mask of {dtypes[mask]}"
     return None
+
+
+def _head_bytes(path: Path) -> int:
+    """The length of a file's head, by its first number; the reader takes long over long ones."""
+    with open(path, "rb") as stream:
+        return int.from_bytes(stream.read(8), "little")
 
 
 def _line_problem(record: CaptureRecord) -> str | None:

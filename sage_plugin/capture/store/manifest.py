@@ -7,6 +7,7 @@ file, whenever the writer dies. A last line that was cut short is reported and l
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ COUNTS = "counts.json"
 MAX_INDEX_BYTES = 64 * 2**20
 MAX_LINE_BYTES = 2**20
 MOST_PROBLEMS = 100
+
+_LINE = re.compile(r"[^\n]*(?:\n|\Z)")  # one by one: a foreign file may have millions
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     records: list[CaptureRecord] = []
     problems: list[str] = []
-    lines = _read_text(path).split("\n")
-    for number, line in enumerate(lines, start=1):
+    for number, match in enumerate(_LINE.finditer(_read_text(path)), start=1):
+        line = match[0]
         if not line.strip():
             continue
         try:
@@ -106,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
             if len(problems) == MOST_PROBLEMS:
                 problems.append(f"{MANIFEST} has further damaged lines; the rest is left out")
                 break
-            cut = number == len(lines)
+            cut = not line.endswith("\n")
             what = "was cut short while it was written" if cut else f"is damaged ({error})"
             problems.append(f"{MANIFEST} line {number} {what}; it is left out")
     return Manifest(tuple(records), tuple(problems))
@@ -151,7 +154,7 @@ def _line(record: CaptureRecord) -> str:
 def _parse_line(line: str, path: Path) -> CaptureRecord:
     if len(line) > MAX_LINE_BYTES:
         raise ConfigError(f"longer than {MAX_LINE_BYTES} bytes")
-    data = files.loads(line, "it")
+    data = files.loads(line, "the line")
     _check_version(data, path)
     record = CaptureRecord.from_json(data)
     if record.family not in FAMILIES:

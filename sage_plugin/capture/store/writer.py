@@ -25,7 +25,7 @@ from sage_plugin.capture.store.manifest import (
     write_counts,
     write_manifest,
 )
-from sage_plugin.capture.store.paths import NUMBERED, SUFFIX, is_plain_name
+from sage_plugin.capture.store.paths import NUMBERED, SUFFIX, is_plain_name, printable
 from sage_plugin.errors import CaptureError, OutputError
 from sage_plugin.schema import CaptureRecord
 
@@ -70,6 +70,11 @@ class CaptureWriter:
             OutputError: it cannot be made or written.
         """
         with _writing(self.folder):
+            if not _is_utf8(str(self.folder)):
+                raise OutputError(
+                    f"{printable(str(self.folder))}: a name that is not UTF-8, in which captures "
+                    "cannot be read again; name another folder"
+                )
             if os.path.exists(self.folder) and not self.folder.is_dir():
                 raise OutputError(f"{self.folder} is a file: name a folder for the captures")
             manifest = self.folder / MANIFEST
@@ -214,9 +219,16 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except (OutputError, CaptureError):
         raise
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # a path with NUL is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise OutputError(f"{folder} cannot be written: {reason}") from error
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        return bool(name.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _foreign_names(folder: Path) -> list[str]:

@@ -12,13 +12,14 @@ from sage_plugin.cli.configs import (
     merging,
     regions,
 )
+from sage_plugin.cli.options import examples
 
 app = typer.Typer(
     no_args_is_help=True,
     help="Tuned launch configs: list, explain, check, move, measure again, price.",
 )
 app.command("list")(listing.command)
-app.command("explain")(explain.command)
+app.command("explain", epilog=examples(explain.EXAMPLE))(explain.command)
 app.command("check")(check.command)
 app.command("diff")(diff.command)
 app.command("apply")(merging.apply)

@@ -35,7 +35,11 @@ def command(
     found = [sentence for file in files for sentence in _problems_of(file, facts)]
     if found:
         say(*found)
-        say(f"{len(found)} problems in {len(files)} files. Next: mend or delete them, tune again")
+        count = f"{len(found)} problem{'s' * (len(found) > 1)}"
+        say(
+            f"{count} in {len(files)} file{'s' * (len(files) > 1)}. Next: mend or delete what is "
+            "named, tune again"
+        )
         raise typer.Exit(PROBLEMS)
     names = ", ".join(map(str, files)) or "no file is in use"
     say(f"Sound: {names}.")
@@ -88,10 +92,11 @@ def _files_to_check(
     if path is not None:
         if config_dir is not None:
             raise UsageError("give a path or --config-dir, not both")
-        if (path / "manifest.jsonl").exists():
+        folder = path.parent if path.is_file() else path
+        if (folder / "manifest.jsonl").exists():
             raise UsageError(
                 f"{path} holds captures, not configs; check those with "
-                f"sage bench {shlex.quote(str(path))}"
+                f"sage bench {shlex.quote(str(folder))}"
             )
         yield from registry_files(path)
         return

@@ -10,9 +10,17 @@ import typer
 
 from sage_plugin.cli.configs.card import As, facts_of
 from sage_plugin.cli.console import say
-from sage_plugin.cli.options import ConfigDir, Device, ShapeOptions, flattened
+from sage_plugin.cli.options import (
+    ConfigDir,
+    Device,
+    ShapeOptions,
+    check_config_dir,
+    flattened,
+)
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import CallKey, CallShape, DeviceFacts
+
+EXAMPLE = "sage configs explain -b 1 -hq 8 -sq 4096 -d 128 --kernel sage"
 
 Kernel = Annotated[str, typer.Option(help="Kernel, or kernel:variant.")]
 
@@ -28,6 +36,7 @@ def command(
     """Say why a call gets its launch config, place by place."""
     if not shape.seq_len:
         raise UsageError("which call? Give its length (--seq-len), heads (-hq) and channels (-d)")
+    check_config_dir(config_dir)
     facts = facts_of(device, card, config_dir)
     for call in shape.shapes():
         _explain_call(call, kernel, facts, config_dir)

@@ -9,11 +9,11 @@ import typer
 
 from sage_plugin.cli.configs.card import As, facts_of
 from sage_plugin.cli.console import say, stdout
-from sage_plugin.cli.options import ConfigDir, Device
-from sage_plugin.errors import ConfigError, UsageError
+from sage_plugin.cli.options import ConfigDir, Device, check_config_dir
+from sage_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
     from sage_plugin.schema import LaunchConfig, RegistryEntry, RegistryFile
 
@@ -26,8 +26,7 @@ def command(
     """Show the tuned configs that a device uses."""
     from sage_plugin.registry import load
 
-    if config_dir is not None and not config_dir.is_dir():
-        raise UsageError(f"--config-dir {config_dir}: no such folder")
+    check_config_dir(config_dir)
     facts = facts_of(device, card, config_dir)
     shown = 0
     places = load.search_path(facts.slug, config_dir=config_dir)
@@ -61,27 +60,36 @@ def _show_file(label: str, path: Path) -> None:
         stdout.print(_table(file))
 
 
-def _table(file: RegistryFile) -> Table:
+def _table(file: RegistryFile) -> Group:
+    from rich.console import Group
+
     from sage_plugin import device as devices
-    from sage_plugin.cli.tables import grid
+    from sage_plugin.cli.tables import Column, fitted
     from sage_plugin.cli.tune_view import gain_text, milliseconds
-    from sage_plugin.families.attention.labels import describe_key
+    from sage_plugin.families.attention.labels import lines
     from sage_plugin.registry import staleness
     from sage_plugin.registry.config_words import config_lines
 
-    table = grid("call", "config", "time", "gain", "tuned on", padding=1)
-    for entry in file.entries:
-        evidence = entry.evidence
+    def gain(entry: RegistryEntry) -> str:
+        return "default\nkept" if entry.evidence.confirmed else gain_text(entry)
+
+    def origin(entry: RegistryEntry) -> str:
+        kind = "synthetic" if entry.evidence.synthetic else "captures"
         stale = ", stale" if staleness.changes(entry, devices.toolchain()) else ""
-        table.add_row(
-            describe_key(entry.key).replace(" ", "\n", 2),
-            config_lines(entry.config, _default(entry, file)),
-            milliseconds(evidence.time.median_ms),
-            "confirmed" if evidence.confirmed else gain_text(entry),
-            f"{'synthetic' if evidence.synthetic else 'captures'} {evidence.date}\n"
-            f"triton {evidence.toolchain.triton or '-'}{stale}",
-        )
-    return table
+        triton = entry.evidence.toolchain.triton or "-"
+        return f"{kind} {entry.evidence.date}\ntriton {triton}{stale}"
+
+    label: Column[RegistryEntry] = (
+        "call",
+        lambda entry: f"{entry.key.kernel}:{entry.key.variant}\n{lines(entry.key)}",
+    )
+    columns: list[Column[RegistryEntry]] = [
+        ("config", lambda entry: config_lines(entry.config, _default(entry, file))),
+        ("time", lambda entry: milliseconds(entry.evidence.time.median_ms)),
+        ("gain", gain),
+        ("tuned on", origin),
+    ]
+    return Group(*fitted(file.entries, label, [columns], stdout.width, padding=1))
 
 
 def _default(entry: RegistryEntry, file: RegistryFile) -> LaunchConfig | None:

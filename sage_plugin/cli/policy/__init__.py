@@ -2,6 +2,7 @@
 
 import typer
 
+from sage_plugin.cli.options import examples
 from sage_plugin.cli.policy import prove as policy_prove
 from sage_plugin.cli.policy import search as policy_search
 from sage_plugin.cli.policy import sensitivity as policy_sensitivity
@@ -9,6 +10,9 @@ from sage_plugin.cli.policy import sensitivity as policy_sensitivity
 app = typer.Typer(
     no_args_is_help=True, help="Kernels by layer and denoising step: search, prove, sensitivity."
 )
-app.command("search")(policy_search.command)
-app.command("prove")(policy_prove.command)
-app.command("sensitivity")(policy_sensitivity.command)
+for name, module in (
+    ("search", policy_search),
+    ("prove", policy_prove),
+    ("sensitivity", policy_sensitivity),
+):
+    app.command(name, epilog=examples(*module.EXAMPLES))(module.command)

@@ -12,7 +12,14 @@ from sage_plugin import files
 from sage_plugin.cli import output_folder
 from sage_plugin.cli.clips import ClipOptions, checked_policy, labels
 from sage_plugin.cli.console import progress, say, stdout
-from sage_plugin.cli.options import ConfigDir, Device, Kernels, flattened, named_kernels
+from sage_plugin.cli.options import (
+    ConfigDir,
+    Device,
+    Kernels,
+    flattened,
+    named_kernels,
+    shown_first,
+)
 from sage_plugin.demo.sizes import SIZES
 
 if TYPE_CHECKING:
@@ -30,6 +37,10 @@ Budget = Annotated[
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the comparison.")]
 
 
+EXAMPLES = ("sage policy prove balanced", "sage policy prove policy.json --kernel sage --digit 3")
+
+
+@shown_first("kernel", "digit", "out")
 @flattened
 def command(
     policy: PolicyOf,
@@ -81,12 +92,17 @@ def run(
         subject.denoisers(configs)  # refuses a policy that does not fit, the old folder unchanged
         output_folder.prepare(out, marker=MARKER, command="sage policy prove")
         limits = LIMITS if budget_s is None else replace(LIMITS, budget_s=budget_s)
-        comparison, clips = compare_clips(
-            subject, configs, limits=limits, seed=clip.seed, report_progress=report
+        comparison, _ = compare_clips(
+            subject,
+            configs,
+            limits=limits,
+            seed=clip.seed,
+            report_progress=report,
+            on_clip=lambda clips: save_comparison(
+                {one: frames[: size.frames] for one, frames in clips.items()}, out / "side_by_side"
+            ),
         )
     stdout.print(render(comparison, width=stdout.width), soft_wrap=False)
-    first = {name: frames[: size.frames] for name, frames in clips.items()}
-    save_comparison(first, out / "side_by_side")
     note = plot.save(comparison, out / "plane.png")
     facts = {
         "policy": policy_name,

@@ -12,14 +12,23 @@ import typer
 
 from sage_plugin import files
 from sage_plugin.cli.console import progress, say, stdout
-from sage_plugin.cli.options import DEFAULT_FOLDER, ConfigDir, Device, StepRanges, flattened
-from sage_plugin.cli.tables import grid
+from sage_plugin.cli.options import (
+    DEFAULT_FOLDER,
+    ConfigDir,
+    Device,
+    StepRanges,
+    flattened,
+    shown_first,
+)
+from sage_plugin.cli.tables import Column, fitted
 from sage_plugin.cli.tune import Fresh, RunName
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
+    from sage_plugin.plugin.policy.rules import Rule
+    from sage_plugin.tune.policy.choice import Assignment
     from sage_plugin.tune.policy.request import PolicyRequest
     from sage_plugin.tune.policy.search import PolicySearchResult
 
@@ -75,6 +84,13 @@ class PolicyOptions:
     fresh: Fresh = False
 
 
+EXAMPLES = (
+    "sage policy search --max-error 0.03",
+    "sage policy search captured_inputs --max-error 0.03 --times bench.json -o mine.json",
+)
+
+
+@shown_first("max_error", "max_ms", "output", "dry_run")
 @flattened
 def command(
     search: PolicyOptions,
@@ -92,7 +108,7 @@ def command(
     fields = {field.name: getattr(search, field.name) for field in dataclasses.fields(search)}
     found = _search(PolicyRequest(folder, **fields | {"kernels": tuple(search.kernels or ())}))
     plot = found.run_folder / PLOT
-    missing = front_plot.save(found, plot)
+    missing = front_plot.save(found, plot, max_error=search.max_error, max_ms=search.max_ms)
     stdout.print(_front_table(found) if dry_run else _rules_table(found))
     say(_summary(found))
     notes = (*found.notes, *([missing] if missing else []))
@@ -133,38 +149,48 @@ def _search(request: PolicyRequest) -> PolicySearchResult:
         return search(request, lambda what, done, total: report(f"{what} ({done} of {total})"))
 
 
-def _rules_table(found: PolicySearchResult) -> Table:
-    columns = ("kernel", "layers", "steps", "saved ms per run", "worst error", "captures")
-    table = grid("rule", *columns, padding=1)
-    for number, rule in enumerate(found.policy.rules, start=1):
-        fields = "".join(f" {name}={value}" for name, value in rule.launch.items())
-        some = rule.layers[0] if len(rule.layers) == 1 else f"{len(rule.layers)} layers"
-        table.add_row(
-            str(number),
-            rule.kernel + fields,
-            some,
-            rule.steps or "all",
-            f"{rule.saved_ms or 0.0:.2f}",
-            f"{rule.error or 0.0:.4f}",
-            str(len(rule.captures)),
-        )
-    return table
+def _rules_table(found: PolicySearchResult) -> Group:
+    from rich.console import Group
+
+    def kernel(rule: Rule) -> str:
+        return "\n".join([rule.kernel, *(f"{name}={v}" for name, v in rule.launch.items())])
+
+    def layers(rule: Rule) -> str:
+        return rule.layers[0] if len(rule.layers) == 1 else f"{len(rule.layers)} layers"
+
+    rules = found.policy.rules
+    of: list[Column[Rule]] = [
+        ("kernel", kernel),
+        ("layers", layers),
+        ("steps", lambda rule: rule.steps or "all"),
+    ]
+    numbers: list[Column[Rule]] = [
+        ("saved ms per run", lambda rule: f"{rule.saved_ms or 0.0:.2f}"),
+        ("worst error", lambda rule: f"{rule.error or 0.0:.4f}"),
+        ("captures", lambda rule: str(len(rule.captures))),
+    ]
+    label: Column[Rule] = ("rule", lambda rule: str(1 + rules.index(rule)))
+    return Group(*fitted(rules, label, [of, numbers], stdout.width, padding=1))
 
 
-def _front_table(found: PolicySearchResult) -> Table:
+def _front_table(found: PolicySearchResult) -> Group:
     from collections import Counter
 
-    table = grid("mean error", "attention ms per run", "saved", "cells by kernel", padding=1)
+    from rich.console import Group
+
     host = found.front[0].ms
-    for one in found.front:
-        used = Counter(pick.label for pick in one.picks)
-        table.add_row(
-            f"{one.error:.4f}",
-            f"{one.ms:.2f}",
-            f"{1 - one.ms / host:.1%}" if host else "-",
-            ", ".join(f"{label} {count}" for label, count in used.most_common()),
-        )
-    return table
+
+    def used(one: Assignment) -> str:
+        counts = Counter(pick.label for pick in one.picks).most_common()
+        return "\n".join(f"{label} {count}" for label, count in counts)
+
+    columns: list[Column[Assignment]] = [
+        ("attention ms per run", lambda one: f"{one.ms:.2f}"),
+        ("saved", lambda one: f"{1 - one.ms / host:.1%}" if host else "-"),
+        ("cells by kernel", used),
+    ]
+    label: Column[Assignment] = ("mean error", lambda one: f"{one.error:.4f}")
+    return Group(*fitted(found.front, label, [columns], stdout.width, padding=1))
 
 
 def _summary(found: PolicySearchResult) -> str:

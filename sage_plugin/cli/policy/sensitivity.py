@@ -18,8 +18,9 @@ from sage_plugin.cli.options import (
     StepRanges,
     flattened,
     named_kernels,
+    shown_first,
 )
-from sage_plugin.cli.tables import grid
+from sage_plugin.cli.tables import Column, fitted
 from sage_plugin.demo.sizes import SIZES
 from sage_plugin.errors import UsageError
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 Output = Annotated[Path, typer.Option("--output", "-o", help="File of sensitivities.")]
 
 
+EXAMPLES = ("sage policy sensitivity --kernel fav3_fp8",)
+
+
+@shown_first("kernel", "step_ranges", "output")
 @flattened
 def command(
     clip: ClipOptions,
@@ -82,14 +87,14 @@ def _check_output(path: Path) -> None:
 
 def _show(measured: Sensitivities) -> None:
     """PSNR of the clips, a row per layer and a column per step range."""
-    ranges = list(dict.fromkeys(one.steps for one in measured.cells))
-    title = f"PSNR in dB with this alone on {measured.kernel}"
-    table = grid(title, *(steps or "all" for steps in ranges), padding=1)
-    table.columns[0].justify = "left"
-    rows: dict[str, list[str]] = {}
+    levels: dict[str, dict[str, str]] = {}
     for one in measured.cells:
         level = "inf" if one.rmse == 0 else f"{-20 * math.log10(one.rmse):.1f}"
-        rows.setdefault(one.layer, []).append(level)
-    for layer, cells in rows.items():
-        table.add_row(layer, *cells)
-    stdout.print(table)
+        levels.setdefault(one.layer, {})[one.steps] = level
+    columns: list[Column[str]] = [
+        (steps or "all", lambda layer, steps=steps: levels[layer][steps])  # type: ignore[misc]
+        for steps in dict.fromkeys(one.steps for one in measured.cells)
+    ]
+    say(f"PSNR in dB with one layer and step range alone on {measured.kernel}")
+    for part in fitted(list(levels), ("layer", str), [columns], stdout.width, padding=1):
+        stdout.print(part)

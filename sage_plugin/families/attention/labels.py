@@ -31,6 +31,24 @@ def describe_key(key: CallKey) -> str:
     return f"{key.kernel}:{key.variant} {sizes} {form}"
 
 
+def lines(call: CallShape | CallKey) -> str:
+    """Write a call's sizes on three short lines, the same way for a shape and for a key.
+
+    Example:
+        >>> from sage_plugin.measure.inputs import presets
+        >>> lines(presets()["cogvideox-2b"]).splitlines()
+        ['2x30 heads of 64', '17,776 tokens', 'bf16 bhsd']
+    """
+    if isinstance(call, CallShape):
+        grouped = "" if call.heads_q == call.heads_k else f":{call.heads_k}"
+        heads = f"{call.batch}x{call.heads_q}{grouped}"
+    else:
+        heads = f"{call.batch_heads}"
+    tokens = f"{call.seq_q:,}" + ("" if call.seq_q == call.seq_k else f":{call.seq_k:,}")
+    kind = f"{short_dtype(call.dtype)} {call.layout}{mask_words(call)}"
+    return f"{heads} heads of {call.head_dim}\n{tokens} tokens\n{kind}"
+
+
 def mask_words(call: CallShape | CallKey) -> str:
     """Write what hides keys from queries: ` causal`, and the kind of mask, if there are any."""
     causal = " causal" if call.causal else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from sage_plugin import device, settings
-from sage_plugin.errors import UnknownKernelError
+from sage_plugin.errors import UnknownKernelError, did_you_mean
 from sage_plugin.kernels.attention.launch_space import (
     candidates,
     default_launch,
@@ -88,17 +88,19 @@ def resolve_kernel(name: str) -> str:
 
 
 def _unknown(name: str) -> str:
-    """Say that there is no such kernel, and which one was meant."""
+    """Say that there is no such kernel, and which one was meant.
+
+    Raises:
+        UnknownKernelError: the name has a variant in it, and that is not known.
+    """
     kernel, colon, variant = name.partition(":")
     if colon and KERNEL_ALIASES.get(kernel, kernel) in KERNELS:
+        _checked_variant(KERNEL_ALIASES.get(kernel, kernel), variant)
         return f"kernel {name!r} has a variant in it: give kernel={kernel!r}, variant={variant!r}"
-    import difflib
-
-    close = difflib.get_close_matches(name, ("auto", *KERNELS, *KERNEL_ALIASES), n=1)
-    meant = f"did you mean {close[0]!r}? There are" if close else "choose one of"
     return (
-        f"kernel {name!r} is not known; {meant} auto, {', '.join(KERNELS)} "
+        f"kernel {name!r} is not known; choose one of auto, {', '.join(KERNELS)} "
         f"(alias {', '.join(f'{a} = {k}' for a, k in KERNEL_ALIASES.items())})"
+        f"{did_you_mean(name, ('auto', *KERNELS, *KERNEL_ALIASES))}"
     )
 
 
@@ -264,7 +266,7 @@ def _checked_variant(kernel: str, variant: str) -> str:
         what = "not built in this version" if variant in VARIANTS else "not known"
         raise UnknownKernelError(
             f"variant {variant!r} of kernel {kernel!r} is {what}; "
-            f"choose one of auto, {', '.join(built)}"
+            f"choose one of auto, {', '.join(built)}{did_you_mean(variant, built)}"
         )
     return variant
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_plugin import files
-from sage_plugin.errors import ConfigError, UnknownKernelError
+from sage_plugin.errors import ConfigError, UnknownKernelError, did_you_mean
 from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.plugin.policy.step_range import Band
 from sage_plugin.schema import JsonRecord, LaunchConfig
@@ -205,6 +205,7 @@ def chosen(policy: str | os.PathLike[str] | Policy) -> Policy:
     if not os.path.isfile(path):
         raise ConfigError(
             f"policy {os.fspath(policy)!r} is neither a file nor one of {', '.join(PRESETS)}"
+            f"{did_you_mean(os.fspath(policy), PRESETS)}"
         )
     return read(path)
 
@@ -241,6 +242,8 @@ def read(path: Path) -> Policy:
             f"{path}: schema version {data.get('schema_version')!r}; this release reads "
             f"{SCHEMA_VERSION}"
         )
+    if isinstance(data, dict) and isinstance(data.get("rules"), list):
+        _bound(len(data["rules"]), str(path))
     try:
         policy = Policy.from_json(data)
     except ConfigError as error:
@@ -268,9 +271,22 @@ def checked(policy: Policy, where: str) -> Policy:
     Raises:
         ConfigError: an unknown kernel or field, a band that is none, a rule that others hide.
     """
+    _bound(len(policy.rules), where)
     for problem in problems(policy.rules):
         raise ConfigError(f"{where}: {problem}")
     return policy
+
+
+def _bound(count: int, where: str) -> None:
+    """Refuse a number of rules that would take seconds to read.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if count > MOST_RULES:
+        raise ConfigError(
+            f"{where}: more than {MOST_RULES} rules; join those that differ in their layers alone"
+        )
 
 
 def problems(rules: Iterable[Rule]) -> Iterator[str]:
@@ -279,9 +295,6 @@ def problems(rules: Iterable[Rule]) -> Iterator[str]:
     found = False
     for number, rule in enumerate(rules, start=1):
         found = True
-        if number > MOST_RULES:
-            yield f"more than {MOST_RULES} rules; join those that differ in their layers alone"
-            return
         wrong = _wrong_with(rule)
         if wrong:
             yield f"rule {number}: {wrong}"

@@ -11,7 +11,7 @@ from sage_plugin.errors import CaptureError, ConfigError, OutputError, UsageErro
 from sage_plugin.families import ATTENTION, Family
 from sage_plugin.kernels.contract import HOST
 from sage_plugin.registry import load
-from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
+from sage_plugin.schema import KERNELS, CallKey, DeviceFacts, LaunchConfig
 from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs
 from sage_plugin.tune.configs.search import SearchLimits
 from sage_plugin.tune.configs.space_file import SpaceFile
@@ -140,7 +140,8 @@ def _study(
         notes.append(f"{what}: goes to the host's attention, {decision.reason}")
         return None
     if decision.variant == HOST:
-        raise UsageError(f"kernel {text!r} has no launch config: name one of fav2, sage, fav3_sage")
+        tuned = ", ".join(name for name in KERNELS if name not in ("torch", "sdpa"))
+        raise UsageError(f"kernel {text!r} has no launch config: name one of {tuned}")
     key = family.call_key(shape, decision)
     try:
         space = _space(request, key, facts, notes)

@@ -232,7 +232,19 @@ def test_the_pipeline_is_left_unpatched():
     assert handle_of(pipe) is None
 
 
-def test_what_is_told():
-    told = []
-    compare_clips(subject(), run_configs(("sage",)), report_progress=told.append)
-    assert told == ["drawing with sdpa (1 of 2)", "drawing with sage (2 of 2)"]
+def test_what_is_told_and_what_is_kept_meanwhile():
+    told, kept = [], []
+    clock = itertools.count(step=45)  # seconds a look
+    compare_clips(
+        subject(),
+        run_configs(("sage", "fav2")),
+        report_progress=told.append,
+        on_clip=lambda clips: kept.append(list(clips)),
+        now=lambda: next(clock),
+    )
+    assert told == [
+        "drawing with sdpa (1 of 3)",
+        "drawing with sage (2 of 3), at least 2 minutes to go",
+        "drawing with fav2 (3 of 3), about 45 seconds to go",
+    ]
+    assert kept == [["sdpa"], ["sdpa", "sage"], ["sdpa", "sage", "fav2"]]

@@ -241,7 +241,16 @@ def test_a_rule_takes_no_call_that_was_to_stay_with_the_host(tmp_path):
 
 
 def test_the_front_is_drawn(folder):
-    pytest.importorskip("matplotlib")
+    figure = pytest.importorskip("matplotlib.figure").Figure()
     found = search(recordings.request(folder))
-    assert front_plot.save(found, folder / "front.png") == ""
+    assert front_plot.save(found, folder / "front.png", max_error=0.05) == ""
     assert (folder / "front.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(front_plot.figure, "save", lambda draw, *_, **__: draw(figure))
+        front_plot.save(found, folder / "front.png", max_error=0.05)
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "--max-error", "best choices, layer by layer", "one kernel everywhere", "the policy",
+    ]  # fmt: skip
+    assert list(axes.lines[0].get_ydata()) == [0.05, 0.05]
+    assert axes.get_ylim()[1] > max(run.error for run in found.prediction.runs)

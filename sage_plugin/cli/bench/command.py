@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sage_plugin import files
+from sage_plugin.cli.bench.choice import short_enough
 from sage_plugin.cli.console import progress, say, say_left_out, stderr, stdout
 from sage_plugin.cli.options import (
     DEFAULT_FOLDER,
@@ -20,10 +21,12 @@ from sage_plugin.cli.options import (
     DrawnInputOptions,
     Kernels,
     Words,
+    check_config_dir,
     flattened,
     folder_of,
     named_kernels,
     one_of,
+    shown_first,
 )
 from sage_plugin.errors import (
     CaptureError,
@@ -56,6 +59,10 @@ Gated = Annotated[
 Csv = Annotated[
     str | None, typer.Option("--csv", metavar="FILE", help="Write CSV there, or to stdout (-).")
 ]
+Markdown = Annotated[
+    str | None,
+    typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown, likewise."),
+]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write JSON there, or to stdout (-).")
 ]
@@ -64,6 +71,13 @@ Method = Annotated[str | None, typer.Option(help="events, graph, profiler; wall 
 Force = Annotated[bool, typer.Option("--force", help="Run on a CPU however long it takes.")]
 
 
+EXAMPLES = (
+    "sage bench captured_inputs --compare-to-ref fav2 --markdown bench.md",
+    "sage bench -sq 1024 -hq 2 -d 64 --kernel sage --kernel sdpa",
+)
+
+
+@shown_first("kernel", "compare_to_ref", "max_inputs")
 @flattened
 def command(
     inputs: DrawnInputOptions,
@@ -72,10 +86,11 @@ def command(
     metric: Metric = "all",
     compare_to_ref: CompareTo = None,
     print_compare_stats: Stats = False,
+    max_inputs: MaxInputs = None,
     gate: Gated = False,
     csv: Csv = None,
     json: Json = None,
-    max_inputs: MaxInputs = None,
+    markdown: Markdown = None,
     method: Method = None,
     config_dir: ConfigDir = None,
     device: Device = None,
@@ -87,7 +102,9 @@ def command(
     from sage_plugin.families import ATTENTION
     from sage_plugin.measure.timers import check_method
 
-    _check_outputs(csv, json)
+    outputs = {"csv": csv, "json": json, "markdown": markdown}
+    _check_outputs(outputs)
+    check_config_dir(config_dir)
     folder = folder_of(words, inputs)
     metrics = METRICS if metric == "all" else (one_of("--metric", metric, (*METRICS, "all")),)
     suite = _suite(inputs, folder, max_inputs)
@@ -104,11 +121,11 @@ def command(
     )
     if where.type == "cpu" and not force:
         may_choose = suite.cases[0].record is not None and max_inputs is None
-        suite = _short_enough(suite, plan, may_choose=may_choose)
+        suite = short_enough(suite, plan, may_choose=may_choose)
     tables, missed = _run(suite, plan, where)
-    written = _write(tables, facts, csv, json)
+    written = _write(tables, metrics, facts, outputs)
     try:
-        _show(tables, metrics, (*suite.skipped, *missed), to_stderr="-" in (csv, json))
+        _show(tables, metrics, (*suite.skipped, *missed), to_stderr="-" in outputs.values())
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -122,12 +139,13 @@ def command(
         raise typer.Exit(SOME_FAILED)
 
 
-def _check_outputs(csv: str | None, json: str | None) -> None:
+def _check_outputs(outputs: dict[str, str | None]) -> None:
     from sage_plugin.bench.report import check_writable
 
-    if csv == json == "-":
-        raise UsageError("--csv - and --json - both want stdout: give one of them a file")
-    for name in (csv, json):
+    printed = [f"--{kind} -" for kind, name in outputs.items() if name == "-"]
+    if len(printed) > 1:
+        raise UsageError(f"{' and '.join(printed)} both want stdout: give one of them a file")
+    for name in outputs.values():
         if name is not None and name != "-":
             check_writable(Path(name))
 
@@ -142,47 +160,6 @@ def _suite(inputs: DrawnInputOptions, folder: Path | None, max_inputs: int | Non
         return suite.Suite(tuple(drawn))
     inputs.refuse_with_captures()
     return suite.captured(folder or DEFAULT_FOLDER, max_inputs)
-
-
-def _short_enough(suite: Suite, plan: BenchPlan, *, may_choose: bool) -> Suite:
-    """Return what a CPU can do while somebody waits: all inputs, or some if we may choose them.
-
-    Raises:
-        UsageError: not even one input is short enough.
-    """
-    import dataclasses
-
-    from sage_plugin.bench.forecast import PATIENCE_S, cpu_seconds, matmul_flops_per_s
-
-    kernels = (*(() if plan.reference is None else (plan.reference,)), *plan.kernels)
-    rate = matmul_flops_per_s()
-    needed = [cpu_seconds([case], kernels, flops_per_s=rate) for case in suite.cases]
-    if sum(needed) <= PATIENCE_S:
-        return suite
-    count = sum(total <= PATIENCE_S for total in itertools.accumulate(sorted(needed)))
-    if not may_choose or not count:
-        raise UsageError(
-            f"this would take about {_duration(sum(needed))} on a CPU, where kernels are emulated "
-            "and times say nothing: use fewer or smaller inputs (--max-inputs, --kernel), or "
-            "--force"
-        )
-    chosen = sorted(range(len(needed)), key=needed.__getitem__)[:count]
-    if len(set(needed)) == 1:  # alike: spread over the run
-        chosen = [number * len(needed) // count for number in range(count)]
-    say(
-        f"All {len(needed)} captures would take about {_duration(sum(needed))} on a CPU, where "
-        f"kernels are emulated: comparing on {count} of them (--force for all).",
-        to_stderr=True,
-    )
-    cases = tuple(suite.cases[number] for number in sorted(chosen))
-    return dataclasses.replace(suite, cases=cases)
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(1.0, seconds / 60):.0f} minutes"
 
 
 def _run(suite: Suite, plan: BenchPlan, where: torch.device) -> tuple[list[Table], list[str]]:
@@ -211,32 +188,36 @@ def _show(
     *,
     to_stderr: bool,
 ) -> None:
-    from sage_plugin.cli.bench_table import render, render_difference, render_summary, verdict
+    from sage_plugin.cli.bench.table import render
+    from sage_plugin.cli.bench.verdict import verdict
 
     console = stderr if to_stderr else stdout
-    for table in tables:
-        console.print(render(table, metrics, width=console.width), soft_wrap=False)
-        for row in table.rows:
-            if row.difference is not None:
-                console.print(render_difference(row, row.difference), soft_wrap=False)
-    if len(tables) > 1:
-        console.print(render_summary(tables), soft_wrap=False)
+    console.print(render(tables, metrics, width=console.width), soft_wrap=False)
     console.print(verdict(tables), markup=False, soft_wrap=False)
     say_left_out(left_out)
 
 
 def _write(
-    tables: Sequence[Table], facts: DeviceFacts, csv: str | None, json: str | None
+    tables: Sequence[Table],
+    metrics: Sequence[str],
+    facts: DeviceFacts,
+    outputs: dict[str, str | None],
 ) -> list[str]:
     """Write the files before anything is shown; their names."""
     from sage_plugin import device as devices
     from sage_plugin.bench import report
+    from sage_plugin.cli.bench.table import as_markdown
 
+    text_of: dict[str, Callable[..., str]] = {
+        "csv": report.csv_text,
+        "json": report.json_text,
+        "markdown": functools.partial(as_markdown, metrics=metrics),
+    }
     written = []
-    for name, text_of in ((csv, report.csv_text), (json, report.json_text)):
+    for kind, name in outputs.items():
         if name is None:
             continue
-        text = text_of(tables, facts, devices.toolchain())
+        text = text_of[kind](tables, device=facts, toolchain=devices.toolchain())
         if name == "-":
             typer.echo(text, nl=False)
         else:
@@ -254,6 +235,9 @@ def _say_next(tables: Sequence[Table], written: Sequence[str], folder: Path | No
         say(
             "Next: sage capture, to compare the kernels on your model's own tensors", to_stderr=True
         )
+    elif not any(row.config_source for row in rows):
+        place = shlex.quote(str(folder or DEFAULT_FOLDER))
+        say(f"Next: sage bench {place}, without --kernel, to compare all", to_stderr=True)
     elif not any(row.config_source in ("exact", "near", "env") for row in rows):
         place = shlex.quote(str(folder or DEFAULT_FOLDER))
         say(f"Next: sage tune {place}, since all configs are defaults", to_stderr=True)
