@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,6 +48,45 @@ def fp8_dtype(arch: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this machine.
+
+    Attributes:
+        index: its number, as torch counts.
+        uuid: what names it wherever it is counted.
+    """
+
+    index: int
+    uuid: str
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """List the GPUs that torch sees.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("no GPU that torch can use: install a CUDA or ROCm build, or use the CPU")
+    return tuple(Gpu(index, _uuid(index)) for index in range(torch.cuda.device_count()))
+
+
+def _uuid(index: int) -> str:
+    """The driver's name of a GPU, or its number where it tells none."""
+    text = str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
+    return text if text.startswith(("GPU-", "MIG-")) or text.isdigit() else f"GPU-{text}"
+
+
+_stand_in: DeviceFacts | None = None
+
+
+def stand_for(absent: DeviceFacts) -> None:
+    """Let every device of this process be one that is not here: one that compiles runs nothing."""
+    global _stand_in
+    _stand_in = absent
+
+
 def facts(device: torch.device | str | int | None = None) -> DeviceFacts:
     """Identity and limits of a device; memoised.
 
@@ -56,6 +96,8 @@ def facts(device: torch.device | str | int | None = None) -> DeviceFacts:
     Raises:
         DeviceError: the device does not exist here.
     """
+    if _stand_in is not None:
+        return _stand_in
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -474,7 +474,7 @@ class Trial(JsonRecord):
         errors: metrics of the worst head of the worst capture.
         registers: registers a thread, `None` where unknown.
         smem_bytes: shared memory of a program, `None` where unknown.
-        spills: spilled registers, `None` where unknown.
+        spills: bytes that a thread spills, `None` where unknown.
     """
 
     study: str

@@ -24,11 +24,11 @@ from sage_plugin.tune.configs import plan as plans
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.outcome import TuneReport
 from sage_plugin.tune.configs.plan import TuningRequest
-from sage_plugin.tune.configs.search import SearchLimits
 from sage_plugin.tune.configs.session import tune
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.observer import Observer
 from sage_plugin.tune.run.study import Study
+from sage_plugin.tune.search.search import SearchLimits
 
 _FORWARD = ("_call_impl", os.path.join("torch", "nn", "modules", "module.py"))
 """Where a module's forward is called, as a frame of the call stack tells it."""

@@ -112,10 +112,11 @@ def _measure(
     dry_run: bool,
 ) -> None:
     from sage_plugin.cli import tune
+    from sage_plugin.cli.tuning.options import seconds
     from sage_plugin.tune.configs import inputs
     from sage_plugin.tune.configs.plan import TuningRequest
-    from sage_plugin.tune.configs.search import SearchLimits
     from sage_plugin.tune.held import recheck
+    from sage_plugin.tune.search.search import SearchLimits
 
     plan: TuningPlan = recheck.build(
         believed,
@@ -124,7 +125,7 @@ def _measure(
             device=device,
             config_dir=config_dir,
             min_gain=min_gain,
-            limits=SearchLimits(budget_s=None if budget is None else tune.seconds(budget)),
+            limits=SearchLimits(budget_s=None if budget is None else seconds(budget)),
         ),
         name,
     )

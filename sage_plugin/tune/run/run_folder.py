@@ -23,11 +23,12 @@ from sage_plugin.tune.run.study import Study
 
 logger = logging.getLogger(__name__)
 
-LEDGER, TRIALS, RESULTS, METADATA = (
+LEDGER, TRIALS, RESULTS, METADATA, FRONT = (
     "ledger.jsonl",
     "trials.csv",
     "results.json",
     "run_metadata.json",
+    "front.png",
 )
 MAX_HOLDER_BYTES = 4096
 LOG, LOCK, HOLDER, CRASH_MARKER = "worker.log", ".lock", ".holder.json", ".in_flight.json"
