@@ -28,6 +28,7 @@ from gpu_options import gpu_parser, on_gpu
 
 from sage_plugin import device as devices
 from sage_plugin.families import ATTENTION
+from sage_plugin.kernels.attention.launch_space import candidates
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.measure.timing import measure
 from sage_plugin.registry import distance, load, lookup
@@ -170,7 +171,7 @@ def shapes_of(signature: Sequence[Any]) -> list[CallShape]:
 
 def pool(key: CallKey, facts: DeviceFacts, count: int) -> list[LaunchConfig]:
     """The default, and configs from all over the space of a call."""
-    default, *others = ATTENTION.candidates(key, facts)
+    default, *others = candidates(key, facts)
     count = min(count - 1, len(others))
     return [default, *(others[(2 * i + 1) * len(others) // (2 * count)] for i in range(count))]
 

@@ -60,7 +60,7 @@ def test_runs_are_shown_as_tables(regret, tmp_path, capsys):
 
 
 def test_a_pool_is_the_default_and_configs_from_all_over(regret):
-    space = regret.ATTENTION.candidates(samples.KEY, FACTS)
+    space = regret.candidates(samples.KEY, FACTS)
     chosen = regret.pool(samples.KEY, FACTS, 4)
     assert chosen[0] == space[0]
     assert len(set(chosen)) == 4
