@@ -8,6 +8,7 @@ the trials so far say of them: the fastest config of a card may spill.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -23,6 +24,7 @@ RIDGE = 0.3
 """Weight of the penalty on coefficients, so that few trials do not teach much."""
 
 UNKNOWN = Resources()
+_fields = operator.attrgetter(*LaunchConfig.__dataclass_fields__)
 
 
 def learned(trials: Iterable[Trial], compiled: Mapping[LaunchConfig, Resources]) -> Rank | None:
@@ -66,7 +68,7 @@ def _resources(trial: Trial) -> Resources:
 def _features(config: LaunchConfig, resources: Resources) -> list[float]:
     """Fields as numbers, sizes by their logarithm; what is unknown stands at a middle value."""
     found = []
-    for value in config.to_json().values():
+    for value in _fields(config):
         is_text = isinstance(value, str)
         found.append(float(value == "descriptor") if is_text else math.log2(1 + value))
     registers, spilled, smem = resources.registers, resources.spill_bytes, resources.smem_bytes

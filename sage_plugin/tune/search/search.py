@@ -8,8 +8,9 @@ is left. Configs that cannot fit where a smaller one did not are never tried.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sage_plugin.schema import LaunchConfig, Trial
@@ -113,6 +114,15 @@ class Search:
     limits: SearchLimits = field(default_factory=SearchLimits)
     error_limit: ErrorLimit = field(default_factory=ErrorLimit)
     seed: int = 0
+    _by_axes: dict[tuple[object, ...], LaunchConfig] = field(init=False, repr=False)
+    _values: list[list[object]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Index the space, which may be large, by its axes."""
+        by_axes = {_axes(config): config for config in self.space}
+        values = [list(dict.fromkeys(axis)) for axis in zip(*by_axes, strict=True)]
+        object.__setattr__(self, "_by_axes", by_axes)
+        object.__setattr__(self, "_values", values)
 
     @property
     def first(self) -> tuple[LaunchConfig, ...]:
@@ -125,8 +135,8 @@ class Search:
         """How many configs the search tries, about."""
         count = len(self.space)
         if not self.limits.exhaustive:
-            values = [len(set(axis)) for axis in zip(*map(_axes, self.space), strict=True)]
-            count = min(count, len(self.first) + SPREAD + REFINED * sum(n - 1 for n in values))
+            others = sum(len(values) - 1 for values in self._values)
+            count = min(count, len(self.first) + SPREAD + REFINED * others)
         return min(count, self.limits.max_trials or count)
 
     def propose(
@@ -138,14 +148,22 @@ class Search:
         room = self._room(trials)
         if room <= 0:
             return []
-        every = self.limits.exhaustive or len(self.space) <= SPREAD + len(self.first)
-        for wanted in (self._shuffled() if every else spread(self.space, SPREAD, self.seed),
-                       [] if every else self._neighbors(trials)):  # fmt: skip
-            large = _large(trials)
+        large = _large(trials)
+        for wanted in self._stages(trials):
             left = [c for c in wanted if c not in trials and not skip_reason(c, large)]
             if left:
                 return sorted(left, key=rank)[:room] if rank else left[:room]
         return []
+
+    def _stages(self, trials: Mapping[LaunchConfig, Trial]) -> Iterator[list[LaunchConfig]]:
+        """What to try, stage by stage; a stage begins where the one before is done."""
+        few = SPREAD + len(self.first)
+        if self.limits.exhaustive or len(self.space) <= few:
+            yield self._shuffled()
+            return
+        if len(trials) < few:  # it takes a while, and is done once so many were tried
+            yield spread(self.space, SPREAD, self.seed)
+        yield self._neighbors(trials)
 
     def skipped(self, trials: Mapping[LaunchConfig, Trial]) -> list[LaunchConfig]:
         """List what is never tried because a smaller config did not fit."""
@@ -192,14 +210,14 @@ class Search:
 
     def _neighbors(self, trials: Mapping[LaunchConfig, Trial]) -> list[LaunchConfig]:
         """Configs that differ from one of the best in one axis, those of the best first."""
-        best = [trial.config for trial in self.allowed(trials)[:REFINED]]
-        values = [(_axes(config), config) for config in self.space]
         found: dict[LaunchConfig, None] = {}
-        for config in best:
-            own = _axes(config)
-            for axes, other in values:
-                if sum(a != b for a, b in zip(own, axes, strict=True)) == 1:
-                    found[other] = None
+        for trial in self.allowed(trials)[:REFINED]:
+            own = _axes(trial.config)
+            for at, values in enumerate(self._values):
+                for value in values:
+                    other = self._by_axes.get((*own[:at], value, *own[at + 1 :]))
+                    if other is not None and value != own[at]:
+                        found[other] = None
         return list(found)
 
 
@@ -242,12 +260,12 @@ def spread(space: Sequence[LaunchConfig], count: int, seed: int) -> list[LaunchC
 
 
 FREE = [f.name for f in dataclasses.fields(LaunchConfig) if f.name not in TILE]
+_tile, _rest = operator.attrgetter(*TILE), operator.attrgetter(*FREE)
 
 
 def _axes(config: LaunchConfig) -> tuple[object, ...]:
     """A config as its values on the axes, the tile as one of them."""
-    tile = (config.block_m, config.block_n, config.num_warps)
-    return (tile, *(getattr(config, name) for name in FREE))
+    return (_tile(config), *_rest(config))
 
 
 def _is_larger(config: LaunchConfig, other: LaunchConfig) -> bool:
