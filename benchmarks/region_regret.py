@@ -176,6 +176,12 @@ def pool(key: CallKey, facts: DeviceFacts, count: int) -> list[LaunchConfig]:
     return [default, *(others[(2 * i + 1) * len(others) // (2 * count)] for i in range(count))]
 
 
+def decided(shape: CallShape, facts: DeviceFacts, args: argparse.Namespace) -> Decision:
+    """The kernel that was asked for, and its variant for this call."""
+    kernel, variant = ATTENTION.parse_kernel(args.kernel)
+    return ATTENTION.decide(shape, facts, kernel=kernel, variant=variant)
+
+
 def timed(
     name: str, facts: DeviceFacts, args: argparse.Namespace, deadline: float
 ) -> dict[str, Any] | None:
@@ -185,7 +191,7 @@ def timed(
     for shape in shapes_of(SIGNATURES[name]):
         if time.monotonic() > deadline:
             break
-        decision = ATTENTION.decide(shape, facts, kernel=args.kernel)
+        decision = decided(shape, facts, args)
         key = ATTENTION.call_key(shape, decision)
         call = ATTENTION.drawn(shape, args.device, 0, "biased")
         configs = pool(key, facts, args.configs)
@@ -223,7 +229,7 @@ def build(facts: DeviceFacts, args: argparse.Namespace) -> None:
     """Run one config of a pool once, at the shortest length."""
     name, number = args.build[0], int(args.build[1])
     shape = shapes_of(SIGNATURES[name])[0]
-    decision: Decision = ATTENTION.decide(shape, facts, kernel=args.kernel)
+    decision = decided(shape, facts, args)
     configs = pool(ATTENTION.call_key(shape, decision), facts, args.configs)
     if number < len(configs):
         ATTENTION.drawn(shape, args.device, 0, "biased").whole(decision, configs[number])()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
+import time
 from types import ModuleType
 
 import pytest
 
+from sage_plugin import device
 from tests.registry import samples
 from tests.registry.samples import FACTS
 from tests.registry.test_regions import TIMES
@@ -65,6 +68,19 @@ def test_a_pool_is_the_default_and_configs_from_all_over(regret):
     assert chosen[0] == space[0]
     assert len(set(chosen)) == 4
     assert len(regret.pool(samples.KEY, FACTS, 10_000)) == len(space)
+
+
+def test_lengths_are_timed_until_the_budget_ends(regret, monkeypatch):
+    signature = (1, 2, 1, 32, True, (32, 64, 96))
+    monkeypatch.setattr(regret, "SIGNATURES", {"tiny": signature})
+    monkeypatch.setattr(regret, "ROUNDS", 2)
+    args = argparse.Namespace(kernel="sage:emulation", device="cpu", configs=2)
+    facts = device.facts("cpu")
+    row = regret.timed("tiny", facts, args, time.monotonic() + 60)
+    assert list(row["prices"]) == ["32", "64", "96"]
+    assert row["kernel"] == "sage:emulation"
+    assert all(len(timed) == 2 for timed in row["ms"].values())
+    assert regret.timed("tiny", facts, args, time.monotonic() - 1) is None
 
 
 def test_it_needs_a_gpu_or_ledgers(regret, tmp_path, monkeypatch, capsys):

@@ -136,6 +136,7 @@ class SpreadPolicy:
         """Announce how many steps the run has; a wrong number costs evenness, never a limit."""
         self._total = total_steps
         self._plan = None
+        self._stand_ins.clear()
 
     def refusal(self, cell: CaptureCell) -> str:
         """Why a call is out of the question, empty where it is a candidate."""
