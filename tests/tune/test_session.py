@@ -479,6 +479,24 @@ def test_a_trial_that_ends_the_session_runs_again_once(tmp_path):
     rows = Ledger(ledger).trials(study.id, "screen")
     assert victim not in rows, "whoever ended the session, the config is no crasher"
     assert note.exists()
+    anew = ScriptedRunner()
+    (outcome,) = tune(scripted.plan(tmp_path, study, fresh=True), anew).outcomes
+    assert outcome.trials == {"ok": 6}
+    assert not note.exists()
+
+
+def test_a_budget_ends_a_batch_between_two_candidates(tmp_path, monkeypatch):
+    study, now = scripted.study(32), [0.0]
+    monkeypatch.setattr("sage_plugin.tune.configs.study_search.time.monotonic", lambda: now[0])
+
+    def wait(count: int) -> None:
+        now[0] += 10.0
+
+    limits = SearchLimits(budget_s=50.0)
+    runner = ScriptedRunner(before=wait)
+    (outcome,) = tune(scripted.plan(tmp_path, study, limits=limits), runner).outcomes
+    assert outcome.trials == {"ok": len(runner.screened)}
+    assert len(runner.screened) == 4, "35 seconds are the screen's"
 
 
 def test_ctrl_c_does_not_count_as_an_ended_session(tmp_path):

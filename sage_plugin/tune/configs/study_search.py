@@ -77,7 +77,7 @@ class StudySearch:
             mandatory = any(config in self.search.first for config in batch)
             if trials and not mandatory and time.monotonic() > deadline:
                 break
-            self._try(batch, trials)
+            self._try(batch, trials, float("inf") if mandatory else deadline)
         return trials
 
     def race(self, trials: Trials, budget_s: float = float("inf")) -> Trials:
@@ -114,13 +114,15 @@ class StudySearch:
         related = [*trials.values(), *self.notebook.related(self.study)]
         return learned(related, compiled)
 
-    def _try(self, batch: Sequence[LaunchConfig], trials: Trials) -> None:
-        """Judge a batch one by one, and time together what passes."""
+    def _try(self, batch: Sequence[LaunchConfig], trials: Trials, deadline: float) -> None:
+        """Judge a batch one by one until the time is up, and time together what passes."""
         pending = {c: Trial(self.study.id, c, "screen", PENDING) for c in batch}
         upcoming = self.search.propose(trials | pending)
         self.runner.prepare(self.study, [*batch, *upcoming])
-        passed = []
+        passed: list[Trial] = []
         for config in batch:
+            if passed and time.monotonic() > deadline:
+                break
             trial = self._judged(config)
             if trial.status == "ok":
                 passed.append(trial)

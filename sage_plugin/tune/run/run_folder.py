@@ -91,9 +91,13 @@ def _holder(path: Path) -> str:
 def set_aside(folder: Path) -> None:
     """Keep the ledger of an earlier run under another name, so that this one starts anew.
 
+    What earlier sessions died at is forgotten, too.
+
     Raises:
         OutputError: it cannot be renamed.
     """
+    with contextlib.suppress(OSError):
+        (folder / CRASH_MARKER).unlink()
     ledger = folder / LEDGER
     if not os.path.lexists(ledger):
         return
