@@ -89,6 +89,19 @@ class Fallback(Enum):
         "attn_implementation='eager'"
     )
 
+    # what a patch of linears leaves
+    LINEAR_ROLE = "{} stay in 16 bit"
+    LINEAR_EXCLUDED = "left out by include or exclude"
+    LINEAR_TIED = "its weight is shared with another module"
+    LINEAR_QUANTIZED = "{} is quantized already"
+    LINEAR_CLASS = "{} is not torch's own linear"
+    LINEAR_WEIGHT = "its weight is a {}"
+    LINEAR_FORWARD = "its forward was replaced"
+    LINEAR_OFFLOADED = "{} moves its weight at every call"
+    LINEAR_READ = "the model reads its weight beside calling it"
+    LINEAR_DEVICE = "the input is on another device than the weight"
+    LINEAR_NEW = "came in after patch; call refresh"
+
     # what was computed
     NOT_FINITE = "an output of this layer was not finite"
     INPUT_NOT_FINITE = "inputs are not finite"
