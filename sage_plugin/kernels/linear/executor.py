@@ -148,7 +148,7 @@ def _built(
     if decision.variant == "emulation":
         return LinearEmulation()
     if decision.variant == "torch":
-        return TorchProducts()
+        return TorchProducts(asks=True)
     if facts.kind == "cpu" and not settings.triton_interpreted():
         raise UnsupportedInputError(
             f"kernel {decision.label} needs a GPU and the tensors are on the CPU; use "

@@ -12,9 +12,12 @@ from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.linear.api import apply
+from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
 from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.executor import resolve
+from sage_plugin.kernels.linear.rows.quantized import quantized_rows
+from sage_plugin.kernels.linear.rows.row_format import row_format
 from sage_plugin.kernels.linear.weight import quantize_weight
 from tests.kernels.devices import facts as facts_of
 
@@ -73,6 +76,28 @@ def test_the_output_has_the_dtype_asked_for(dtype, out_dtype) -> None:
     assert out.dtype == (out_dtype or dtype)
     assert out.shape == (2, ROWS // 2, OUT)
     assert loss(out, exact(x, weight, bias)) < 0.012
+
+
+@pytest.mark.parametrize("gives_fp16", [True, False])
+def test_torch_gives_fp16_rows_or_is_asked_once(monkeypatch, gives_fp16: bool) -> None:
+    stock, asked = torch._scaled_mm, []
+
+    def product(*args, out_dtype, **options):
+        asked.append(out_dtype)
+        if out_dtype == torch.float16 and not gives_fp16:
+            raise ValueError("Only bf16 high precision output types are supported")
+        return stock(*args, out_dtype=out_dtype, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    x, weight, bias = inputs(dtype=torch.float16)
+    rows = quantized_rows(x[0], row_format("fp8_row"))
+    products, quantized = TorchProducts(asks=True), quantize_weight(weight, "fp8_row")
+    for _ in range(2):
+        out = products.multiply(rows, quantized, bias, torch.float16)
+        assert out.dtype == torch.float16
+        assert loss(out, exact(x[0], weight, bias)) < 0.04
+    half, wide = torch.float16, torch.bfloat16
+    assert asked == ([half, half] if gives_fp16 else [half, wide, wide])
 
 
 @pytest.mark.parametrize("kernel", ["fp8_row", "int8_row", "fp8_tensor"])
