@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,15 +13,18 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from sage_plugin.errors import PatchError
+from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.linear.rows.prologue import Prologue
 from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.notice import warn_once
 from sage_plugin.plugin.context import PatchState
 from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.linears import compute
 from sage_plugin.plugin.linears.pending import PendingNorm
 from sage_plugin.plugin.linears.roles import Role
+
+logger = logging.getLogger(__name__)
 
 _lock = threading.RLock()
 """Held while a weight is quantized and sent away."""
@@ -143,9 +147,19 @@ class LinearLayer:
         return None
 
     def _as_ever(self, module: nn.Linear, x: torch.Tensor, reason: FallbackReason) -> torch.Tensor:
-        """The call with the original weight."""
+        """The call with the original weight.
+
+        Raises:
+            UnsupportedInputError: strict mode, and nobody asked for it.
+            PatchError: there is no original.
+        """
         self.counts.fallbacks[reason] += 1
         self.check_original()
+        if not (reason.cause.asked_for or reason.cause is Fallback.LINEAR_ON_CPU):
+            told = f"{self.name}: {reason}; it runs with its original weight"
+            if self.state.options.strict:
+                raise UnsupportedInputError(f"{told} unless on_unsupported='error' forbids it")
+            warn_once(logger, ("linear", reason), "%s (said once)", told)
         weight = module._parameters["weight"]
         assert weight is not None
         if reason is GRADIENT and self.left is None:  # an optimizer may write the weight

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 import sage_plugin
-from sage_plugin.errors import ConfigError, PatchError, UnknownKernelError
+from sage_plugin.errors import ConfigError, PatchError, UnknownKernelError, UnsupportedInputError
+from sage_plugin.kernels import notice
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.linear.weight import quantize_weight
 from sage_plugin.plugin.linears.layer import LinearLayer
@@ -236,6 +237,21 @@ def test_a_call_that_needs_a_gradient_has_the_originals():
     for _ in range(3):
         model.module(**model.inputs)
     assert set(handle.report().linears_left.values()) >= {"a gradient is needed"}
+
+
+def test_a_linear_that_falls_back_is_told_once_or_raises(caplog):
+    notice.forget()
+    model, handle = patched_cogx()
+    model.module(**model.inputs)
+    model.module(**model.inputs)
+    said = [r.message for r in caplog.records if "original weight" in r.message and r.levelno > 20]
+    assert len(said) == 1
+    assert "a gradient is needed" in said[0]
+    handle.unpatch()
+    strict, _ = patched_cogx(on_unsupported="error")
+    with pytest.raises(UnsupportedInputError, match=rf"{QUERY}: a gradient is needed"):
+        query_of(strict)(torch.randn(2, 32, requires_grad=True))
+    strict.run()
 
 
 def test_autocast_chooses_the_dtype_of_the_output():
