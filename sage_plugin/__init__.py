@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "accelerate": "sage_plugin.plugin.accelerate",
+    "QkNorm": "sage_plugin.kernels.attention.prologue.record",
+    "Rope": "sage_plugin.kernels.attention.prologue.record",
     "attention": "sage_plugin.kernels.attention.api",
+    "autotune": "sage_plugin.tune.autotune",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
     "launch": "sage_plugin.kernels.attention.prepare",
+    "linear": "sage_plugin.kernels.linear.api",
     "patch": "sage_plugin.plugin.patch",
     "patched": "sage_plugin.plugin.patch",
     "prepare": "sage_plugin.kernels.attention.prepare",
+    "quantize_weight": "sage_plugin.kernels.linear.weight",
     "record": "sage_plugin.capture.recording.recorder",
     "refresh": "sage_plugin.plugin.patch",
     "register": "sage_plugin.plugin.hosts.registration",
@@ -26,13 +32,19 @@ _HOME = {
 }
 
 __all__ = [
+    "QkNorm",
+    "Rope",
     "__version__",
+    "accelerate",
     "attention",
     "attention_varlen",
+    "autotune",
     "launch",
+    "linear",
     "patch",
     "patched",
     "prepare",
+    "quantize_weight",
     "record",
     "refresh",
     "register",
@@ -44,10 +56,15 @@ if TYPE_CHECKING:
     from sage_plugin.capture.recording.recorder import record
     from sage_plugin.kernels.attention.api import attention
     from sage_plugin.kernels.attention.prepare import launch, prepare
+    from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
     from sage_plugin.kernels.attention.varlen import attention_varlen
+    from sage_plugin.kernels.linear.api import linear
+    from sage_plugin.kernels.linear.weight import quantize_weight
+    from sage_plugin.plugin.accelerate import accelerate
     from sage_plugin.plugin.hosts.registration import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch
     from sage_plugin.plugin.report import report
+    from sage_plugin.tune.autotune import autotune
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

@@ -6,15 +6,17 @@ HIP is told from CUDA by `torch.version.hip`, never by a capability number.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from sage_plugin.errors import DeviceError, UsageError
-from sage_plugin.schema import DeviceFacts, Toolchain
+from sage_plugin.schema import ATTENTION, DeviceFacts, Toolchain
 
 E4M3FN_ARCHS = (
     *("sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
@@ -114,6 +116,17 @@ def facts(device: torch.device | str | int | None = None) -> DeviceFacts:
     return _gpu_facts(index)
 
 
+def facts_of(kind: str, index: int | None) -> DeviceFacts:
+    """Facts of a tensor's device by type and index, a constant to a compiler; any type has some."""
+    if kind not in ("cpu", "cuda"):
+        return DeviceFacts(kind, kind, "other", kind, 0, 0, 0, None)
+    return facts(torch.device(kind, index) if index is not None else kind)
+
+
+# What `torch.compiler.assume_constant_result` does, without its import of the whole compiler.
+vars(facts_of)["_dynamo_marked_constant"] = True
+
+
 def chosen(name: str | None) -> tuple[torch.device, DeviceFacts]:
     """Return the device of a name as a user gives it, with its number, and its facts.
 
@@ -177,8 +190,8 @@ def _gpu_facts(index: int) -> DeviceFacts:
 
 
 @functools.cache
-def toolchain() -> Toolchain:
-    """Versions that measurements depend on."""
+def toolchain(family: str = ATTENTION) -> Toolchain:
+    """Return the versions that measurements of an op family depend on."""
     from sage_plugin import __version__
 
     return Toolchain(
@@ -187,7 +200,18 @@ def toolchain() -> Toolchain:
         triton=triton_version(),
         python=platform.python_version(),
         driver=_driver(),
+        kernels=_sources_hash(family),
     )
+
+
+def _sources_hash(family: str) -> str:
+    """Hash the sources of a family's kernels: sixteen digits, which any edit changes."""
+    kernels = Path(__file__).with_name("kernels")
+    parts = ("primitives.py", "quantize/**/*.py", f"{family}/backends/**/*.py")
+    digest = hashlib.sha256()
+    for path in sorted(path for part in parts for path in kernels.glob(part)):
+        digest.update(path.relative_to(kernels).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @functools.cache

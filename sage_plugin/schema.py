@@ -6,110 +6,34 @@ names it. Units stand in the field names. Importing this module loads neither to
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, Self, get_args, get_origin
+from typing import Any
 
-from sage_plugin.errors import ConfigError
+from sage_plugin.json_record import JsonRecord as JsonRecord
 
 SCHEMA_VERSION = 1
 
 ATTENTION = "attention"
+LINEAR = "linear"
 FAMILIES = (ATTENTION,)
-"""Names of the op families, as manifests and registry files spell them."""
+"""Names of the op families whose calls are captured and tuned, as manifests and registry files
+spell them."""
 
 KERNELS = ("torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
 """Kernel names of the attention family, plainest first."""
 
+LINEAR_KERNELS = ("bf16", "fp8_tensor", "fp8_row", "int8_row")
+"""Kernel names of linears, torch's own first."""
+
+LINEAR_BACKENDS = ("torch", "triton", "emulation")
+
 KERNEL_ALIASES = {"qk_int8": "sage"}
 VARIANTS = ("portable", "hopper", "emulation")
+NO_SPEEDS = ("emulation",)
+"""Variants whose times say nothing of a kernel."""
+
 LAYOUTS = ("bhsd", "bshd")
 MASK_KINDS = ("none", "key_bias", "dense")
-
-
-class JsonRecord:
-    """Strict JSON in and out for a frozen dataclass."""
-
-    __slots__ = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON types, in field order."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
-
-    @classmethod
-    def from_json(cls, data: object) -> Self:
-        """Check and build a record from parsed JSON.
-
-        Raises:
-            ConfigError: naming the record and the field that is unknown, missing or wrongly typed.
-        """
-        if not isinstance(data, dict):
-            raise ConfigError(f"{cls.__name__}: got {_kind(data)}, expected a JSON object")
-        fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        unknown = sorted(map(str, set(data) - set(fields)))
-        if unknown:
-            raise ConfigError(
-                f"{cls.__name__}: unknown field {unknown[0]!r}; allowed: {', '.join(fields)}"
-            )
-        hints = typing.get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for name, spec in fields.items():
-            if name in data:
-                values[name] = _checked(f"{cls.__name__}.{name}", data[name], hints[name])
-            elif _required(spec):
-                raise ConfigError(f"{cls.__name__}: field {name!r} is missing")
-        return cls(**values)
-
-
-def _required(spec: dataclasses.Field[Any]) -> bool:
-    return spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__
-
-
-def _checked(where: str, value: object, hint: Any) -> object:  # noqa: ANN401
-    """Return `value` as the type that `hint` names, or raise a `ConfigError`."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in args:
-            return None
-        inner = next(a for a in args if a is not type(None))
-        return _checked(where, value, inner)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{where}: got {_kind(value)}, expected a list")
-        if all(type(one) is args[0] for one in value):  # most of a large file
-            return tuple(value)
-        return tuple(_checked(f"{where}[{i}]", v, args[0]) for i, v in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
-            raise ConfigError(f"{where}: got {_kind(value)}, expected an object")
-        return {k: _checked(f"{where}.{k}", v, args[1]) for k, v in value.items()}
-    if isinstance(hint, type) and issubclass(hint, JsonRecord):
-        if isinstance(value, hint):
-            return value
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where}: got {_kind(value)}, expected an object")
-        return hint.from_json(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return _float(where, value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"{where}: got {value!r} ({_kind(value)}), expected {hint.__name__}")
-    return value
-
-
-def _float(where: str, value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise ConfigError(f"{where}: a whole number too large for a float") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +83,36 @@ class LaunchConfig(JsonRecord):
     overlap: bool = False
     persistent: bool = False
 
-    def replaced(self, **changes: Any) -> Self:  # noqa: ANN401
-        """A copy with some fields changed; an unknown field is a `ConfigError`."""
-        return type(self).from_json({**self.to_json(), **changes})
 
-    def text(self) -> str:
-        """Canonical JSON text, the form in which it crosses the torch op."""
-        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+@dataclass(frozen=True, slots=True)
+class LinearLaunch(JsonRecord):
+    """The tunable numbers of a product of quantized rows with a quantized weight.
+
+    Attributes:
+        block_m: rows of a tile of the output.
+        block_n: columns of it.
+        block_k: channels of a step.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+        group_m: blocks of rows that go through the columns together.
+        loads: `"pointer"`, or `"descriptor"` for TMA (sm_90 and newer).
+        programs: programs for each multiprocessor, which take tiles in turn; 0 for one a tile.
+        maxnreg: register limit of a thread (NVIDIA), 0 for none.
+        waves_per_eu: occupancy hint (AMD), 0 for none.
+        matrix_instr_nonkdim: MFMA shape (AMD), 0 for the compiler's choice.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    loads: str = "pointer"
+    programs: int = 0
+    maxnreg: int = 0
+    waves_per_eu: int = 0
+    matrix_instr_nonkdim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +188,50 @@ class CallShape(JsonRecord):
 
 
 @dataclass(frozen=True, slots=True)
+class LinearShape(JsonRecord):
+    """The shape of one linear call.
+
+    Attributes:
+        rows: rows of the input, M.
+        in_features: channels of the input, K.
+        out_features: channels of the output, N.
+        dtype: of input and output, as torch spells it, without `torch.`.
+        bias: whether there is a bias.
+    """
+
+    rows: int
+    in_features: int
+    out_features: int
+    dtype: str
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinearKey(JsonRecord):
+    """What is known of a linear call without its data.
+
+    Attributes:
+        kernel: kernel name (`LINEAR_KERNELS`).
+        variant: backend name (`LINEAR_BACKENDS`).
+        in_features: channels of the input.
+        out_features: channels of the output.
+        dtype: of the input, as torch spells it, without `torch.`.
+        rows: rows of the input.
+    """
+
+    kernel: str
+    variant: str
+    in_features: int
+    out_features: int
+    dtype: str
+    rows: int
+
+
+AnyShape = CallShape | LinearShape
+AnyLaunch = LaunchConfig | LinearLaunch
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceFacts(JsonRecord):
     """Identity and limits of one device; the slug names its folder of configs.
 
@@ -267,13 +258,24 @@ class DeviceFacts(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class Toolchain(JsonRecord):
-    """Versions that a measurement depends on; empty where not installed."""
+    """Versions that a measurement depends on; empty where not installed.
+
+    Attributes:
+        sage_plugin: this package.
+        torch: PyTorch.
+        triton: Triton.
+        python: the interpreter.
+        driver: the GPU's driver.
+        kernels: hash of the sources of the kernels that were measured; empty in records of earlier
+            releases.
+    """
 
     sage_plugin: str
     torch: str
     triton: str
     python: str
     driver: str
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,13 +369,23 @@ class EntryEvidence(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry(JsonRecord):
-    """One tuned config: the key it was measured at and the lengths for which it may be used."""
+    """One tuned config: the key it was measured at and the lengths for which it may be used.
+
+    Attributes:
+        key: the call.
+        seq_q_range: lowest and highest length of queries; likewise of keys.
+        config: the launch config.
+        evidence: why it is here.
+        regret: the most that a call inside the ranges was seen to lose against its own best
+            config, as a share; `None` where that was not measured.
+    """
 
     key: CallKey
     seq_q_range: tuple[int, ...]
     seq_k_range: tuple[int, ...]
     config: LaunchConfig
     evidence: EntryEvidence
+    regret: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from sage_plugin.kernels.attention import dispatch, launch_space
 from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
-from sage_plugin.kernels.support import ARCHITECTURES
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
+from scripts.aot_linears import LinearBuild, facts_of
 
 TRITON_TYPES = {
     torch.bool: "i1",
@@ -52,21 +52,6 @@ OPTIONS = (
     "with_strays",
     "keep_going",
 )
-SMEM_KIB = {name: row.smem_kib for row in ARCHITECTURES for name in row.names}
-
-
-def facts_of(arch: str) -> DeviceFacts:
-    """A device of an architecture, with the shared memory that one program may use there."""
-    return DeviceFacts(
-        slug=arch,
-        name=f"Test {arch}",
-        kind="cuda" if arch.startswith("sm_") else "hip",
-        arch=arch,
-        sm_count=100,
-        memory_bytes=2**34,
-        smem_bytes=SMEM_KIB[arch] * 2**10,
-        fp8_dtype=device.fp8_dtype(arch),
-    )
 
 
 @dataclass(frozen=True)
@@ -143,6 +128,27 @@ class Call:
         """The architecture's default, with the call's own changes."""
         return dispatch.default_launch(self.key(), self.facts()).replaced(**self.launch)
 
+    def bound_bytes(self) -> int:
+        """Shared memory that it needs at least."""
+        return launch_space.smem_lower_bound(self.config(), self.key())
+
+    def load(self) -> Any:
+        """The implementation, without another behind it."""
+        from sage_plugin.kernels.attention.recipes import implementation
+
+        fp8 = getattr(torch, self.facts().fp8_dtype or "float8_e4m3fn")
+        built: Any = implementation(self.kernel, self.variant, fp8)
+        if self.variant == "hopper":
+            home = importlib.import_module("sage_plugin.kernels.attention.backends.hopper.launch")
+            built = home.QuantizedHopper(built.recipe)
+        return built
+
+    def run(self) -> None:
+        """Launch."""
+        built = self.load()
+        operands = built.prepare(*self.tensors(), problem=self.problem(), launch=self.config())
+        built.launch(operands, return_lse=self.return_lse)
+
 
 @dataclass
 class Launch:
@@ -170,15 +176,9 @@ class Recorder:
         return run
 
 
-def launches_of(call: Call) -> list[Launch]:
-    """What a variant launches for a call: quantisation, then attention."""
-    from sage_plugin.kernels.attention.recipes import implementation
-
-    fp8 = getattr(torch, call.facts().fp8_dtype or "float8_e4m3fn")
-    built: Any = implementation(call.kernel, call.variant, fp8)
-    if call.variant == "hopper":  # without the portable variant behind it
-        home = importlib.import_module("sage_plugin.kernels.attention.backends.hopper.launch")
-        built = home.QuantizedHopper(built.recipe)
+def launches_of(call: Call | LinearBuild) -> list[Launch]:
+    """What a call launches: quantization, then attention or a product."""
+    call.load()
     kept: list[Launch] = []
     stock = [
         (module, name, value)
@@ -192,8 +192,7 @@ def launches_of(call: Call) -> list[Launch]:
     of_device = device.facts
     device.facts = lambda _: call.facts()
     try:
-        operands = built.prepare(*call.tensors(), problem=call.problem(), launch=call.config())
-        built.launch(operands, return_lse=call.return_lse)
+        call.run()
     finally:
         device.facts = of_device
         for module, name, value in stock:
@@ -363,7 +362,7 @@ def products(assembly: str) -> list[str]:
 
 
 def builds(
-    call: Call,
+    call: Call | LinearBuild,
     *,
     attention_only: bool,
     quantizers_only: bool,
@@ -374,8 +373,8 @@ def builds(
     """Compile the launches of a call and tell what came out."""
     for launch in launches_of(call):
         name = launch.function.__name__
-        attends = name.endswith("attention_kernel")
-        if quantizers_only if attends else attention_only:
+        multiplies = name.endswith(("attention_kernel", "product_kernel"))
+        if quantizers_only if multiplies else attention_only:
             continue
         built = compile_launch(launch, call.arch)
         assembly = built.asm["ptx" if call.arch.startswith("sm_") else "amdgcn"]
@@ -393,13 +392,12 @@ def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One answer a launch of a call; with `keep_going`, a failure is an answer too."""
     options = {name: asked.pop(name, False) for name in OPTIONS}
     keep_going = options.pop("keep_going")
-    call = Call(**asked)
+    call = LinearBuild(**asked) if "linear" in asked else Call(**asked)
     try:
-        config = call.config()
         own = {
             "limit_bytes": call.facts().smem_bytes,
-            "bound_bytes": launch_space.smem_lower_bound(config, call.key()),
-            "config": config.to_json(),
+            "bound_bytes": call.bound_bytes(),
+            "config": call.config().to_json(),
         }
         for made in builds(call, **options):
             yield {"call": asked, **own, **made}

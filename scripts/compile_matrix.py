@@ -43,9 +43,11 @@ from sage_plugin.kernels.support import (  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "compile_matrix.json"
 DIMS = (40, 64, 96, 128, 256)
 MASKED_DIMS = (64, 128)
+LINEARS = ("fp8_row", "int8_row")
+FEW_ROWS, MANY_ROWS = 16, 4096
 BRIEF = ("sm_87", "sm_103", "sm_110", "gfx908", "gfx90a", "gfx1151")
 """Compiled with each default config once: the form of a call differs as on their neighbours."""
-CALL = ("arch", "kernel", "variant", "dim", "dtype", "causal", "mask", "form")
+CALL = ("arch", "kernel", "variant", "dim", "dtype", "causal", "mask", "form", "rows")
 TILE = ("block_m", "block_n", "num_warps", "num_stages", "loads", "maxnreg")
 MADE = ("name", "smem_bytes", "registers", "spill_bytes", "products")
 COLUMNS = ("triton", *CALL, *TILE, *MADE)
@@ -55,6 +57,8 @@ DEFAULTS = {
     "causal": False,
     "mask": "",
     "form": "",
+    "dim": 0,
+    "rows": 0,
 }
 HOPPER_DIMS = tuple(dim for dim in DIMS if HOPPER_HEAD_DIMS[0] <= dim <= HOPPER_HEAD_DIMS[1])
 
@@ -87,9 +91,25 @@ def hopper_forms() -> Iterator[dict[str, Any]]:
         yield {"dim": 128, "dtype": dtype, "variant": "hopper"}
 
 
+def linears(row: Architecture, name: str) -> Iterator[dict[str, Any]]:
+    """The linears of one architecture: few rows and many, what comes before, offsets."""
+    for kernel in LINEARS:
+        if not row.runs(kernel):
+            continue
+        call = {"linear": kernel, "arch": name}
+        yield call | {"rows": MANY_ROWS}
+        if name != row.names[0]:
+            continue
+        yield call | {"rows": FEW_ROWS, "attention_only": True}
+        for prologue in ("gelu_tanh", "layer_norm"):
+            yield call | {"rows": MANY_ROWS, "prologue": prologue, "quantizers_only": True}
+        if kernel == "int8_row":
+            yield call | {"rows": MANY_ROWS, "asymmetric": True}
+
+
 def calls(row: Architecture, name: str) -> list[dict[str, Any]]:
     """What is compiled for one architecture; less for those with the instructions of another."""
-    wanted = []
+    wanted = [*linears(row, name)]
     for kernel in row.kernels:
         for form in forms(kernel):
             plain = {*form} <= {"dim", "attention_only"}
@@ -169,8 +189,16 @@ def compiled(wanted: list[dict[str, Any]], env: dict[str, str]) -> Iterator[dict
 
 def flat(version: str, answer: dict[str, Any]) -> list[Any]:
     """One row of the file."""
-    fields = {**DEFAULTS, **answer["call"], **answer["config"], **answer, "triton": version}
+    call = answer["call"]
+    if "linear" in call:
+        form = call.get("prologue") or ("asymmetric" if call.get("asymmetric") else "")
+        call = call | {"kernel": call["linear"], "variant": "triton", "form": form}
+    fields = {**DEFAULTS, **call, **answer["config"], **answer, "triton": version}
     return [fields[name] for name in COLUMNS]
+
+
+def _variant(call: dict[str, Any]) -> str:
+    return "triton" if "linear" in call else str(call.get("variant", "portable"))
 
 
 def run(
@@ -185,7 +213,7 @@ def run(
             count = len(rows)
             wanted = calls(row, name)
             if variant:
-                wanted = [one for one in wanted if one.get("variant", "portable") == variant]
+                wanted = [one for one in wanted if _variant(one) == variant]
             for answer in compiled(wanted, env):
                 where = f"triton {version} {answer['call']}"
                 if "error" in answer:
@@ -210,6 +238,9 @@ def sources() -> str:
 def kept(path: Path, archs: list[str], variant: str | None) -> dict[str, Any]:
     """What a file has of other architectures, and of other variants of these."""
     found: dict[str, Any] = json.loads(path.read_text())
+    if (had := found.get("columns", list(COLUMNS))) != list(COLUMNS):  # of an earlier release
+        rows = (dict(zip(had, row, strict=True)) for row in found["rows"])
+        found["rows"] = [[(DEFAULTS | row)[name] for name in COLUMNS] for row in rows]
     arch, kind = COLUMNS.index("arch"), COLUMNS.index("variant")
     found["rows"] = [
         row for row in found["rows"] if row[arch] not in archs or variant not in (None, row[kind])
@@ -232,7 +263,9 @@ def main() -> int:
     parser.add_argument("--triton", action="append", help="a version; may be given several times")
     parser.add_argument("--tritons-dir", type=Path, default=ROOT / ".venv" / "tritons")
     parser.add_argument("--arch", action="append", choices=names, help="one of the architectures")
-    parser.add_argument("--variant", choices=("portable", "hopper"), help="one of the variants")
+    parser.add_argument(
+        "--variant", choices=("portable", "hopper", "triton"), help="one of the variants"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the other rows of the file")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()

@@ -18,6 +18,7 @@ SLOW = (
     "tests/docs/test_snippets.py",
     "tests/examples/",
     # Ahead-of-time compilers: 10 to 60 s a process.
+    "tests/kernels/linear/test_aot.py",
     "tests/families/test_ahead_of_time.py",
     "tests/kernels/test_aot",
     # Triton's interpreter, 10 to 20 s each; the matrix has `INTERPRETED`.
@@ -26,11 +27,13 @@ SLOW = (
     "tests/kernels/test_launch_graph.py",
     "tests/reports/",
     # The compiler of torch, and opcheck: 2 to 8 s a graph.
+    "tests/kernels/linear/test_traced.py",
     "tests/kernels/test_api.py::test_report_130",
     "tests/kernels/test_ops.py::test_report_73",
     "tests/kernels/test_ops.py::test_report_74_opcheck",
     "tests/kernels/test_ops.py::test_report_75",
     "tests/kernels/test_ops.py::test_the_default_compiler_agrees_with_eager",
+    "tests/plugin/linears/test_compile.py",
     "tests/plugin/test_compile.py",
     "tests/plugin/test_invisible.py::test_report_127",
     "tests/plugin/test_names.py",
@@ -50,6 +53,7 @@ SLOW = (
     "tests/packaging/test_import.py",
     "tests/packaging/test_mutants.py::test_what_becomes_of_a_mutant",
     "tests/plugin/test_families.py",
+    "tests/plugin/prologue/test_families.py",
     "tests/plugin/test_owners.py",
     "tests/plugin/test_parallel.py",
     "tests/plugin/test_retarget.py::test_every_processor_of_diffusers_can_be_redirected",

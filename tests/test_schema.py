@@ -24,6 +24,9 @@ from sage_plugin.schema import (
     ErrorMetrics,
     JsonRecord,
     LaunchConfig,
+    LinearKey,
+    LinearLaunch,
+    LinearShape,
     RegistryEntry,
     RegistryFile,
     Timing,
@@ -34,6 +37,9 @@ from tests.registry.samples import CONFIG, ERRORS, FACTS, KEY, TOOLCHAIN, entry,
 
 RECORDS = (
     LaunchConfig,
+    LinearKey,
+    LinearLaunch,
+    LinearShape,
     CallKey,
     CallShape,
     DeviceFacts,
@@ -116,6 +122,9 @@ def test_a_round_trip_gives_hashable_records_where_no_field_is_a_dict(of):
 
 SAMPLE = {
     LaunchConfig: CONFIG,
+    LinearLaunch: LinearLaunch(128, 256, 128, 8, 4),
+    LinearShape: LinearShape(64, 128, 96, "bfloat16"),
+    LinearKey: LinearKey("fp8_row", "torch", 128, 96, "bfloat16", 64),
     CallKey: KEY,
     DeviceFacts: FACTS,
     Toolchain: TOOLCHAIN,
@@ -341,3 +350,18 @@ def test_the_module_loads_without_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_field_of_several_records_takes_the_one_that_fits():
+    row = {"shape": LinearShape(64, 128, 96, "bfloat16").to_json(), "config": CONFIG.to_json()}
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Several(JsonRecord):
+        shape: schema.AnyShape
+        config: schema.AnyLaunch | None
+
+    globals()["Several"] = Several
+    found = Several.from_json(row)
+    assert found == Several(LinearShape(64, 128, 96, "bfloat16"), CONFIG)
+    with pytest.raises(ConfigError, match="LinearShape: unknown field 'colour'"):
+        Several.from_json(row | {"shape": row["shape"] | {"colour": 1}})

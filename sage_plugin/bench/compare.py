@@ -27,7 +27,7 @@ from sage_plugin.families.family import ReplayCall
 from sage_plugin.measure.clocks import snapshot, stamp
 from sage_plugin.measure.timing import Samples, TimingLimits, measure
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import CallShape, DeviceFacts
+from sage_plugin.schema import AnyShape, DeviceFacts
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def _timed(ready: list[Candidate], plan: BenchPlan, device: torch.device) -> dic
 def _base(
     family: Family,
     plan: BenchPlan,
-    shape: CallShape,
+    shape: AnyShape,
     facts: DeviceFacts,
     ready: Iterable[Candidate],
 ) -> Candidate | None:
@@ -187,7 +187,7 @@ def _base(
 
 def _row(
     case: ReplayInputs,
-    shape: CallShape,
+    shape: AnyShape,
     operations: int,
     one: Candidate,
     base: Candidate | None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sage_plugin.bench.difference import OutputDifference
 from sage_plugin.measure.clocks import ClockSnapshot
-from sage_plugin.schema import CallShape, ErrorMetrics, JsonRecord, LaunchConfig, Timing
+from sage_plugin.schema import AnyLaunch, AnyShape, ErrorMetrics, JsonRecord, Timing
 
 EMULATION_NOTE = "emulation: not a speed"
 
@@ -25,9 +25,9 @@ class KernelRow(JsonRecord):
         config: launch config, `None` where nothing is tuned.
         config_source: where the config came from, e.g. `exact` or `default`.
         time: time of the call with quantisation.
-        kernel_time: time of the attention launch alone; `None` where nothing is quantised.
+        kernel_time: time of the main launch alone; `None` where nothing is quantised.
         flops: operations of the call.
-        moved_bytes: bytes that the attention launch must move.
+        moved_bytes: bytes that the main launch must move.
         errors: against the oracle.
         reference: kernel that is compared with, or empty.
         reference_errors: against that kernel's output.
@@ -42,10 +42,10 @@ class KernelRow(JsonRecord):
     input: str
     source: str
     input_sha256: str
-    shape: CallShape
+    shape: AnyShape
     kernel: str
     variant: str
-    config: LaunchConfig | None
+    config: AnyLaunch | None
     config_source: str
     time: Timing
     kernel_time: Timing | None
@@ -99,7 +99,7 @@ class Table:
     """
 
     input: str
-    shape: CallShape
+    shape: AnyShape
     rows: tuple[KernelRow, ...]
     stamp: str
     aa_ratio: float | None

@@ -19,6 +19,7 @@ from sage_plugin.errors import UsageError, did_you_mean
 from sage_plugin.schema import KERNEL_ALIASES, KERNELS, LAYOUTS, MASK_KINDS, CallShape
 
 if TYPE_CHECKING:
+    from sage_plugin.families import Family
     from sage_plugin.replay.inputs import ReplayInputs
     from sage_plugin.schema import DeviceFacts
 
@@ -104,7 +105,8 @@ def _in_panel(parameter: inspect.Parameter, first: Sequence[str]) -> inspect.Par
         return parameter
     option = copy.copy(declared)
     shapes = {field.name for field in dataclasses.fields(DrawnInputOptions)} - {"seed"}
-    option.rich_help_panel = SHAPE_PANEL if parameter.name in shapes else MORE_PANEL
+    of_kind = SHAPE_PANEL if parameter.name in shapes else MORE_PANEL
+    option.rich_help_panel = option.rich_help_panel or of_kind
     return parameter.replace(annotation=Annotated[parameter.annotation.__origin__, option])
 
 
@@ -325,7 +327,7 @@ def check_seed(seed: int) -> None:
         raise UsageError(f"--seed {_short(seed)}: must be from 0 to 2**63 - 1")
 
 
-def lengths(texts: Sequence[str]) -> list[int]:
+def lengths(texts: Sequence[str], option: str = "--seq-len") -> list[int]:
     """Read numbers from repeated options, each of which may hold several with commas.
 
     Raises:
@@ -334,9 +336,9 @@ def lengths(texts: Sequence[str]) -> list[int]:
     parts = [part.strip() for text in texts for part in text.split(",")]
     for part in parts:
         if not (part.isascii() and part.isdigit()) or not part.strip("0"):
-            raise UsageError(f"--seq-len {part!r}: whole numbers above 0, such as 8192,16384")
+            raise UsageError(f"{option} {part!r}: whole numbers above 0, such as 8192,16384")
         if len(part) > len(str(MAX_SIZE)) or int(part) > MAX_SIZE:
-            raise UsageError(f"--seq-len {_short(part)}: must be at most {MAX_SIZE}")
+            raise UsageError(f"{option} {_short(part)}: must be at most {MAX_SIZE}")
     return [int(part) for part in parts]
 
 
@@ -346,7 +348,9 @@ def _short(number: int | str) -> str:
     return text if len(text) <= 40 else f"{text[:20]}...{text[-4:]} ({len(text)} digits)"
 
 
-def named_kernels(names: Sequence[str], facts: DeviceFacts) -> tuple[tuple[str, str], ...]:
+def named_kernels(
+    names: Sequence[str], facts: DeviceFacts, family: Family | None = None
+) -> tuple[tuple[str, str], ...]:
     """Return the named kernels; by default all that the device runs, but not the oracle itself.
 
     Raises:
@@ -355,8 +359,9 @@ def named_kernels(names: Sequence[str], facts: DeviceFacts) -> tuple[tuple[str, 
     """
     from sage_plugin.families import ATTENTION
 
-    named = [ATTENTION.parse_kernel(text) for text in names]
+    family = family or ATTENTION
+    named = [family.parse_kernel(text) for text in names]
     if any(kernel == "auto" for kernel, _ in named):
         raise UsageError("--kernel auto: name the kernels to compare, or leave --kernel out")
-    every = [(kernel, "auto") for kernel in ATTENTION.kernels_of(facts) if kernel != "torch"]
+    every = [(kernel, "auto") for kernel in family.kernels_of(facts) if kernel != "torch"]
     return tuple(named or every)

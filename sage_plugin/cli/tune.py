@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.console import say, say_left_out, stderr, stdout
+from sage_plugin.cli.model_options import ModelOptions
 from sage_plugin.cli.options import (
     DEFAULT_FOLDER,
     SOME_FAILED,
@@ -41,6 +42,10 @@ MaxPerKey = Annotated[
     int, typer.Option("--max-captures-per-key", min=1, help="Captures judged for each call key.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")]
+Update = Annotated[
+    bool,
+    typer.Option("--update-registry/--no-update", help="Write winners, or only measure them."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be tuned, and stop.")]
 Simulate = Annotated[
     list[Path] | None,
@@ -58,6 +63,7 @@ EXAMPLES = (
 @flattened
 def command(
     inputs: DrawnInputOptions,
+    model: ModelOptions,
     search: SearchOptions,
     place: PlaceOptions,
     words: Words = None,
@@ -68,6 +74,7 @@ def command(
     max_captures_per_key: MaxPerKey = 3,
     device: Device = None,
     fresh: Fresh = False,
+    update: Update = True,
     dry_run: DryRun = False,
     simulate: Simulate = None,
 ) -> None:
@@ -78,7 +85,9 @@ def command(
         _simulate(simulate, search)
         return
     request = TuningRequest(
-        inputs=_inputs(inputs, folder_of(words, inputs), from_captures, max_captures_per_key),
+        inputs=_inputs(
+            inputs, model, folder_of(words, inputs), from_captures, max_captures_per_key
+        ),
         kernels=tuple(kernel or ()),
         device=device,
         gpus=place.chosen_gpus(),
@@ -93,13 +102,14 @@ def command(
         timeout_s=search.timeout,
         seed=inputs.seed,
         fresh=fresh,
+        update=update,
     )
     plan = build(request)
     if dry_run:
-        _show_plan(plan)
+        show_plan(plan)
         return
-    report = _tune(plan, place)
-    _show(report)
+    report = run_plan(plan, place)
+    show_report(report)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     if report.failed:
@@ -129,14 +139,19 @@ def _simulate(runs: Sequence[Path], search: SearchOptions) -> None:
 
 
 def _inputs(
-    inputs: DrawnInputOptions, folder: Path | None, from_captures: bool, max_per_key: int
+    inputs: DrawnInputOptions,
+    model: ModelOptions,
+    folder: Path | None,
+    from_captures: bool,
+    max_per_key: int,
 ) -> TuningInputs:
     """What is tuned on: drawn inputs if some are spelt out, else captures."""
     from sage_plugin.tune.configs import inputs as tuning_inputs
 
-    if not from_captures and folder is None and (drawn := inputs.inputs()):
+    if not from_captures and folder is None and (drawn := model.inputs(inputs)):
         return tuning_inputs.from_drawn(drawn)
     inputs.refuse_with_captures()
+    model.refuse_with_captures()
     if not from_captures and folder is None and not DEFAULT_FOLDER.exists():
         raise UsageError(
             "nothing to tune on: give a folder of captures (sage capture records one), "
@@ -145,12 +160,14 @@ def _inputs(
     return tuning_inputs.from_captures(folder or DEFAULT_FOLDER, max_per_key=max_per_key)
 
 
-def _tune(plan: TuningPlan, place: PlaceOptions) -> TuneReport:
+def run_plan(plan: TuningPlan, place: PlaceOptions | None = None) -> TuneReport:
+    """Tune as a plan says, with progress on stderr."""
     from sage_plugin.cli.tuning.progress import ProgressView
     from sage_plugin.tune.configs.compile_pool import default_workers
     from sage_plugin.tune.configs.forecast import forecast
     from sage_plugin.tune.configs.session import tune
 
+    place = place or PlaceOptions()
     say_left_out(plan.notes)
     expected = forecast(plan, num_workers=place.num_workers or default_workers())
     say(f"Tune: {expected.text()}. Ctrl-C keeps what is known.", to_stderr=True)
@@ -159,7 +176,8 @@ def _tune(plan: TuningPlan, place: PlaceOptions) -> TuneReport:
         return tune(plan, first, view, argv=sys.argv, more_lanes=more)
 
 
-def _show_plan(plan: TuningPlan) -> None:
+def show_plan(plan: TuningPlan) -> None:
+    """Show what would be tuned."""
     from sage_plugin.cli.tune_view import plan_table
 
     stdout.print(plan_table(plan, width=stdout.width))
@@ -168,8 +186,8 @@ def _show_plan(plan: TuningPlan) -> None:
     say("Next: the same command without --dry-run")
 
 
-def _show(report: TuneReport) -> None:
-    """The table, where everything went, and what to run next."""
+def show_report(report: TuneReport) -> None:
+    """Show the table, where everything went, and what to run next."""
     from sage_plugin.cli.tune_view import best_lines, front_lines, outcome_notes, outcome_table
     from sage_plugin.tune.configs.outcome import save_fronts
 
@@ -181,7 +199,7 @@ def _show(report: TuneReport) -> None:
     if missing := save_fronts(report):
         say(missing)
     say(f"Trials: {plan.run_folder}")
-    if any(outcome.entry for outcome in report.outcomes):
+    if any(outcome.entry for outcome in report.outcomes) and plan.request.update:
         say(f"Configs: {plan.registry_path}")
     if report.interrupted:
         say(*best_lines(report.unfinished))
@@ -198,6 +216,8 @@ def _same_command() -> str:
 
 def _next_command(plan: TuningPlan) -> str:
     study = plan.studies[0]
+    if not plan.request.update:
+        return f"sage configs apply {shlex.quote(plan.run_folder.name)}, which writes the winners"
     chosen = plan.request.config_dir
     where = "" if chosen is None else f" --config-dir {shlex.quote(str(chosen))}"
     if study.synthetic:

@@ -12,6 +12,7 @@ from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.cli import tables
 from sage_plugin.families import ATTENTION
 from sage_plugin.families.attention.labels import lines
+from sage_plugin.registry.config_words import config_lines
 from sage_plugin.schema import LaunchConfig, RegistryEntry
 
 if TYPE_CHECKING:
@@ -38,11 +39,17 @@ def outcome_table(outcomes: Sequence[Outcome], *, width: int) -> Group:
         ("gain", of_entry(gain_text)),
     ]
     found: list[tables.Column[Outcome]] = [
-        ("config", of_entry(lambda e: config_lines(e.config))),
+        ("config", _config),
         ("result", _result),
     ]
     label: tables.Column[Outcome] = ("call", lambda o: _call(o.study))
     return Group(*tables.fitted(outcomes, label, [times, found], width))
+
+
+def _config(outcome: Outcome) -> str:
+    """The config that won, with what differs from the default."""
+    entry = outcome.entry
+    return "-" if entry is None else config_lines(entry.config, outcome.study.default)
 
 
 def _result(outcome: Outcome) -> Text:
@@ -146,21 +153,6 @@ def changes_text(config: LaunchConfig, default: LaunchConfig) -> str:
     own, other = config.to_json(), default.to_json()
     changed = [f"{name} {value}" for name, value in own.items() if value != other[name]]
     return ", ".join(changed) or "the default"
-
-
-def config_text(config: LaunchConfig) -> str:
-    """Write a launch config on one line: tile, warps, stages, then what is unusual."""
-    return config_lines(config).replace("\n", " ")
-
-
-def config_lines(config: LaunchConfig) -> str:
-    """Write a launch config on one line or two, for narrow columns."""
-    text = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
-    numbers = {"maxnreg": config.maxnreg, "waves": config.waves_per_eu}
-    numbers["nonkdim"] = config.matrix_instr_nonkdim
-    parts = ["tma"] if config.loads == "descriptor" else []
-    parts += [f"{name}{value}" for name, value in numbers.items() if value]
-    return f"{text}\n{' '.join(parts)}" if parts else text
 
 
 def gain_text(entry: RegistryEntry) -> str:

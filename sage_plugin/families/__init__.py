@@ -9,10 +9,12 @@ from __future__ import annotations
 from sage_plugin.errors import UsageError
 from sage_plugin.families.attention.entry import ATTENTION
 from sage_plugin.families.family import Family
+from sage_plugin.families.linear.entry import LINEAR_FAMILY
+from sage_plugin.schema import AnyShape, LinearShape
 
-__all__ = ["ATTENTION", "Family", "family"]
+__all__ = ["ATTENTION", "LINEAR_FAMILY", "Family", "describe", "family"]
 
-_FAMILIES = {entry.name: entry for entry in (ATTENTION,)}
+_FAMILIES = {entry.name: entry for entry in (ATTENTION, LINEAR_FAMILY)}
 
 
 def family(name: str) -> Family:
@@ -28,3 +30,14 @@ def family(name: str) -> Family:
     if name not in _FAMILIES:
         raise UsageError(f"op family {name!r} is not known: choose one of {', '.join(_FAMILIES)}")
     return _FAMILIES[name]
+
+
+def describe(shape: AnyShape) -> str:
+    """Write the shape of a call of any family in a few words.
+
+    Example:
+        >>> describe(LinearShape(8, 64, 32, "bfloat16"))
+        '8x64->32 bf16'
+    """
+    entry = LINEAR_FAMILY if isinstance(shape, LinearShape) else ATTENTION
+    return entry.describe(shape)

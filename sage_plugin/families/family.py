@@ -12,15 +12,14 @@ from sage_plugin.accuracy.gate import Gate
 from sage_plugin.accuracy.output import CheckedOutput, ExactRows
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.kernels.absent_device import BuildResources
-from sage_plugin.kernels.contract import Decision, ResolvedConfig
-from sage_plugin.schema import (
-    CallKey,
-    CallShape,
-    CaptureRecord,
-    DeviceFacts,
-    ErrorMetrics,
-    LaunchConfig,
-)
+from sage_plugin.kernels.contract import Decision
+from sage_plugin.schema import AnyShape, DeviceFacts, ErrorMetrics
+
+Shape = Any
+"""The record of a call's shape in its family."""
+
+Config = Any
+"""The record of a launch config in its family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class ReplayCall(Protocol):
     """A call on its device: judged as it was saved, and timed as a patched model makes it."""
 
     @property
-    def shape(self) -> CallShape:
+    def shape(self) -> AnyShape:
         """The shape of its tensors."""
 
     @property
@@ -54,28 +53,24 @@ class ReplayCall(Protocol):
     def fingerprints(self) -> tuple[int, ...]:
         """Hash the contents."""
 
-    def full_size(self, shape: CallShape) -> ReplayCall:
+    def full_size(self, shape: Shape) -> ReplayCall:
         """Repeat what was saved to the full call, for timing."""
 
     def exact(self) -> ExactRows:
         """Compute rows of the exact output."""
 
-    def checked(
-        self, decision: Decision, config: LaunchConfig | None, exact: ExactRows
-    ) -> CheckedOutput:
+    def checked(self, decision: Decision, config: Config | None, exact: ExactRows) -> CheckedOutput:
         """Run a kernel under checks, and keep the rows that `exact` has."""
 
-    def errors(self, decision: Decision, config: LaunchConfig | None) -> ErrorMetrics:
+    def errors(self, decision: Decision, config: Config | None) -> ErrorMetrics:
         """Judge a kernel against the exact output."""
 
     def whole(
-        self, decision: Decision | None = None, config: LaunchConfig | None = None
+        self, decision: Decision | None = None, config: Config | None = None
     ) -> Callable[[], object]:
         """Return the call as a patched model makes it; the library's own without a decision."""
 
-    def split(
-        self, decision: Decision, config: LaunchConfig | None, facts: DeviceFacts
-    ) -> SplitCall:
+    def split(self, decision: Decision, config: Config | None, facts: DeviceFacts) -> SplitCall:
         """Quantize for a kernel, and return the call in its two parts."""
 
     def flops(self) -> int:
@@ -96,7 +91,7 @@ class Family:
         default_launch: the architecture's default config of a key.
         search_space: configs to search for a key, legal or not, the default first.
         illegal_reason: why a config cannot run a key on a device, or `None`.
-        find_launch: the config that the runtime would use.
+        find_launch: the config that the runtime would use; `None` where nothing is tuned.
         forget: drop what was looked up.
         compile_call: compile what a call would launch, in a process that stands for its device.
         gate_for: the accuracy limits of a kernel.
@@ -112,18 +107,16 @@ class Family:
     kernels_of: Callable[[DeviceFacts], tuple[str, ...]]
     automatic_kernel: Callable[[DeviceFacts], str]
     decide: Callable[..., Decision]
-    call_key: Callable[[CallShape, Decision], CallKey]
-    default_launch: Callable[[CallKey, DeviceFacts], LaunchConfig]
-    search_space: Callable[[CallKey, DeviceFacts], tuple[LaunchConfig, ...]]
-    illegal_reason: Callable[[LaunchConfig, CallKey, DeviceFacts], str | None]
-    find_launch: Callable[..., ResolvedConfig]
+    call_key: Callable[[Any, Decision], Any]
+    default_launch: Callable[[Any, DeviceFacts], Any]
+    search_space: Callable[[Any, DeviceFacts], tuple[Any, ...]]
+    illegal_reason: Callable[[Any, Any, DeviceFacts], str | None]
+    find_launch: Callable[..., Any]
     forget: Callable[[], None]
-    compile_call: Callable[
-        [CallShape, Decision, LaunchConfig, DeviceFacts], tuple[BuildResources, ...]
-    ]
+    compile_call: Callable[[Any, Decision, Any, DeviceFacts], tuple[BuildResources, ...]]
     gate_for: Callable[[str], Gate]
-    captured: Callable[[CaptureFolder, CaptureRecord, Any], ReplayCall]
-    drawn: Callable[[CallShape, Any, int, str], ReplayCall]
-    saved_shape: Callable[[CaptureRecord], CallShape]
-    describe: Callable[[CallShape], str]
-    flops: Callable[[CallShape], int]
+    captured: Callable[[CaptureFolder, Any, Any], ReplayCall]
+    drawn: Callable[[Any, Any, int, str], ReplayCall]
+    saved_shape: Callable[[Any], Any]
+    describe: Callable[[Any], str]
+    flops: Callable[[Any], int]

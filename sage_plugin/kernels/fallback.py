@@ -71,6 +71,12 @@ class Fallback(Enum):
     )
     HOPPER_HEAD_DIM = "the Hopper variant takes head dims {} to {}, and this is {}"
 
+    # what a linear leaves
+    LINEAR_ON_CPU = "on a CPU torch's own linear is the fastest"
+    SMALL_LINEAR = "so small a product is faster on torch's own linear"
+    FEATURES = "in_features {} and out_features {} are not both multiples of {}"
+    NO_TORCH_PRODUCT = "torch has no product of {} on {}"
+
     # what belongs to the host library
     ARGUMENTS = "arguments that only the host's attention knows"
     PARALLEL = "context parallel attention of this kind is the host's"
@@ -82,6 +88,19 @@ class Fallback(Enum):
         "transformers' sdpa attention knows no {}, which this model has: load it with "
         "attn_implementation='eager'"
     )
+
+    # what a patch of linears leaves
+    LINEAR_ROLE = "{} stay in 16 bit"
+    LINEAR_EXCLUDED = "left out by include or exclude"
+    LINEAR_TIED = "its weight is shared with another module"
+    LINEAR_QUANTIZED = "{} is quantized already"
+    LINEAR_CLASS = "{} is not torch's own linear"
+    LINEAR_WEIGHT = "its weight is a {}"
+    LINEAR_FORWARD = "its forward was replaced"
+    LINEAR_OFFLOADED = "{} moves its weight at every call"
+    LINEAR_READ = "the model reads its weight beside calling it"
+    LINEAR_DEVICE = "the input is on another device than the weight"
+    LINEAR_NEW = "came in after patch; call refresh"
 
     # what was computed
     NOT_FINITE = "an output of this layer was not finite"
@@ -95,7 +114,7 @@ class Fallback(Enum):
     @property
     def left_by_auto(self) -> bool:
         """Whether `auto` leaves the call for its size or its mask, and a kernel could take it."""
-        return self in (Fallback.TOO_SMALL, Fallback.DENSE_ADDITIVE_MASK)
+        return self in _LEFT_BY_AUTO
 
     @property
     def asked_for(self) -> bool:
@@ -103,6 +122,11 @@ class Fallback(Enum):
         return self.by_policy or self.left_by_auto or self in _ASKED_FOR
 
 
+_LEFT_BY_AUTO = (
+    Fallback.TOO_SMALL,
+    Fallback.DENSE_ADDITIVE_MASK,
+    Fallback.SMALL_LINEAR,
+)
 _ASKED_FOR = (
     Fallback.DISABLED,
     Fallback.NOT_FINITE,

@@ -226,10 +226,16 @@ class LaunchGraph:
         form_of_out, form_of_lse = self._forms
         out = _new(form_of_out, device)
         lse = None if form_of_lse is None else _new(form_of_lse, device)
-        scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
-        zeroed = memset(self._zeroed_bytes, device) if self._zeroed_bytes else scratch
+        scratch = zeroed = None
+        if size := self._scratch_bytes:
+            scratch = torch.empty(size, dtype=torch.uint8, device=device)
+        if size := self._zeroed_bytes:
+            zeroed = memset(size, device)
         outside = [*addresses, out.data_ptr(), 0 if lse is None else lse.data_ptr()]
-        at = (scratch.data_ptr(), zeroed.data_ptr())
+        at = (
+            0 if scratch is None else scratch.data_ptr(),
+            0 if zeroed is None else zeroed.data_ptr(),
+        )
         pointed = self._pointed.get(at) or self._pointed_at(at, len(outside))
         stream = _stream(device)
         for one, (arguments, holes) in zip(self._launches, pointed, strict=True):
@@ -312,10 +318,11 @@ def _map_of(
 ) -> tuple[list[_Span], tuple[int, int]]:
     """What each address of a recorded call is, and the sizes of its scratch.
 
-    Of inputs and outputs only their first address: views of one buffer may overlap.
+    Of inputs only their first address, since views of one buffer may overlap; the last two tensors
+    are outputs, which do not.
     """
     spans = [
-        _Span(t.data_ptr(), t.data_ptr() + 1, base, 0)
+        _Span(t.data_ptr(), t.data_ptr() + (t.nbytes if base >= len(tensors) - 2 else 1), base, 0)
         for base, t in enumerate(tensors)
         if t is not None
     ]

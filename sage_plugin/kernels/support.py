@@ -19,7 +19,13 @@ LOWEST_TRITON = "3.6"
 NEWEST_TRITON = "3.9"
 """The newest that the matrix was compiled with; later ones are let through."""
 
+LINEAR_KERNELS = {"fp8_row": "fav3_fp8", "fp8_tensor": "fav3_fp8", "int8_row": "sage"}
+"""Quantized kernels of linears, each with one of attention that multiplies the same numbers."""
+
 FP8_KERNELS = ("fav3_sage", "fav3_fp8")
+FP8_LINEARS = ("fp8_row", "fp8_tensor")
+OF_TORCH = ("torch", "sdpa", "bf16")
+"""Kernels that are torch's own and run everywhere."""
 UNQUANTIZED = ("fav2", "sage")
 """The kernels that need no FP8 matrix units."""
 ALL = (*UNQUANTIZED, *FP8_KERNELS)
@@ -63,6 +69,10 @@ class Architecture:
         """`"cuda"` or `"hip"`, as in `DeviceFacts.kind`."""
         return "hip" if self.names[0].startswith("gfx") else "cuda"
 
+    def runs(self, kernel: str) -> bool:
+        """Whether a kernel of attention or of linears runs there."""
+        return LINEAR_KERNELS.get(kernel, kernel) in self.kernels
+
 
 NO_TENSOR_PRODUCT = (
     "has no INT8 tensor product in Triton, and its 16-bit ones run outside of the matrix units"
@@ -105,6 +115,7 @@ def architecture(arch: str) -> Architecture | None:
 
 
 HOPPER_ARCH = "sm_90"
+TMA_ARCHS = ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 HOPPER_HEAD_DIMS = (33, 128)
 """Smallest and largest head dim of the Hopper variants, whose tiles have 64 or 128 channels."""
 HOPPER_MASK = FallbackReason(Fallback.HOPPER_MASK)
@@ -155,6 +166,27 @@ def gpu_variant(
     return "portable" if reason is not None or slower else "hopper"
 
 
+TORCH_FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
+"""Where `torch._scaled_mm` multiplies FP8 rows."""
+
+TORCH_FP8_FASTEST = ("sm_90", "sm_100", "sm_103")
+"""Where nothing of ours is faster: 1,310 to 1,480 TFLOPS on an H200, bf16 has 670 to 800 there."""
+
+
+def fewest_products(arch: str) -> float:
+    """Products M x K x N of a linear under which torch's own 16-bit one is faster; 0 if unknown.
+
+    In CUDA graphs on an H200, with the quantization: with 1536 x 1536 weights 0.96 times as fast at
+    4.8e9 and 1.09 times at 9.7e9, with 4096 x 4096 ones 1.14 times at 4.3e9.
+    """
+    return 7e9 if arch == HOPPER_ARCH else 0.0
+
+
+def fewest_out_features(arch: str) -> int:
+    """Outputs of a linear under which quantizing its input takes what the product saves."""
+    return 768 if arch == HOPPER_ARCH else 0
+
+
 SHORTEST_CAUSAL = 7168
 """Tokens of a causal call under which SDPA is faster on an H200, whatever the heads: 0.92 to 0.97
 times at 6,144, 1.07 to 1.09 at 8,192."""
@@ -184,8 +216,16 @@ def device_reason(kernel: str, facts: DeviceFacts) -> FallbackReason | None:
     return _reason(kernel, facts.kind, facts.arch, facts.fp8_dtype)
 
 
+def prologue_reason(facts: DeviceFacts) -> FallbackReason | None:
+    """Why a device cannot run the prologue, norm and rotary embedding of Q and K, or `None`.
+
+    It multiplies no tiles: whatever runs an unquantized kernel compiles it.
+    """
+    return device_reason("fav2", facts)
+
+
 def _reason(kernel: str, kind: str, arch: str, fp8_dtype: str | None) -> FallbackReason | None:
-    if kernel in ("torch", "sdpa") or kind == "cpu":
+    if kernel in OF_TORCH or kind == "cpu":
         return None
     if kind == "other":
         return FallbackReason(Fallback.DEVICE, arch)
@@ -198,9 +238,9 @@ def _reason(kernel: str, kind: str, arch: str, fp8_dtype: str | None) -> Fallbac
         return FallbackReason(Fallback.NO_TRITON)
     if row.kernels and release(version) < release(row.triton):
         return FallbackReason(Fallback.OLD_TRITON, (arch, row.triton, version))
-    if kernel not in row.kernels:
+    if not row.runs(kernel):
         return FallbackReason(Fallback.ARCHITECTURE_LACKS, (arch, row.reason))
-    if kernel in FP8_KERNELS and fp8_dtype is None:
+    if kernel in (*FP8_KERNELS, *FP8_LINEARS) and fp8_dtype is None:
         return FallbackReason(Fallback.ARCHITECTURE_LACKS, (arch, NO_FP8))
     return None
 

@@ -20,6 +20,7 @@ from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
 from sage_plugin.plugin.counts import ComponentCounts, LayerCounts
 from sage_plugin.plugin.hosts import diffusers, transformers
 from sage_plugin.plugin.hosts.diffusers import attention_modules
+from sage_plugin.plugin.linears.part import LinearPart
 from sage_plugin.plugin.twin import layer_of, original_class, original_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Component:
         handle: the handle that it belongs to.
         layers: patched layers by path inside the module.
         skipped: attention layers that are not patched, and why.
+        linears: its linear layers.
     """
 
     def __init__(self, module: nn.Module, state: PatchState, handle: PatchHandle) -> None:
@@ -54,6 +56,7 @@ class Component:
         self.handle = handle
         self.layers: dict[str, LayerContext] = {}
         self.skipped: dict[str, str] = {}
+        self.linears = LinearPart(state)
         self._released = False
         self._hooks: list[RemovableHandle] = []
         self.move(module)
@@ -84,6 +87,7 @@ class Component:
         self.cover(options)
         self.state.warned.clear()
         self.state.unbuilt.clear()
+        self.state.prologues.clear()
         for layer in self.layers.values():
             layer.broken = None
 
@@ -116,10 +120,12 @@ class Component:
         for path, layer in layers.items():
             self._patch_layer(layer, originals[path])
         self.layers = {p: x for p, x in layers.items() if x in kept or x.processor is not None}
+        self.linears.cover(self.module, found)
 
     def check(self) -> None:
-        """Patch again where processors were replaced since; runs before each eager forward."""
+        """Patch again what was replaced or written since; runs before each eager forward."""
         self.state.disabled = settings.current().disabled
+        self.linears.settle()
         if not self._replaced():
             return
         with lock:
@@ -138,6 +144,7 @@ class Component:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count an eager forward, and find the denoising step that it belongs to."""
+        self.state.running += 1
         model = self.module
         if model is None:
             return
@@ -147,6 +154,7 @@ class Component:
 
     def end(self) -> None:
         """Take note that an eager forward ended."""
+        self.state.running -= 1
         if self.state.tracker is not None:
             self.state.tracker.leave()
 
@@ -157,11 +165,17 @@ class Component:
             self.state.forwards.count,
             0 if tracker is None else tracker.passed,
             {path: layer.counts for path, layer in self.layers.items()},
+            {path: layer.counts for path, layer in self.linears.layers.items()},
         )
+
+    def every_count(self) -> list[LayerCounts]:
+        """The counts of all its layers and linears."""
+        attention = [layer.counts for layer in self.layers.values()]
+        return attention + [layer.counts for layer in self.linears.layers.values()]
 
     def count_anew(self) -> None:
         """Begin new counts; the former ones stay with whoever has them."""
-        self.count_on(ComponentCounts(0, 0, {path: LayerCounts() for path in self.layers}))
+        self.count_on(ComponentCounts(0, 0, {path: LayerCounts() for path in self.layers}, {}))
 
     def count_on(self, counts: ComponentCounts) -> None:
         """Go on from counts that another `patch` had set aside."""
@@ -170,16 +184,18 @@ class Component:
             self.state.tracker.passed = counts.steps
         for path, layer in self.layers.items():
             layer.counts = counts.layers.get(path, layer.counts)
+        self.linears.count_on(counts.linears)
 
     def lost(self) -> tuple[str, ...]:
         """Names of the layers that were patched and are not now, or that the module has no more."""
         here = {id(module) for module, _ in self._found().values()}
-        return tuple(
+        attention = (
             layer.name
             for layer in self.layers.values()
             if (module := layer.attention) is not None
             and (id(module) not in here or not _stands(layer))
         )
+        return (*attention, *self.linears.lost(self.module))
 
     def left_out(self) -> dict[str, str]:
         """Attention layers of the module, as it is now, that are not patched, and why."""
@@ -191,9 +207,20 @@ class Component:
         }
         return self.skipped | new
 
+    def linears_left(self) -> dict[str, str]:
+        """Linears of the module, as it is now, that run as ever, and why."""
+        left = self.linears.left_out(self.module, self._found())
+        return {self._full(path): str(reason) for path, reason in left.items()}
+
     def release(self) -> None:
-        """Put every processor back and take the hooks away, for good."""
+        """Put everything back and take the hooks away, for good.
+
+        Raises:
+            PatchError: the original weights of linears were freed.
+        """
+        self.linears.check_originals()
         self._released = True
+        self.linears.release()
         for layer in self.layers.values():
             _host(layer).put_back(layer)
         for hook in self._hooks:
@@ -204,6 +231,7 @@ class Component:
         self.state.component = name
         for path, layer in self.layers.items():
             layer.name = self._full(path)
+        self.linears.rename(name)
 
     def attention(self) -> set[nn.Module]:
         """The attention modules that it knows, as far as its module has them now."""

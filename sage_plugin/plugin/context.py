@@ -20,12 +20,14 @@ from torch import nn
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin.counts import LayerCounts
-from sage_plugin.plugin.policy.rules import Policy
+from sage_plugin.plugin.policy.rules import LINEAR, Policy
+from sage_plugin.plugin.prologue.unfused import Unfused
 from sage_plugin.plugin.steps.forward import ForwardCounter
 from sage_plugin.plugin.steps.tracker import StepTracker
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.component import Component
+    from sage_plugin.plugin.prologue.deferred import Tape
 
 WRAPPER = "_orig_mod"
 """Where a compiled module keeps the module inside it."""
@@ -79,6 +81,8 @@ class PatchOptions:
         include: globs of layer paths to patch, `None` for all.
         exclude: globs of layer paths to leave alone.
         policy: rules that choose the kernel of each call, `None` where `kernel` does.
+        linears: kernel of the linears that no rule of the policy names, `None` to leave them.
+        keep_originals: the original weights of linears are kept in CPU memory.
     """
 
     kernel: str
@@ -90,6 +94,14 @@ class PatchOptions:
     include: tuple[str, ...] | None
     exclude: tuple[str, ...]
     policy: Policy | None = None
+    linears: str | None = None
+    keep_originals: bool = True
+
+    @property
+    def has_linears(self) -> bool:
+        """Whether linears are patched, by their own option or by the policy."""
+        ruled = self.policy is not None and any(r.op == LINEAR for r in self.policy.rules)
+        return self.linears is not None or ruled
 
 
 @dataclass(eq=False)  # no slots: traced code reads it
@@ -103,7 +115,9 @@ class PatchState:
         disabled: `SAGE_PLUGIN_DISABLE` was set when it was last read.
         warned: reasons and notices that were logged since the last `patch`.
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
+        prologues: whether norm and rotary embedding of Q and K may be fused, by their form.
         forwards: counts the eager forwards of the component since the last `patch`.
+        running: eager forwards of the component that have begun and not ended.
         tracker: tells the denoising step, where a policy goes by steps.
         owner: the component itself, which can be found so from a layer.
     """
@@ -114,7 +128,9 @@ class PatchState:
     disabled: bool = False
     warned: set[FallbackReason | str] = field(default_factory=set)
     unbuilt: dict[tuple[object, ...], FallbackReason] = field(default_factory=dict)
+    prologues: dict[tuple[object, ...], Unfused | bool] = field(default_factory=dict)
     forwards: ForwardCounter = field(default_factory=ForwardCounter)
+    running: int = 0
     tracker: StepTracker | None = None
     owner: Component | None = None
 
@@ -135,6 +151,7 @@ class LayerContext:
         attends_itself: whether the module has no processor.
         counts: what it did since the last `patch`.
         broken: why `check_finite` took its kernel away, or `None`.
+        norms: its norms of Q and K that put their work off.
         handle: names the layer in a graph, which reads it when it runs; layers share a graph so.
     """
 
@@ -146,6 +163,7 @@ class LayerContext:
     attends_itself: bool = False
     counts: LayerCounts = field(default_factory=LayerCounts)
     broken: FallbackReason | None = None
+    norms: tuple[weakref.ref[nn.Module], ...] = ()
     handle: torch.Tensor = field(init=False)
 
     def __post_init__(self, module: nn.Module) -> None:
@@ -202,12 +220,16 @@ class Frame:
         layer: what it is patched as.
         weights: whether attention weights are asked for.
         index: how many attention calls it has made.
+        tape: what it has put off of the norm and rotary embedding of Q and K.
+        unfused: why it has not, where it could have.
     """
 
     def __init__(self, layer: LayerContext | None, weights: bool = False) -> None:
         self.layer = layer
         self.weights = weights
         self.index = 0
+        self.tape: Tape | None = None
+        self.unfused: Unfused | None = None
 
 
 class CallStack(threading.local):

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self, overload
 
 from torch import nn
 
@@ -21,8 +21,10 @@ from sage_plugin.plugin import policy_op as routed
 from sage_plugin.plugin.component import Component, lock
 from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, PatchState
 from sage_plugin.plugin.hosts.diffusers import choose
+from sage_plugin.plugin.linears.options import checked_linears
 from sage_plugin.plugin.owners import modules_of, part_of, parts_of
-from sage_plugin.plugin.policy.rules import Policy
+from sage_plugin.plugin.plan.run_plan import RunPlan, plan_of
+from sage_plugin.plugin.policy.rules import ATTENTION, LINEAR, Policy
 from sage_plugin.plugin.policy.rules import chosen as chosen_policy
 from sage_plugin.plugin.report import PluginReport, joined, report_of
 from sage_plugin.plugin.steps.caller import schedulers_of
@@ -61,8 +63,19 @@ class PatchHandle:
         """Put everything back; again does nothing."""
         self._release(list(self._parts))
 
-    def report(self) -> PluginReport:
-        """What the layers did so far; after `unpatch`, what they had done by then."""
+    @overload
+    def report(self, *, plan: Literal[False] = False) -> PluginReport: ...
+    @overload
+    def report(self, *, plan: Literal[True]) -> RunPlan: ...
+
+    def report(self, *, plan: bool = False) -> PluginReport | RunPlan:
+        """What the layers did so far; after `unpatch`, what they had done by then.
+
+        Args:
+            plan: tell what they will run on instead, by the models' configurations.
+        """
+        if plan:
+            return plan_of(self._parts)
         return report_of(self._parts) if self._parts else joined(self._past)
 
     def __enter__(self) -> Self:
@@ -78,7 +91,9 @@ class PatchHandle:
 
     def __repr__(self) -> str:
         names = ", ".join(self.components) or "nothing"
-        return f"<PatchHandle of {names}, {len(self.layers)} attention layers>"
+        linears = sum(len(part.linears.layers) for part in self._parts)
+        told = f", {linears} linears" if linears else ""
+        return f"<PatchHandle of {names}, {len(self.layers)} attention layers{told}>"
 
     def _take(self, name: str, module: nn.Module, options: PatchOptions) -> Component:
         """The part of a module: a new one, or the one that it has, under this name and handle."""
@@ -101,6 +116,8 @@ class PatchHandle:
     def _release(self, parts: list[Component]) -> None:
         with lock:
             parts = [part for part in parts if part in self._parts]  # no other thread did
+            for part in parts:
+                part.linears.check_originals()
             self._past.append(report_of(parts))
             for part in parts:
                 part.release()
@@ -150,8 +167,10 @@ def patch(
     on_unsupported: str = "fallback",
     check_finite: bool = False,
     policy: str | os.PathLike[str] | Policy | None = None,
+    linears: str | None = None,
+    keep_originals: bool = True,
 ) -> PatchHandle:
-    """Run the attention of a pipeline, or of a model of diffusers or transformers, on our kernels.
+    """Run attention, and if asked linears, of a pipeline or of a model, on our kernels.
 
     Calls that a kernel cannot take, and short ones, go to the host's own attention with the
     arguments that the model passed; each reason is logged once and counted per layer. A second call
@@ -176,6 +195,13 @@ def patch(
             kernel each layer runs on at each denoising step. It takes the place of `kernel`; what
             no rule takes stays with the host's attention. Steps are counted by the pipeline's
             scheduler.
+        linears: `"auto"`, `"fp8_row"`, `"fp8_tensor"` or `"int8_row"`: linears in the blocks of the
+            model multiply 8-bit values, with weights that are quantized here and now; on a CPU a
+            named kernel is emulated, `"auto"` does nothing. Embedders, modulation, linears of norms
+            and projections around the blocks stay; `None` leaves all that no rule of the policy
+            names.
+        keep_originals: keep the original weights, in CPU memory, so that `unpatch` puts them back
+            to the bit and the model can be saved and copied. `False` frees them: `unpatch` raises.
 
     Returns:
         The handle: `.unpatch()`, `.report()`, and a context manager.
@@ -196,8 +222,9 @@ def patch(
         >>> sage_plugin.unpatch(layer)
     """
     options = checked_options(
-        kernel, variant, config_dir, include, exclude, min_seq, on_unsupported, check_finite, policy
-    )
+        kernel, variant, config_dir, include, exclude, min_seq, on_unsupported, check_finite,
+        policy, linears, keep_originals,
+    )  # fmt: skip
     chosen = choose(obj, components)
     tracker = _tracker_for(obj, options.policy)
     if options.policy is not None:
@@ -209,7 +236,7 @@ def patch(
             parts = [handle._take(name, module, options) for name, module in chosen.items()]
             for part in parts:
                 part.apply(options)
-            if not any(part.layers for part in parts):
+            if not any(part.layers or part.linears.layers for part in parts):
                 raise PatchError(_nothing_chosen(parts, options))
             _check_policy_of(parts, options.policy)
         except BaseException:
@@ -245,7 +272,7 @@ def refresh(obj: object) -> PatchHandle:
 
     That is attention whose processor or class was replaced, and attention that came in since. An
     eager forward notices what was replaced by itself; a compiled one does not, and neither looks
-    for new layers.
+    for new layers. Weights of patched linears are quantized anew.
 
     Args:
         obj: a pipeline or model that is patched.
@@ -275,6 +302,7 @@ def refresh(obj: object) -> PatchHandle:
         )
     with lock:
         for part in parts:
+            part.linears.distrust()
             part.cover(part.state.options)
     return parts[0].handle
 
@@ -293,8 +321,11 @@ def patched(
     on_unsupported: str = "fallback",
     check_finite: bool = False,
     policy: str | os.PathLike[str] | Policy | None = None,
+    linears: str | None = None,
 ) -> Iterator[PatchHandle]:
     """`patch` for the duration of a `with` block; arguments and errors are those of `patch`.
+
+    Original weights are always kept.
 
     Afterwards, and after an exception, the object is as it was: what was patched before has its
     former settings again, the rest is unpatched.
@@ -319,7 +350,7 @@ def patched(
     handle = patch(
         obj, kernel=kernel, variant=variant, config_dir=config_dir, components=components,
         include=include, exclude=exclude, min_seq=min_seq, on_unsupported=on_unsupported,
-        check_finite=check_finite, policy=policy,
+        check_finite=check_finite, policy=policy, linears=linears,
     )  # fmt: skip
     inner = InnerHandle(handle) if before else None
     try:
@@ -363,6 +394,8 @@ def checked_options(
     on_unsupported: str,
     check_finite: bool,
     policy: str | os.PathLike[str] | Policy | None = None,
+    linears: str | None = None,
+    keep_originals: bool = True,
 ) -> PatchOptions:
     """The options of a patch, checked; errors are those of `patch`."""
     text = kernel if ":" in kernel or variant == "auto" else f"{kernel}:{variant}"
@@ -391,6 +424,8 @@ def checked_options(
         check_finite=bool(check_finite),
         include=None if include is None else _globs(include),
         exclude=_globs(exclude or ()),
+        linears=checked_linears(linears),
+        keep_originals=bool(keep_originals),
     )
 
 
@@ -421,12 +456,16 @@ def _check_policy_of(parts: list[Component], policy: Policy | None) -> None:
     kinds = sorted({type(part.module).__name__ for part in parts})
     if policy.model and policy.model not in kinds:
         raise ConfigError(f"the policy is for {policy.model}, and this is {', '.join(kinds)}")
-    names = [layer.name for part in parts for layer in part.layers.values()]
+    of_op = {
+        ATTENTION: [layer.name for part in parts for layer in part.layers.values()],
+        LINEAR: [name for part in parts for name in part.linears.names()],
+    }
     for number, rule in enumerate(policy.rules, start=1):
+        names = of_op[rule.op]
         if not any(map(rule.names, names)):
             raise ConfigError(
                 f"rule {number} of the policy names no layer of this model with "
-                f"{', '.join(rule.layers)}; its layers are such as {names[0]}"
+                f"{', '.join(rule.layers)}; its layers are such as {next(iter(names), 'none')}"
             )
 
 

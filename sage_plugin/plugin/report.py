@@ -11,7 +11,10 @@ from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin import report_text
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.context import LayerContext
+from sage_plugin.plugin.linears import report as of_linears
+from sage_plugin.plugin.linears.report import LinearReport
 from sage_plugin.plugin.owners import parts_of
+from sage_plugin.plugin.prologue.unfused import Unfused
 
 HOST_KERNELS = ("sdpa:host",)
 
@@ -30,6 +33,8 @@ class LayerReport:
         timed_calls: how many of the calls that is the sum of.
         rules: calls by the number of the policy's rule that decided them, from 1.
         rule_steps: the denoising steps of those calls, by rule.
+        fused: calls whose norm and rotary embedding of Q and K were one kernel.
+        unfused: calls where they were the model's own, by reason.
     """
 
     layer: str
@@ -40,6 +45,8 @@ class LayerReport:
     timed_calls: int = 0
     rules: dict[int, int] = field(default_factory=dict)
     rule_steps: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    fused: int = 0
+    unfused: dict[Unfused, int] = field(default_factory=dict)
 
     def total_calls(self) -> int:
         """All calls of the layer."""
@@ -61,6 +68,8 @@ class PluginReport:
         idle_rules: rules of the policy that no call has met, as text.
         forwards: eager forwards of the patched models.
         steps: denoising steps that a policy has seen; 0 where nobody counted them.
+        linears: one report a patched linear.
+        linears_left: linears that run as ever, and why; empty where none are patched.
     """
 
     rows: tuple[LayerReport, ...]
@@ -69,6 +78,8 @@ class PluginReport:
     idle_rules: tuple[str, ...] = ()
     forwards: int = 0
     steps: int = 0
+    linears: tuple[LinearReport, ...] = ()
+    linears_left: dict[str, str] = field(default_factory=dict)
 
     def total_calls(self) -> int:
         """All calls of all layers."""
@@ -78,9 +89,17 @@ class PluginReport:
         """Calls that ran on a kernel, not on the model's own attention."""
         return sum(row.kernel_calls() for row in self.rows)
 
+    def fused_calls(self) -> int:
+        """Calls whose norm and rotary embedding of Q and K were one kernel."""
+        return sum(row.fused for row in self.rows)
+
     def saved_ms(self) -> float:
         """Milliseconds saved over the baseline in the calls whose configs were timed."""
         return sum(row.saved_ms for row in self.rows)
+
+    def saved_bytes(self) -> int:
+        """Memory that weights of linears take less on their devices."""
+        return sum(row.saved_bytes for row in self.linears)
 
     def text(self, *, every_layer: bool = False) -> str:
         """The report for a terminal of 80 columns, equal layers together.
@@ -126,6 +145,8 @@ def row_of(layer: LayerContext) -> LayerReport:
         counts.timed_calls,
         dict(counts.rules),
         {rule: tuple(sorted(steps)) for rule, steps in counts.rule_steps.items()},
+        counts.fused,
+        dict(counts.unfused),
     )
 
 
@@ -138,6 +159,8 @@ def report_of(parts: Iterable[Component]) -> PluginReport:
             part.left_out(),
             part.lost(),
             forwards=part.state.forwards.count,
+            linears=tuple(map(of_linears.row_of, part.linears.layers.values())),
+            linears_left=part.linears_left(),
         )
         for part in parts
     )
@@ -155,8 +178,8 @@ def _idle_rules(parts: list[Component]) -> Iterator[str]:
             number
             for part in parts
             if part.state.options.policy is policy
-            for layer in part.layers.values()
-            for number in layer.counts.rules
+            for counts in part.every_count()
+            for number in counts.rules
         }
         for number, rule in enumerate(policy.rules, start=1):
             if number not in met:
@@ -170,12 +193,19 @@ def joined(reports: Iterable[PluginReport]) -> PluginReport:
     skipped: dict[str, str] = {}
     lost: list[str] = []
     idle: list[str] = []
+    linears: list[LinearReport] = []
+    linears_left: dict[str, str] = {}
     forwards = steps = 0
     for one in reports:
         rows += one.rows
         skipped |= one.skipped
         lost += one.lost
         idle += one.idle_rules
+        linears += one.linears
+        linears_left |= one.linears_left
         forwards += one.forwards
         steps = max(steps, one.steps)
-    return PluginReport(tuple(rows), skipped, tuple(lost), tuple(idle), forwards, steps)
+    return PluginReport(
+        tuple(rows), skipped, tuple(lost), tuple(idle), forwards, steps, tuple(linears),
+        linears_left,
+    )  # fmt: skip

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sage_plugin.kernels.fallback import Fallback
-from sage_plugin.kernels.launch_config import TUNE_ALL
+from sage_plugin.kernels.launch_config import fill_command
+from sage_plugin.plugin.linears import report as of_linears
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.report import LayerReport, PluginReport
@@ -19,6 +20,8 @@ MOST_GROUPS = 6
 MOST_RANGES = 3
 """Ranges of block numbers in a name before they become a star."""
 EMULATION = ":emulation"
+STALE = ", stale"
+"""How the source of a config ends that was tuned with other software (`ResolvedConfig.mark`)."""
 
 
 def render(report: PluginReport, *, every_layer: bool = False) -> str:
@@ -36,6 +39,9 @@ def render(report: PluginReport, *, every_layer: bool = False) -> str:
     if rest := [row for _, rows in groups[len(shown) :] for row in rows]:
         lines.append(f"and {len(rest)} more layers; text(every_layer=True) shows all")
         lines += _wrapped(_what_ran(rest))
+    for line in of_linears.text_of(report.linears, report.linears_left):
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += _wrapped(line.lstrip(), indent)
     for what, names in _by_reason(report.skipped):
         lines += _wrapped(f"not patched: {_named(names)} ({what})", "")
     if report.lost:
@@ -122,8 +128,14 @@ def _summary(report: PluginReport) -> Iterator[str]:
         if not all(label.endswith(EMULATION) for label in row.calls)
     )
     if untuned:
-        yield f"{untuned} calls ran on default configs: record the model with `sage capture`,"
-        yield f"  and `{TUNE_ALL}` tunes them"
+        yield f"{untuned} calls ran on default configs, which"
+        yield f"  `{fill_command()}` tunes"
+    stale = sum(
+        n for row in report.rows for mark, n in row.config_sources.items() if mark.endswith(STALE)
+    )
+    if stale:
+        yield f"{stale} calls ran on configs that were tuned with other software, which"
+        yield "  `sage configs revalidate` measures again"
 
 
 def _what_ran(rows: Sequence[LayerReport]) -> str:
@@ -144,6 +156,12 @@ def _what_ran(rows: Sequence[LayerReport]) -> str:
     for rule, count in sorted(rules.items()):
         at = f" at steps {ranges(sorted(steps[rule]))}" if steps[rule] else ""
         parts.append(f"rule {rule} x{count}{at}" + (" (not on a kernel)" if rule in left else ""))
+    if fused := sum(row.fused for row in rows):
+        parts.append(f"norm and RoPE in one kernel x{fused}")
+    unfused = sum((Counter(row.unfused) for row in rows), Counter())
+    parts += [
+        f"norm and RoPE as they were x{n}: {why.value}" for why, n in unfused.items() if why.is_told
+    ]
     if any(row.timed_calls for row in rows):
         parts.append(f"saved {sum(row.saved_ms for row in rows):.1f} ms")
     parts += [
@@ -169,6 +187,8 @@ def _counts(row: LayerReport) -> tuple[object, ...]:
         row.timed_calls,
         tuple(row.rules.items()),
         tuple(row.rule_steps.items()),
+        row.fused,
+        tuple(row.unfused.items()),
     )
 
 

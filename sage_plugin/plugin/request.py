@@ -9,7 +9,7 @@ from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin.context import LayerContext
-from sage_plugin.plugin.policy.rules import HOST, Policy, Rule
+from sage_plugin.plugin.policy.rules import ATTENTION, HOST, Policy, Rule
 from sage_plugin.plugin.steps.tracker import Step
 
 NO_RULE = FallbackReason(Fallback.POLICY_WITHOUT_RULE)
@@ -52,7 +52,7 @@ def _by_policy(layer: LayerContext, policy: Policy, call: AttentionCall) -> Choi
     seq = 2 if call.layout == "bhsd" else 1
     lengths = (call.q.shape[seq], call.k.shape[seq]) if call.q.dim() == 4 else (0, 0)
     for number, rule in enumerate(policy.rules, start=1):
-        if not (rule.names(layer.name) and rule.fits(*lengths)):
+        if rule.op != ATTENTION or not (rule.names(layer.name) and rule.fits(*lengths)):
             continue
         if rule.steps:
             if step is None or (step.total is None and rule.band.needs_total):

@@ -21,7 +21,6 @@ from sage_plugin.kernels.attention.call import (
     AttentionCall,
     KernelRequest,
     is_plain,
-    wants_gradient,
 )
 from sage_plugin.kernels.attention.executor import Executor, decide, resolve
 from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
@@ -30,8 +29,10 @@ from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.notice import warn_once
+from sage_plugin.kernels.surroundings import wants_gradient
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.plugin.hosts import parallel
+from sage_plugin.plugin.prologue.settle import settled
 from sage_plugin.plugin.request import Choice, choice_of
 
 logger = logging.getLogger(__name__)
@@ -64,16 +65,16 @@ def sdpa(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Stands in for `F.scaled_dot_product_attention` inside a patched processor."""
+    call = settled(
+        AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bhsd")
+    )
 
     def host() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            call.q, call.k, call.v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
             scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
 
-    call = AttentionCall(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bhsd"
-    )
     return attend(host, call, None)
 
 
@@ -98,17 +99,19 @@ def dispatch_instead_of(
         **unknown: object,
     ) -> torch.Tensor:
         original = read()
+        call = settled(
+            AttentionCall(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd"
+            )
+        )
 
         def host() -> torch.Tensor:
             return original(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                call.q, call.k, call.v, attn_mask, dropout_p, is_causal, scale, enable_gqa,
                 attention_kwargs, backend=backend, parallel_config=parallel_config, **unknown,
             )  # fmt: skip
 
         blocked = ARGUMENTS if attention_kwargs or unknown else None
-        call = AttentionCall(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd"
-        )
         if parallel_config is not None:
             return attend_in_parallel(host, call, blocked, original, parallel_config)
         return attend(host, call, blocked)
@@ -328,7 +331,7 @@ def _run_resolved(
     layer.counts.calls[executor.decision.label] += 1
     found = executor.found
     if executor.key is not None:
-        layer.counts.config_sources[BY_POLICY if found is None else found.source] += 1
+        layer.counts.config_sources[BY_POLICY if found is None else found.mark] += 1
     if found is not None and found.saved_ms is not None:
         layer.counts.saved_ms += found.saved_ms
         layer.counts.timed_calls += 1

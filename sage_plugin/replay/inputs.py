@@ -11,8 +11,8 @@ import torch
 
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.families import Family, family
-from sage_plugin.families.family import ReplayCall
-from sage_plugin.schema import ATTENTION, CallShape, CaptureRecord
+from sage_plugin.families.family import ReplayCall, Shape
+from sage_plugin.schema import ATTENTION, CaptureRecord
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class ReplayInputs:
         drawn_family: op family of drawn values.
     """
 
-    shape: CallShape
+    shape: Shape
     name: str = ""
     folder: str = ""
     record: CaptureRecord | None = None
@@ -65,7 +65,7 @@ class ReplayInputs:
         return family(self.drawn_family if self.record is None else self.record.family)
 
     @property
-    def saved_shape(self) -> CallShape:
+    def saved_shape(self) -> Shape:
         """The shape of what a capture holds of its call; the full shape of drawn values."""
         return self.shape if self.record is None else self.family.saved_shape(self.record)
 

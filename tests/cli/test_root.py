@@ -37,7 +37,7 @@ CODES = {
 HEAVY = {"torch", "triton", "diffusers", "transformers", "numpy"}
 MOST_MODULES = 600
 """Typer and Rich are most of the 370 to 440 that a command loads; torch alone has 1,000."""
-LIGHT_PARTS = {"cli", "demo", "errors", "files", "schema"}
+LIGHT_PARTS = {"cli", "demo", "errors", "files", "json_record", "schema"}
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:

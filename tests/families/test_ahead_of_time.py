@@ -51,3 +51,26 @@ def test_a_call_is_compiled_once_and_kept_for_the_next_process(tmp_path):
     assert 32 < registers <= 255
     assert spills == 0
     assert (hits, again[4]) == ([False], [True])
+
+
+LINEAR = textwrap.dedent("""
+    from sage_plugin.families import LINEAR_FAMILY
+    from sage_plugin.kernels import absent_device
+    from sage_plugin.kernels.contract import Decision
+    from sage_plugin.schema import LinearShape
+    from scripts.aot_linears import facts_of
+
+    where = facts_of("sm_80")
+    absent_device.become(where)
+    shape, decision = LinearShape(4096, 512, 512, "bfloat16"), Decision("int8_row", "triton")
+    config = LINEAR_FAMILY.default_launch(LINEAR_FAMILY.call_key(shape, decision), where)
+    built = LINEAR_FAMILY.compile_call(shape, decision, config, where)
+    assert [one.name for one in built] == ["quantize_rows_kernel", "scaled_product_kernel"]
+    assert all(0 < one.registers <= 255 and one.smem_bytes < 163 * 2**10 for one in built), built
+    assert LINEAR_FAMILY.compile_call(shape, Decision("int8_row", "torch"), config, where) == ()
+""")
+
+
+def test_both_launches_of_a_linear_are_compiled_and_none_of_torch(tmp_path):
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", LINEAR], env=env, check=True)

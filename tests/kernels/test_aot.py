@@ -87,7 +87,7 @@ def compiled(*calls: dict[str, object]) -> list[dict[str, object]]:
     assert made
     for one in made:
         assert one["smem_bytes"] <= one["limit_bytes"], one
-        if one["name"].endswith("attention_kernel"):
+        if one["name"].endswith(("attention_kernel", "product_kernel")):
             assert one["smem_bytes"] >= one["bound_bytes"], one
     return made
 

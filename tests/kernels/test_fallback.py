@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sage_plugin
+from sage_plugin import device
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch, launch_space, runtime
 from sage_plugin.kernels.attention.backends.hopper.with_fallback import HopperOrPortable
@@ -265,7 +266,7 @@ def test_other_problems_are_prepared_as_the_portable_variant_does(parts):
 def on_an_h100(monkeypatch, unconfigured):
     """CPU tensors that are taken for an H100's, whose Gluon cannot build."""
     monkeypatch.setattr(dispatch, "facts_of", lambda *_: FACTS)
-    monkeypatch.setattr(dispatch.device, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(device, "triton_version", lambda: "3.6.0")
     implementation.cache_clear()
     failing = Failing(FAILURES["RuntimeError"])
     monkeypatch.setattr(HopperOrPortable, "first_choice", failing)

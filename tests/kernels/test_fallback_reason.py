@@ -48,6 +48,6 @@ def test_the_detail_fills_the_sentence(reason, text):
 def test_what_strict_mode_lets_pass():
     assert {cause for cause in Fallback if cause.asked_for} == {
         Fallback.DISABLED, Fallback.NOT_FINITE, Fallback.DENSE_ADDITIVE_MASK, Fallback.TOO_SMALL,
-        Fallback.SHORTER_THAN_MIN_SEQ, Fallback.SHORTER_THAN_MIN_SEQ, Fallback.POLICY,
+        Fallback.SMALL_LINEAR, Fallback.SHORTER_THAN_MIN_SEQ, Fallback.POLICY,
         Fallback.POLICY_WITHOUT_RULE,
     }  # fmt: skip

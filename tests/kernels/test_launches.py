@@ -197,7 +197,7 @@ def test_the_tune_command_of_a_miss_tunes_that_very_key(of, monkeypatch, tmp_pat
     of = CallKey(**{**of.to_json(), "variant": "emulation"})  # which a CPU tunes
     monkeypatch.chdir(tmp_path)
     plans = []
-    monkeypatch.setattr(tune_command, "_show_plan", plans.append)
+    monkeypatch.setattr(tune_command, "show_plan", plans.append)
     program, *words = shlex.split(launch_space.tune_command(of))
     assert program == "sage"
     result = CliRunner().invoke(app, [*words, "--dry-run", "--device", "cpu"])
@@ -212,7 +212,7 @@ def test_report_406_misses_on_gpus_are_one_warning_a_process_and_a_detail_each(w
     assert found.config == launch_space.default_launch(KEY, FACTS)
     (text,) = warnings()
     assert "fav3_sage:portable" in text
-    assert "`sage tune --from-captures` fills all" in text
+    assert "`sage capture SCRIPT.py && sage tune captured_inputs` fills all" in text
     assert FACTS.name in text
     (text,) = warnings("INFO")
     assert f"`{launch_space.tune_command(KEY)}`" in text

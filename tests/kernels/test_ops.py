@@ -13,9 +13,11 @@ import torch._dynamo.testing
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels.attention import torch_ops
 from sage_plugin.kernels.attention.call import shape_of
 from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, launch, relative_l1
 
+assert torch_ops.library, "the ops are registered by its import"
 LAUNCH = launch().text()
 HOSTED = ("torch", "sdpa")
 ATTENTION = torch.ops.sage_plugin.attention.default
@@ -135,9 +137,11 @@ def registered() -> set[str]:
 
 
 def test_the_registered_ops_are_those_that_are_tested_here():
-    """Those of packed sequences have their tests in `test_varlen`, the plug-in's in its own."""
+    """Packed sequences have their tests in `test_varlen`, the plug-in and linears in their own."""
     plain = {ATTENTION._schema.name, WITH_LSE._schema.name}
-    assert registered() - {"sage_plugin::routed"} == plain | {
+    of_linears = {f"sage_plugin::{name}" for name in ("quantize_rows", "multiply_rows")}
+    elsewhere = {"sage_plugin::routed", "sage_plugin::quantize_rows_once"} | of_linears
+    assert registered() - elsewhere == plain | {
         name.replace("attention", "attention_varlen") for name in plain
     }
 

@@ -98,7 +98,8 @@ class Drawn:
     @property
     def emulated(self) -> bool:
         """Whether a kernel was emulated, so that its time says nothing."""
-        return any(label.endswith(":emulation") for label in self.ran)
+        labels = [label for row in self.report.linears for label in row.calls]
+        return any(label.endswith(":emulation") for label in (*self.ran, *labels))
 
 
 def draw_once(

@@ -13,6 +13,7 @@ import typer
 from sage_plugin import files
 from sage_plugin.cli.bench.choice import short_enough
 from sage_plugin.cli.console import progress, say, say_left_out, stderr, stdout
+from sage_plugin.cli.linear_options import LinearOptions
 from sage_plugin.cli.options import (
     DEFAULT_FOLDER,
     SOME_FAILED,
@@ -81,6 +82,7 @@ EXAMPLES = (
 @flattened
 def command(
     inputs: DrawnInputOptions,
+    linears: LinearOptions,
     words: Words = None,
     kernel: Kernels = None,
     metric: Metric = "all",
@@ -99,7 +101,7 @@ def command(
     """Replay captures, or synthetic inputs, through the kernels: time, throughput and error."""
     from sage_plugin import device as devices
     from sage_plugin.bench.compare import BenchPlan
-    from sage_plugin.families import ATTENTION
+    from sage_plugin.families import family
     from sage_plugin.measure.timers import check_method
 
     outputs = {"csv": csv, "json": json, "markdown": markdown}
@@ -107,13 +109,14 @@ def command(
     check_config_dir(config_dir)
     folder = folder_of(words, inputs)
     metrics = METRICS if metric == "all" else (one_of("--metric", metric, (*METRICS, "all")),)
-    suite = _suite(inputs, folder, max_inputs)
+    suite = _suite(inputs, linears, folder, max_inputs)
+    entry = family(linears.op)
     where, facts = devices.chosen(device)
     if method is not None:
         check_method(method, where)
     plan = BenchPlan(
-        kernels=named_kernels(kernel or (), facts),
-        reference=None if compare_to_ref is None else ATTENTION.parse_kernel(compare_to_ref),
+        kernels=named_kernels(kernel or linears.kernels(), facts, entry),
+        reference=None if compare_to_ref is None else entry.parse_kernel(compare_to_ref),
         method=method,
         config_dir=None if config_dir is None else str(config_dir),
         seed=inputs.seed,
@@ -150,11 +153,16 @@ def _check_outputs(outputs: dict[str, str | None]) -> None:
             check_writable(Path(name))
 
 
-def _suite(inputs: DrawnInputOptions, folder: Path | None, max_inputs: int | None) -> Suite:
+def _suite(
+    inputs: DrawnInputOptions, linears: LinearOptions, folder: Path | None, max_inputs: int | None
+) -> Suite:
     """What is compared on: drawn inputs if some are spelt out, else captures."""
     from sage_plugin.bench import suite
 
-    if folder is None and (drawn := inputs.inputs()):
+    if linears.chosen and folder is not None:
+        raise UsageError(f"--op linear: linears are drawn, not captured; leave {folder} out")
+    drawn = linears.inputs(inputs) if linears.chosen else []
+    if drawn or (folder is None and (drawn := inputs.inputs())):
         if max_inputs is not None:
             raise UsageError("--max-inputs goes with a capture folder")
         return suite.Suite(tuple(drawn))

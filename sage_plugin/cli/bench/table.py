@@ -12,7 +12,7 @@ from sage_plugin.bench.difference import OutputDifference
 from sage_plugin.bench.rows import EMULATION_NOTE, KernelRow, Table
 from sage_plugin.cli.bench.verdict import verdict
 from sage_plugin.cli.tables import STAMP_STYLES, Column, digits, fitted, markdown
-from sage_plugin.families import ATTENTION
+from sage_plugin.families import describe
 from sage_plugin.kernels.contract import HOST
 from sage_plugin.schema import DeviceFacts, Toolchain
 
@@ -50,7 +50,7 @@ def as_markdown(
 
 def _title(table: Table) -> Text:
     title = Text(table.input, style="bold")
-    shape = ATTENTION.describe(table.shape)
+    shape = describe(table.shape)
     if shape != table.input:
         title.append(f"  {shape}", style="not bold")
     title.append("  ").append(table.stamp, style=STAMP_STYLES[table.stamp])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.mask import MASK_DTYPES, normalized
 from sage_plugin.kernels.contract import Packed
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.surroundings import wants_gradient
 from sage_plugin.schema import CallShape, LaunchConfig
 
 TENSOR_SUBCLASS = FallbackReason(Fallback.TENSOR_SUBCLASS)
@@ -186,19 +186,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return kind in (torch.Tensor, torch.nn.Parameter) or (
         torch.compiler.is_compiling() and kind.__module__ in TRACERS
     )
-
-
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether a gradient has to flow through a call with these tensors, back or forward."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return forward_ad._current_level >= 0 and any(map(_has_tangent, tensors))
-
-
-def _has_tangent(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def shape_of(

@@ -1,14 +1,13 @@
 """The decision table: which kernel and variant a call runs on, or why the host's attention does.
 
-Everything here is known without data: shapes, dtypes, device. Nothing queries a device; `facts_of`
-is the one place where a tensor's device becomes facts, and a compiler sees it as a constant.
+Everything here is known without data: shapes, dtypes, device. Nothing queries a device;
+`device.facts_of` is the one place where a tensor's device becomes facts.
 """
 
 from __future__ import annotations
 
-import torch
-
-from sage_plugin import device, settings
+from sage_plugin import settings
+from sage_plugin.device import facts_of
 from sage_plugin.errors import UnknownKernelError, did_you_mean
 from sage_plugin.kernels.attention.launch_space import (
     candidates,
@@ -119,13 +118,6 @@ def parse_kernel(text: str) -> tuple[str, str]:
     return kernel, _checked_variant(kernel, variant or "auto")
 
 
-def facts_of(kind: str, index: int | None) -> DeviceFacts:
-    """Facts of a device by type and index, a constant to a compiler; any type has some."""
-    if kind not in ("cpu", "cuda"):
-        return DeviceFacts(kind, kind, "other", kind, 0, 0, 0, None)
-    return device.facts(torch.device(kind, index) if index is not None else kind)
-
-
 def environment_choice() -> tuple[str, str]:
     """What the environment puts in place of `kernel="auto"` and `variant="auto"`."""
     now = settings.current()
@@ -136,15 +128,14 @@ def automatic_kernel(facts: DeviceFacts) -> str:
     """The kernel that `auto` stands for on a device, where it takes a call at all.
 
     Example:
-        >>> automatic_kernel(device.facts("cpu"))
+        >>> automatic_kernel(facts_of("cpu", None))
         'fav3_sage'
     """
     return "sage" if facts.fp8_dtype is None else "fav3_sage"
 
 
 # What `torch.compiler.assume_constant_result` does, without its import of the whole compiler.
-for _constant in (facts_of, environment_choice):
-    vars(_constant)["_dynamo_marked_constant"] = True
+vars(environment_choice)["_dynamo_marked_constant"] = True
 
 
 def decide(

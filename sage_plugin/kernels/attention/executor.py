@@ -8,7 +8,6 @@ at a dict and its launches; `dispatch.forget` drops them all.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,19 +25,13 @@ from sage_plugin.kernels.contract import (
 )
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.launch_config import Memo
-from sage_plugin.kernels.launch_graph import (
-    LaunchGraph,
-    Outputs,
-    aligned,
-    graph_of,
-    has_launch_hooks,
-    recording,
-)
+from sage_plugin.kernels.launch_graph import Outputs
+from sage_plugin.kernels.repeats import Repeats
 from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.schema import CallKey, CallShape, LaunchConfig
 
 
-class Executor:
+class Executor(Repeats):
     """What runs the calls of one key: the decision, the config, and the launches once recorded.
 
     Attributes:
@@ -47,10 +40,9 @@ class Executor:
         launch: the launch config that was given or found; `None` where nothing is tuned.
         found: where the launch config came from, `None` where it was given or nothing is tuned.
         key: the call key of its look-up, `None` where nothing is tuned.
-        recorded: the launches, once a call was worth recording.
     """
 
-    __slots__ = ("_calls", "_numbers", "decision", "found", "kernel", "key", "launch", "recorded")
+    __slots__ = ("_numbers", "decision", "found", "kernel", "key", "launch")
 
     def __init__(
         self,
@@ -61,10 +53,10 @@ class Executor:
         found: ResolvedConfig | None = None,
         key: CallKey | None = None,
     ) -> None:
+        super().__init__()
         self.decision, self.kernel = decision, kernel
         self.launch, self.found, self.key = launch, found, key
-        self.recorded: LaunchGraph | None = None
-        self._numbers, self._calls = numbers, 0
+        self._numbers = numbers
 
     def params(self, call: AttentionCall) -> AttentionParams:
         """Return a call but for Q, K and V as kernels take it."""
@@ -82,20 +74,7 @@ class Executor:
 
     def run_recorded(self, call: AttentionCall) -> Outputs:
         """Run a call: the first of a key as it is, the second recorded, all others replayed."""
-        inputs = call.tensors()
-        addresses = [0 if t is None else t.data_ptr() for t in inputs]
-        if self._calls == 0 or has_launch_hooks() or not aligned(addresses):
-            self._calls = max(1, self._calls)
-            return self.run_anew(call)
-        if self.recorded is not None:
-            with runtime.on_device(call.q.device):
-                return self.recorded.replay(addresses)
-        if self._calls > 1 or not _no_aliasing(addresses):
-            return self.run_anew(call)
-        with recording() as recorder:
-            outputs = self.run_anew(call)
-        self.recorded, self._calls = graph_of(recorder, inputs, outputs), 2
-        return outputs
+        return self.repeat(call.tensors(), call.q.device, self.run_anew, call)
 
     def run_anew(self, call: AttentionCall) -> Outputs:
         """Run both steps of a call, one after the other."""
@@ -206,9 +185,3 @@ def _numbers_of(call: AttentionCall) -> AttentionParams:
     return AttentionParams(
         scale, call.is_causal, call.layout, None, window, softcap, lse=call.return_lse
     )
-
-
-def _no_aliasing(addresses: Sequence[int]) -> bool:
-    """Whether no two inputs lie at one address, which a recording cannot tell apart."""
-    given = [address for address in addresses if address]
-    return len(set(given)) == len(given)

@@ -10,10 +10,9 @@ from sage_plugin.kernels.attention.search_space import SPACES
 from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.launch_config import LaunchRules
 from sage_plugin.kernels.search_space import Region
-from sage_plugin.kernels.support import FP8_KERNELS
+from sage_plugin.kernels.support import FP8_KERNELS, TMA_ARCHS
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 
-TMA_ARCHS = ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 SMALLEST_BLOCK = 16
 SMALLEST_8BIT_BLOCK = 32
 LARGEST_BLOCK = 256

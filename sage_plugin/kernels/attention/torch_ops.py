@@ -19,12 +19,13 @@ from itertools import pairwise
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest, wants_gradient
+from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.executor import Executor, resolve
 from sage_plugin.kernels.attention.runtime import empty_as
 from sage_plugin.kernels.attention.validate import check_out_dtype, refusal
 from sage_plugin.kernels.contract import NO_WINDOW, Packed, lse_shape
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.kernels.surroundings import wants_gradient
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["attention_now", "attention_with_lse_now", "library", "text_of"]

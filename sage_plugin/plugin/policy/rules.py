@@ -18,16 +18,21 @@ from sage_plugin import files
 from sage_plugin.errors import ConfigError, UnknownKernelError, did_you_mean
 from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.plugin.policy.step_range import Band
-from sage_plugin.schema import JsonRecord, LaunchConfig
+from sage_plugin.schema import LINEAR_KERNELS, JsonRecord, LaunchConfig
 
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 4 * 2**20
 KINDS = ("any", "self", "cross")
 HOST = "sdpa"
+ATTENTION, LINEAR = "attention", "linear"
+BASELINE = "bf16"
+"""The kernel of a rule that leaves a linear as it is."""
 TUNABLE = frozenset(spec.name for spec in fields(LaunchConfig))
 
 MOST_RULES, LONGEST_GLOB = 1000, 300
 """Each rule is compared with those before it, and a glob with each layer."""
+
+_OF_ATTENTION = ("steps", "attention", "min_seq", "launch")
 
 ANY_CONFIG = LaunchConfig(64, 64, 4, 2, "pointer", True, True, 1)
 """Whose fields a rule may change; what is legal depends on the call."""
@@ -47,6 +52,8 @@ class Rule(JsonRecord):
         saved_ms: predicted milliseconds that the rule saves a run, `None` where nobody predicted.
         error: predicted error of its worst call.
         captures: captures that the predictions rest on.
+        op: `"attention"`, or `"linear"` for linear layers. Those have one kernel for all steps:
+            `bf16` leaves them as they are, others are `auto`, `fp8_row`, `fp8_tensor`, `int8_row`.
     """
 
     kernel: str
@@ -58,6 +65,7 @@ class Rule(JsonRecord):
     saved_ms: float | None = None
     error: float | None = None
     captures: tuple[str, ...] = ()
+    op: str = ATTENTION
 
     @property
     def band(self) -> Band:
@@ -77,7 +85,8 @@ class Rule(JsonRecord):
     def hides(self, later: Rule) -> bool:
         """Whether nothing is left for a later rule."""
         return (
-            ("*" in self.layers or set(later.layers) <= set(self.layers))
+            self.op == later.op
+            and ("*" in self.layers or set(later.layers) <= set(self.layers))
             and self.band.covers(later.band)
             and self.attention in ("any", later.attention)
             and self.min_seq <= later.min_seq
@@ -309,11 +318,8 @@ def problems(rules: Iterable[Rule]) -> Iterator[str]:
 
 
 def _wrong_with(rule: Rule) -> str:
-    if rule.kernel != "auto":
-        try:
-            parse_kernel(rule.kernel)
-        except UnknownKernelError as error:
-            return str(error)
+    if wrong := _wrong_kernel(rule):
+        return wrong
     if not rule.layers or not all(rule.layers):
         return "layers are empty; leave them out for all"
     if longest := next((glob for glob in rule.layers if len(glob) > LONGEST_GLOB), None):
@@ -334,6 +340,27 @@ def _wrong_with(rule: Rule) -> str:
         Band.parse(rule.steps)
     except ConfigError as error:
         return str(error)
+    return ""
+
+
+def _wrong_kernel(rule: Rule) -> str:
+    if rule.op == LINEAR:
+        plain = Rule(rule.kernel, op=LINEAR)
+        of_attention = (n for n in _OF_ATTENTION if getattr(rule, n) != getattr(plain, n))
+        if field_name := next(of_attention, None):
+            return f"{field_name} belongs to rules of attention, and this one is of linears"
+        if rule.kernel != "auto" and rule.kernel not in LINEAR_KERNELS:
+            return f"kernel {rule.kernel!r} of linears; choose one of auto, " + ", ".join(
+                LINEAR_KERNELS
+            )
+        return ""
+    if rule.op != ATTENTION:
+        return f"op is {rule.op!r}; choose one of {ATTENTION}, {LINEAR}"
+    if rule.kernel != "auto":
+        try:
+            parse_kernel(rule.kernel)
+        except UnknownKernelError as error:
+            return str(error)
     return ""
 
 

@@ -57,6 +57,7 @@ class TuningRequest:
         timeout_s: longest that one trial may take.
         seed: of the search order and of the order within timing rounds.
         fresh: start over instead of going on from the ledger.
+        update: write winners into the registry; without it they are in the run's results alone.
         family: the op family that is tuned.
     """
 
@@ -77,6 +78,7 @@ class TuningRequest:
     timeout_s: float = DEFAULT_TIMEOUT_S
     seed: int = 0
     fresh: bool = False
+    update: bool = True
     family: Family = ATTENTION
 
 

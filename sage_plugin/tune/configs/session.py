@@ -186,6 +186,8 @@ class _Session:
 
 def _merge(plan: TuningPlan, entries: tuple[RegistryEntry, ...]) -> str:
     """Merge into the registry; without entries this shows that it can be read and written."""
+    if not plan.request.update:
+        return "kept: measured only"
     report = merge(
         plan.registry_path,
         entries,

@@ -66,7 +66,7 @@ def _store_granule(
 
 
 @triton.jit
-def _rotated(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr):
+def rotated_channels(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TURNS: tl.constexpr):
     """Walsh-Hadamard transform of every block of 2^TURNS channels: sums and differences."""
     for stage in tl.static_range(TURNS):
         pairs = x.reshape([ROWS, BLOCK_D // (2 << stage), 2, 1 << stage]).permute(0, 1, 3, 2)
@@ -97,7 +97,7 @@ def quantize_queries(x, to, q_scale, inside, CONFIG: tl.constexpr, MASKED: tl.co
     QMAX: tl.constexpr = CONFIG.QMAX
     y = x
     if CONFIG.TURNS > 0:
-        y = _rotated(x, ROWS, BLOCK_D, CONFIG.TURNS)
+        y = rotated_channels(x, ROWS, BLOCK_D, CONFIG.TURNS)
     bits = tl.abs(y).to(tl.int32, bitcast=True)  # in the order of the numbers, NaN above them all
     magnitude = tl.max(bits, 1).to(tl.float32, bitcast=True)
     finite = magnitude < float("inf")
@@ -118,7 +118,7 @@ def _store_keys(to, x, poisoned, CONFIG: tl.constexpr):
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     QMAX: tl.constexpr = CONFIG.QMAX
     if CONFIG.TURNS > 0:
-        x = _rotated(x, BLOCK_N, BLOCK_D, CONFIG.TURNS)
+        x = rotated_channels(x, BLOCK_N, BLOCK_D, CONFIG.TURNS)
     amax = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), CONFIG.TINY)
     k8 = to.k8
     at = k8 + tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]

@@ -29,6 +29,7 @@ from sage_plugin.kernels.contract import (
     ReadsInPlace,
     bhsd,
 )
+from sage_plugin.kernels.launch_config import compiler_options
 from sage_plugin.kernels.primitives import (
     SequenceEnds,
     Strides,
@@ -193,19 +194,3 @@ def _descriptors(ops: QuantizedOperands) -> tuple[Any, Any, Any]:
         TensorDescriptor.from_tensor(k8, [config.block_n, width]),
         TensorDescriptor.from_tensor(v8, v_block),
     )
-
-
-def compiler_options(config: LaunchConfig) -> dict[str, int]:
-    """The fields of a launch config that are options of the compiler, set ones only.
-
-    Fusing products with sums is Triton's default up to 3.9 and what all figures were taken with.
-    """
-    options: dict[str, int] = {
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "enable_fp_fusion": True,
-    }
-    for name in ("maxnreg", "waves_per_eu", "matrix_instr_nonkdim"):
-        if value := getattr(config, name):
-            options[name] = value
-    return options

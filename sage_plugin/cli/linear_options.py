@@ -1,0 +1,141 @@
+"""Options that spell out linears: their shapes, number formats, and what parallelism leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sage_plugin.cli.options import DrawnInputOptions, dtype_name, lengths, one_of
+from sage_plugin.errors import UsageError
+from sage_plugin.schema import ATTENTION, LINEAR, LinearShape
+
+if TYPE_CHECKING:
+    from sage_plugin.replay.inputs import ReplayInputs
+
+KERNELS = {"fp8": "fp8_row", "int8": "int8_row", "bf16": "bf16"}
+"""The kernel that multiplies numbers of a format."""
+
+PANEL = "Linears (--op linear)"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearOptions:
+    """Linears as options spell them; `None` for what was not given."""
+
+    op: Annotated[str, typer.Option(help="attention (default) or linear.")] = ATTENTION
+    out_in_features: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OUT/IN", help="Features, as 12288/3072,3072/12288.", rich_help_panel=PANEL
+        ),
+    ] = None
+    batch_sizes: Annotated[
+        list[str] | None,
+        typer.Option(help="Rows of the input, as 16,4608.", rich_help_panel=PANEL),
+    ] = None
+    x_q_dtype: Annotated[
+        str | None, typer.Option(help="Of the input: fp8, int8 or bf16.", rich_help_panel=PANEL)
+    ] = None
+    w_q_dtype: Annotated[
+        str | None, typer.Option(help="Of the weight, the same.", rich_help_panel=PANEL)
+    ] = None
+    tp_size: Annotated[
+        int, typer.Option(min=1, help="Devices that share a linear.", rich_help_panel=PANEL)
+    ] = 1
+    tp_split_dim: Annotated[
+        str, typer.Option(help="What they share: out (default) or in.", rich_help_panel=PANEL)
+    ] = "out"
+
+    def given(self) -> list[str]:
+        """List the options of linears that were given, by their names."""
+        return [
+            f"--{field.name.replace('_', '-')}"
+            for field in dataclasses.fields(self)
+            if field.name != "op" and getattr(self, field.name) != field.default
+        ]
+
+    @property
+    def chosen(self) -> bool:
+        """Whether linears are asked for.
+
+        Raises:
+            UsageError: an unknown op family, or options of linears without it.
+        """
+        if one_of("--op", self.op, (ATTENTION, LINEAR)) == LINEAR:
+            return True
+        if given := self.given():
+            raise UsageError(f"{given[0]} belongs to linears: add --op linear")
+        return False
+
+    def kernels(self) -> tuple[str, ...]:
+        """Return the kernel that the number formats name; none without them.
+
+        Raises:
+            UsageError: an unknown format, or two of them.
+        """
+        formats = [f for f in (self.x_q_dtype, self.w_q_dtype) if f is not None]
+        for option, value in (("--x-q-dtype", self.x_q_dtype), ("--w-q-dtype", self.w_q_dtype)):
+            if value is not None:
+                one_of(option, value, tuple(KERNELS))
+        if len(set(formats)) > 1:
+            raise UsageError(
+                f"--x-q-dtype {formats[0]} with --w-q-dtype {formats[1]}: products here are of two "
+                "numbers of one format; give both the same"
+            )
+        return tuple(KERNELS[f] for f in formats[:1])
+
+    def inputs(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
+        """Return the inputs to draw.
+
+        Raises:
+            UsageError: no shape, one that is no pair or does not divide, or an option of attention.
+        """
+        from sage_plugin.families import describe
+        from sage_plugin.measure.inputs import DISTRIBUTIONS
+        from sage_plugin.replay.inputs import ReplayInputs
+
+        shared = ("--dtype", "--inputs-distribution")
+        if other := [option for option in drawn.given() if option not in shared]:
+            raise UsageError(f"{other[0]} belongs to attention: leave it out, or --op linear")
+        if not self.out_in_features or not self.batch_sizes:
+            raise UsageError(
+                "--op linear needs --out-in-features OUT/IN and --batch-sizes ROWS, as "
+                "--out-in-features 12288/3072 --batch-sizes 16,4608"
+            )
+        distribution = one_of(
+            "--inputs-distribution", drawn.inputs_distribution or "normal", DISTRIBUTIONS
+        )
+        dtype = dtype_name(drawn.dtype or "bf16")
+        shapes = [
+            LinearShape(rows, channels, out, dtype)
+            for out, channels in self._features()
+            for rows in lengths(self.batch_sizes, "--batch-sizes")
+        ]
+        return [
+            ReplayInputs(
+                shape, describe(shape), distribution=distribution, seed=drawn.seed,
+                drawn_family=LINEAR,
+            )
+            for shape in dict.fromkeys(shapes)
+        ]  # fmt: skip
+
+    def _features(self) -> list[tuple[int, int]]:
+        """Local features of one device: output and input of each pair."""
+        split = one_of("--tp-split-dim", self.tp_split_dim, ("out", "in"))
+        found = []
+        for text in (pair for one in self.out_in_features or () for pair in one.split(",")):
+            parts = text.strip().split("/")
+            if len(parts) != 2:
+                raise UsageError(f"--out-in-features {text!r}: pairs as OUT/IN, such as 12288/3072")
+            out, channels = (lengths([part], "--out-in-features")[0] for part in parts)
+            whole = out if split == "out" else channels
+            if whole % self.tp_size:
+                raise UsageError(
+                    f"--tp-size {self.tp_size} does not divide {split} features {whole} of {text}"
+                )
+            local = whole // self.tp_size
+            found.append((local, channels) if split == "out" else (out, local))
+        return found

@@ -1,0 +1,1 @@
+"""Linears, as tools see them: replayed, judged, costed."""

@@ -1,0 +1,130 @@
+"""The entry of linears: what tools may ask."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from sage_plugin.errors import CaptureError, UnknownKernelError
+from sage_plugin.families.family import Family
+from sage_plugin.families.linear import ahead_of_time, cost, gates, labels, replay
+from sage_plugin.kernels import launch_config
+from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
+from sage_plugin.kernels.linear import dispatch, launch_space
+from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.support import device_reason
+from sage_plugin.measure.inputs import torch_dtype
+from sage_plugin.schema import (
+    LINEAR,
+    LINEAR_BACKENDS,
+    LINEAR_KERNELS,
+    DeviceFacts,
+    LinearKey,
+    LinearLaunch,
+    LinearShape,
+)
+
+
+def parse_kernel(text: str) -> tuple[str, str]:
+    """Split `kernel` or `kernel:backend` into names that exist; the backend defaults to `"auto"`.
+
+    Raises:
+        UnknownKernelError: the kernel or its backend is not known.
+
+    Example:
+        >>> parse_kernel("fp8_row:torch")
+        ('fp8_row', 'torch')
+    """
+    kernel, _, backend = text.partition(":")
+    backend = backend or "auto"
+    if kernel not in ("auto", *LINEAR_KERNELS):
+        raise UnknownKernelError(
+            f"kernel {kernel!r} is not known; choose one of auto, {', '.join(LINEAR_KERNELS)}"
+        )
+    if backend not in ("auto", *((HOST,) if kernel == dispatch.BASELINE else LINEAR_BACKENDS)):
+        raise UnknownKernelError(
+            f"backend {backend!r} of kernel {kernel!r} is not known; choose one of auto, "
+            f"{', '.join(LINEAR_BACKENDS)}"
+        )
+    return kernel, "auto" if backend == HOST else backend
+
+
+def kernels_of(facts: DeviceFacts) -> tuple[str, ...]:
+    """Return the kernels that a device can run, torch's own first."""
+    return tuple(k for k in LINEAR_KERNELS if device_reason(k, facts) is None)
+
+
+def decide(
+    shape: LinearShape, facts: DeviceFacts, *, kernel: str = "auto", variant: str = "auto"
+) -> Decision:
+    """Return kernel and backend of a call of a shape, or why torch's own linear takes it."""
+    with torch.device("meta"):
+        dtype = torch_dtype(shape.dtype)
+        x = torch.empty(shape.rows, shape.in_features, dtype=dtype)
+        weight = torch.empty(shape.out_features, shape.in_features, dtype=dtype)
+    return dispatch.decide(LinearCall(x, weight), facts, LinearRequest(kernel, variant))
+
+
+def call_key(shape: LinearShape, decision: Decision) -> LinearKey:
+    """Return the key of a call."""
+    return LinearKey(
+        decision.kernel, decision.variant, shape.in_features, shape.out_features, shape.dtype,
+        shape.rows,
+    )  # fmt: skip
+
+
+def default_launch(key: LinearKey, facts: DeviceFacts) -> LinearLaunch:
+    """Return the architecture's default config of a key."""
+    return launch_space.runnable(launch_space.default_launch(key.rows, facts), key.in_features)
+
+
+def search_space(key: LinearKey, facts: DeviceFacts) -> tuple[LinearLaunch, ...]:
+    """Return the legal configs of a key, the default first."""
+    return launch_space.candidates(key.rows, key.in_features, facts)
+
+
+def illegal_reason(config: LinearLaunch, key: LinearKey, facts: DeviceFacts) -> str | None:
+    """Return why a config cannot run a key on a device, or `None`."""
+    return launch_space.illegal_reason(config, key.in_features, facts)
+
+
+def find_launch(
+    key: LinearKey, facts: DeviceFacts, *, config_dir: str | None = None
+) -> ResolvedConfig | None:
+    """Return the config that the runtime would use; `None` where torch multiplies."""
+    if key.variant != "triton":
+        return None
+    config: Any = default_launch(key, facts)
+    return ResolvedConfig(config, "default", f"default of {facts.arch}")
+
+
+def captured(*_: object) -> NoReturn:
+    """Refuse captures.
+
+    Raises:
+        CaptureError: linears are not captured.
+    """
+    raise CaptureError("linears are not captured: give --out-in-features and --batch-sizes")
+
+
+LINEAR_FAMILY = Family(
+    name=LINEAR,
+    parse_kernel=parse_kernel,
+    kernels_of=kernels_of,
+    automatic_kernel=dispatch.automatic_kernel,
+    decide=decide,
+    call_key=call_key,
+    default_launch=default_launch,
+    search_space=search_space,
+    illegal_reason=illegal_reason,
+    find_launch=find_launch,
+    forget=launch_config.forget,
+    compile_call=ahead_of_time.compile_call,
+    gate_for=gates.gate_for,
+    captured=captured,
+    drawn=replay.drawn,
+    saved_shape=captured,
+    describe=labels.describe,
+    flops=cost.flops,
+)

@@ -1,0 +1,208 @@
+"""A linear on its device: judged on sampled rows, timed as a patched model makes it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sage_plugin.accuracy.fingerprint import fingerprint
+from sage_plugin.accuracy.metrics import errors_of
+from sage_plugin.accuracy.output import CheckedOutput, ExactRows, checked_output
+from sage_plugin.errors import UsageError
+from sage_plugin.families.family import SplitCall
+from sage_plugin.families.linear import cost
+from sage_plugin.kernels.contract import HOST, Decision
+from sage_plugin.kernels.linear.api import linear
+from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.linear.executor import LinearExecutor, host_linear, resolve
+from sage_plugin.kernels.linear.weight import quantize_weight
+from sage_plugin.measure.inputs import DISTRIBUTIONS, torch_dtype
+from sage_plugin.schema import DeviceFacts, ErrorMetrics, LinearLaunch, LinearShape
+
+BLOCKS = 8
+"""Blocks of rows that are judged one by one, as heads are."""
+
+JUDGED_ROWS = 256
+"""Rows whose exact output is computed, in all."""
+
+OUTLIER_CHANNELS, OUTLIER_SCALE, CHANNEL_BIAS = 2, 40.0, 3.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearReplay:
+    """Tensors of a call, as `families.family.ReplayCall`.
+
+    Attributes:
+        x: (M, K).
+        weight: (N, K).
+        bias: (N,), or `None`.
+        shape: their shape.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    shape: LinearShape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its output."""
+        return self.x.dtype
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Name its tensors."""
+        named = {"x": self.x, "weight": self.weight}
+        return named if self.bias is None else named | {"bias": self.bias}
+
+    def fingerprints(self) -> tuple[int, ...]:
+        """Hash the contents."""
+        return tuple(fingerprint(part) for part in self.inputs().values())
+
+    def full_size(self, shape: LinearShape) -> LinearReplay:
+        """Repeat the saved rows to those of the full call, for timing."""
+        if shape == self.shape:
+            return self
+        rows = torch.arange(shape.rows, device=self.x.device) % self.x.shape[0]
+        return LinearReplay(self.x[rows], self.weight, self.bias, shape)
+
+    def exact(self, rows: torch.Tensor | None = None) -> ExactRows:
+        """Compute rows of the output in fp64, the same of each block of rows."""
+        blocks = self._blocks()
+        size = self.shape.rows // blocks
+        if rows is None:
+            count = min(size, max(1, JUDGED_ROWS // blocks))
+            rows = torch.arange(count) * size // count
+        x = self.x.view(blocks, size, -1)[:, rows.to(self.x.device)].double()
+        weight = self.weight.double()
+        bias = None if self.bias is None else self.bias.double()
+        out = torch.nn.functional.linear(x, weight, bias).float()[None]
+        of_mean = self.x.float().mean(0).double()
+        mean = torch.nn.functional.linear(of_mean, weight, bias).float()
+        return ExactRows(rows, out, mean.expand(1, blocks, 1, -1))
+
+    def checked(
+        self, decision: Decision, config: LinearLaunch | None, exact: ExactRows
+    ) -> CheckedOutput:
+        """Run a kernel under checks, and keep the rows that `exact` has."""
+        blocks = self._blocks()
+        size = (1, blocks, self.shape.rows // blocks, self.shape.out_features)
+
+        def run(dtype: torch.dtype) -> torch.Tensor:
+            return self._linear(decision, config, dtype).view(size)
+
+        return checked_output(run, self.inputs(), exact, size=size, dtype=self.dtype)
+
+    def errors(
+        self, decision: Decision, config: LinearLaunch | None, rows: torch.Tensor | None = None
+    ) -> ErrorMetrics:
+        """Judge a kernel against the exact output, block by block of rows."""
+        exact = self.exact(rows)
+        return errors_of(self.checked(decision, config, exact), exact, dtype=self.dtype)
+
+    def whole(
+        self, decision: Decision | None = None, config: LinearLaunch | None = None
+    ) -> Callable[[], object]:
+        """Return the call with the quantization of its input, or torch's linear.
+
+        The weight is quantized before.
+        """
+        if decision is None or decision.variant == HOST:
+            return functools.partial(host_linear, self.x, self.weight, self.bias)
+        call, executor = self._resolved(decision, config)
+
+        def run() -> torch.Tensor:
+            # A model gives each linear a new input: nothing is found quantized.
+            return executor.run(call._replace(x=self.x.view(self.x.shape)))
+
+        return run
+
+    def split(
+        self, decision: Decision, config: LinearLaunch | None, facts: DeviceFacts
+    ) -> SplitCall:
+        """Quantize for a kernel, and return the call in its two parts."""
+        whole = self.whole(decision, config)
+        if decision.variant == HOST:
+            return SplitCall(whole, whole, False, cost.moved_bytes(self.shape))
+        call, executor = self._resolved(decision, config)
+        weight = call.weight
+        assert not isinstance(weight, torch.Tensor)
+        assert executor.backend is not None
+        on_gpu = self.x.is_cuda
+        with torch.cuda.device(self.x.device) if on_gpu else contextlib.nullcontext():
+            rows = executor.rows(call, weight)
+        multiply = functools.partial(executor.backend.multiply, rows, weight, self.bias, self.dtype)
+        return SplitCall(whole, multiply, True, cost.product_bytes(rows, weight, self.shape))
+
+    def flops(self) -> int:
+        """Count its operations."""
+        return cost.flops(self.shape)
+
+    def _blocks(self) -> int:
+        """How many blocks of equal size there are."""
+        return next(n for n in (BLOCKS, 4, 2, 1) if self.shape.rows % n == 0)
+
+    def _resolved(
+        self, decision: Decision, config: LinearLaunch | None
+    ) -> tuple[LinearCall, LinearExecutor]:
+        weight = quantize_weight(self.weight, decision.kernel)
+        call = LinearCall(self.x, weight, self.bias)
+        executor = resolve(call, LinearRequest(decision.kernel, decision.variant, config))
+        assert isinstance(executor, LinearExecutor), "it was decided that the kernel takes it"
+        return call, executor
+
+    def _linear(
+        self, decision: Decision, config: LinearLaunch | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if decision.variant == HOST:
+            exact = dtype == torch.float32  # before the last rounding
+            tensors = (self.x, self.weight, self.bias)
+            wide = [None if t is None else t.float() if exact else t for t in tensors]
+            return host_linear(*wide)  # type: ignore[arg-type]
+        return linear(
+            self.x, self.weight, self.bias, kernel=decision.kernel, backend=decision.variant,
+            out_dtype=dtype, launch=config,
+        )  # fmt: skip
+
+
+def drawn(
+    shape: LinearShape, device: torch.device | str, seed: int = 0, distribution: str = "normal"
+) -> LinearReplay:
+    """Draw input, weight and bias in fp32, and round them to the dtype.
+
+    `normal` is N(0, 1), with a weight of N(0, 1 / K). `biased` adds a bias 3 N(0, 1) to each input
+    channel, `drift` 1 to the first half of the rows and -1 to the second, and `outlier` multiplies
+    two input channels by 40.
+
+    Raises:
+        UsageError: the distribution or the dtype is unknown.
+
+    Example:
+        >>> drawn(LinearShape(4, 8, 16, "bfloat16"), "cpu").weight.shape
+        torch.Size([16, 8])
+    """
+    if distribution not in DISTRIBUTIONS:
+        raise UsageError(
+            f"input distribution {distribution!r}: allowed are {', '.join(DISTRIBUTIONS)}"
+        )
+    dtype = torch_dtype(shape.dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=device, generator=generator, dtype=torch.float32)
+
+    x = draw(shape.rows, shape.in_features)
+    if distribution == "biased":
+        x += CHANNEL_BIAS * draw(1, shape.in_features)
+    if distribution == "drift":
+        x[: shape.rows // 2] += 1.0
+        x[shape.rows // 2 :] -= 1.0
+    if distribution == "outlier":
+        x[:, :OUTLIER_CHANNELS] *= OUTLIER_SCALE
+    weight = draw(shape.out_features, shape.in_features) * shape.in_features**-0.5
+    bias = draw(shape.out_features).to(dtype) if shape.bias else None
+    return LinearReplay(x.to(dtype), weight.to(dtype), bias, dataclasses.replace(shape))

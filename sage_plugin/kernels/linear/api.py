@@ -1,0 +1,123 @@
+"""`linear()`: a quantized linear as a function with the parameters of torch's own."""
+
+from __future__ import annotations
+
+import torch
+
+from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.kernels.linear.call import LinearCall, LinearRequest, check_call
+from sage_plugin.kernels.linear.executor import host_linear, resolve
+from sage_plugin.kernels.linear.traced import traced_linear
+from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
+from sage_plugin.kernels.surroundings import are_plain, wants_gradient
+from sage_plugin.schema import LinearLaunch
+
+__all__ = ["apply", "linear"]
+
+AUTO = LinearRequest()
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    kernel: str = "auto",
+    backend: str = "auto",
+    out_dtype: torch.dtype | None = None,
+    launch: LinearLaunch | None = None,
+) -> torch.Tensor:
+    """Linear layer `x @ weight.T + bias` on a product of 8-bit numbers.
+
+    `kernel="auto"` takes the default kernel of the device and leaves what gains nothing to torch's
+    own linear; a kernel asked for by name either runs or raises. On CPU tensors a named kernel runs
+    as its exact emulation. Each row of `x` and each output channel of `weight` has a scale; a
+    weight is quantized at the first call that it is given to, an input once for all linears that
+    read it in turn.
+
+    Args:
+        x: `(..., K)`, fp16, bf16 or fp32.
+        weight: `(N, K)`, or what `quantize_weight` made of it.
+        bias: `(N,)`.
+        kernel: `"auto"`, `"fp8_row"`, `"fp8_tensor"` (one scale for all of `x` and of the weight),
+            `"int8_row"`, or `"bf16"` for torch's own linear in the dtype of its inputs.
+        backend: `"auto"`, `"torch"`, `"triton"` or `"emulation"`.
+        out_dtype: dtype of the output, `x`'s if `None`.
+        launch: launch config of the Triton product in place of the default.
+
+    Returns:
+        `(..., N)`. A row of `x` that is not finite gives a row that is not, and touches no other.
+
+    Raises:
+        UnsupportedInputError: arguments that do not fit together, or a named kernel that cannot
+            take them.
+        UnknownKernelError: no kernel or backend of that name.
+
+    Example:
+        >>> import torch, sage_plugin
+        >>> x, weight = torch.randn(4, 64), torch.randn(32, 64)
+        >>> sage_plugin.linear(x, weight, kernel="fp8_row").shape
+        torch.Size([4, 32])
+    """
+    call = LinearCall(x, weight, bias, out_dtype)
+    quantized = isinstance(weight, QuantizedWeight)
+    if not are_plain(x, call.matrix, bias):
+        return _through_torch(call, kernel)
+    resolved = resolve(call, LinearRequest(kernel, backend, launch))
+    if not isinstance(resolved, FallbackReason):
+        return resolved.run(call)
+    if kernel != "auto" or quantized:
+        name = weight.kernel if isinstance(weight, QuantizedWeight) else kernel
+        raise UnsupportedInputError(
+            f"kernel {name!r} cannot take this call: {resolved}; use kernel='auto' with the "
+            "original weight for torch's own linear"
+        )
+    assert isinstance(weight, torch.Tensor)
+    return host_linear(x, weight, bias, out_dtype)
+
+
+def apply(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply with a quantized weight, in eager mode or in a compiled graph; traceable.
+
+    A call that no quantized kernel takes, such as one that needs a gradient, multiplies with the
+    weight as the 8-bit one has it.
+
+    Args:
+        x: `(..., K)`.
+        weight: the quantized weight.
+        bias: `(N,)`.
+        out_dtype: dtype of the output, `x`'s if `None`.
+    """
+    if not are_plain(x, bias):
+        if not wants_gradient(x, bias) and x.numel() > 0:
+            return traced_linear(x, weight, bias, out_dtype)
+    else:
+        call = LinearCall(x, weight, bias, out_dtype)
+        resolved = resolve(call, AUTO)
+        if not isinstance(resolved, FallbackReason):
+            return resolved.run(call)
+    return host_linear(x, weight.dequantized(x.dtype), bias, out_dtype)
+
+
+def _through_torch(call: LinearCall, kernel: str) -> torch.Tensor:
+    """Run a call whose tensors a compiler, a mode or a subclass watches; traceable.
+
+    `auto` is torch's own linear here, unless the weight is quantized.
+    """
+    x, weight, bias, out_dtype = call
+    check_call(call)
+    if isinstance(weight, QuantizedWeight):
+        return apply(x, weight, bias, out_dtype)
+    if kernel in ("auto", "bf16"):
+        return host_linear(x, weight, bias, out_dtype)
+    if call.needs_grad:
+        raise UnsupportedInputError(
+            f"kernel {kernel!r} cannot take this call: a gradient is needed; use kernel='auto'"
+        )
+    return traced_linear(x, quantize_weight(weight, kernel), bias, out_dtype)

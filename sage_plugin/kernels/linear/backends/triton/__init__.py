@@ -1,0 +1,1 @@
+"""Quantizers of rows and products of 8-bit matrices in Triton."""

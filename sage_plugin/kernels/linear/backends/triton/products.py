@@ -1,0 +1,131 @@
+"""Launch code of products of quantized rows: one launch with its epilogue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sage_plugin import device
+from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.launch_config import Memo, compiler_options
+from sage_plugin.kernels.linear.backends.triton.product_kernel import (
+    ProductTensors,
+    scaled_product_kernel,
+)
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
+from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.repeats import Repeats
+from sage_plugin.schema import LinearLaunch
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """What the product is compiled for.
+
+    Attributes:
+        BLOCK_M: rows of a tile; BLOCK_N columns; BLOCK_K channels of a step.
+        GROUP_M: blocks of rows that go through the columns together.
+        TMA: whether tiles are loaded through descriptors.
+        FLATTEN: whether the loops over tiles and channels are one pipeline.
+        EVEN_K: whether K is whole steps.
+        INT8: whether sums are integers.
+        PER_TENSOR: whether rows and weight have one scale each.
+        ASYMMETRIC: whether rows and weight have offsets.
+        BIAS: whether there is a bias.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int
+    TMA: bool
+    FLATTEN: bool
+    EVEN_K: bool
+    INT8: bool
+    PER_TENSOR: bool
+    ASYMMETRIC: bool
+    BIAS: bool
+
+
+_repeats: Memo[Repeats] = Memo(4096)
+
+
+def multiply_triton(
+    rows: QuantizedRows,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    launch: LinearLaunch,
+) -> torch.Tensor:
+    """Multiply quantized rows with a weight.
+
+    Args:
+        rows: `(M, K)`.
+        weight: `(N, K)`.
+        bias: `(N,)`.
+        out_dtype: dtype of the output.
+        launch: the launch config.
+
+    Returns:
+        `(M, N)`.
+    """
+    x = rows.data
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    tensors = (
+        x, rows.scale, rows.offset, rows.sums, weight.data, weight.scale, weight.offset,
+        weight.sums, bias,
+    )  # fmt: skip
+    if not x.is_cuda:
+        return _multiply(*tensors, out_dtype, launch)[0]
+    key = (
+        x.shape, x.dtype, x.device, weight.out_features, rows.scale.dim(), rows.offset is None,
+        None if bias is None else bias.dtype, out_dtype, launch,
+    )  # fmt: skip
+    known = _repeats.get(key)
+    if known is None:
+        known = Repeats()
+        _repeats.keep(key, known)
+    return known.repeat(tensors, x.device, _multiply, *tensors, out_dtype, launch)[0]
+
+
+def _multiply(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    x_offset: torch.Tensor | None,
+    x_sums: torch.Tensor | None,
+    w: torch.Tensor,
+    *rest: Any,  # noqa: ANN401
+) -> tuple[torch.Tensor, None]:
+    w_scale, w_offset, w_sums, bias, out_dtype, launch = rest
+    rows, channels = x.shape
+    columns = w.shape[0]
+    out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
+    tiles = -(-rows // launch.block_m) * -(-columns // launch.block_n)
+    programs = tiles
+    if launch.programs:
+        facts = device.facts_of(x.device.type, x.device.index)
+        programs = min(tiles, launch.programs * facts.sm_count)
+    tma = launch.loads == "descriptor"
+    config = ProductConfig(
+        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
+        GROUP_M=launch.group_m, TMA=tma, FLATTEN=tma and programs < tiles,
+        EVEN_K=channels % launch.block_k == 0, INT8=x.dtype == torch.int8,
+        PER_TENSOR=x_scale.dim() == 0, ASYMMETRIC=x_offset is not None, BIAS=bias is not None,
+    )  # fmt: skip
+    given: tuple[Any, Any] = (x, w)
+    if tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        given = (
+            TensorDescriptor.from_tensor(x, [launch.block_m, launch.block_k]),
+            TensorDescriptor.from_tensor(w, [launch.block_n, launch.block_k]),
+        )
+    epilogue = ProductTensors(out, x_scale, x_offset, x_sums, w_scale, w_offset, w_sums, bias)
+    launch_graph.launch(
+        scaled_product_kernel, programs, *given, epilogue, rows, columns, channels, programs,
+        CONFIG=config, **compiler_options(launch),
+    )  # fmt: skip
+    return out, None

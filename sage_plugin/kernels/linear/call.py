@@ -1,0 +1,109 @@
+"""One linear call as it comes through a door, and what is asked to compute it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.surroundings import wants_gradient
+from sage_plugin.schema import LinearLaunch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class LinearRequest(NamedTuple):
+    """What shall compute a call.
+
+    Attributes:
+        kernel: kernel name or `"auto"`.
+        backend: backend name or `"auto"`.
+        launch: launch config of our product in place of the looked-up one.
+    """
+
+    kernel: str = "auto"
+    backend: str = "auto"
+    launch: LinearLaunch | None = None
+
+
+class LinearCall(NamedTuple):
+    """The arguments of one linear call.
+
+    Attributes:
+        x: `(..., K)`.
+        weight: `(N, K)`, quantized or not.
+        bias: `(N,)`, or `None`.
+        out_dtype: dtype of the output, `x`'s if `None`.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor | QuantizedWeight
+    bias: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight's `(N, K)` tensor."""
+        return self.weight.data if isinstance(self.weight, QuantizedWeight) else self.weight
+
+    @property
+    def rows(self) -> int:
+        """Rows of the input, M."""
+        channels = self.x.shape[-1]
+        return self.x.numel() // channels if channels else 0
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a gradient has to flow through the call."""
+        weight = self.weight
+        if isinstance(weight, QuantizedWeight):
+            return wants_gradient(self.x, self.bias)
+        return wants_gradient(self.x, weight, self.bias)
+
+    def key(self) -> tuple[object, ...]:
+        """Return all that an answer follows from: the call without its data."""
+        x, weight, bias = self.x, self.weight, self.bias
+        of_weight: object
+        if isinstance(weight, QuantizedWeight):
+            of_weight = weight.signature
+        else:
+            of_weight = (weight.shape, weight.dtype, weight.device)
+        return (
+            x.shape, x.dtype, x.device, of_weight, bias is not None and (bias.shape, bias.dtype),
+            self.out_dtype, self.needs_grad,
+        )  # fmt: skip
+
+
+def check_call(call: LinearCall) -> None:
+    """Raise unless the tensors of a call fit together.
+
+    Raises:
+        UnsupportedInputError: naming the argument that does not fit.
+    """
+    x, matrix, bias = call.x, call.matrix, call.bias
+    for name, tensor in (("x", x), ("weight", matrix), ("bias", bias)):
+        if not isinstance(tensor, torch.Tensor) and not (name == "bias" and tensor is None):
+            raise UnsupportedInputError(f"{name} is {type(tensor).__name__}; give a torch.Tensor")
+    if matrix.dim() != 2 or x.dim() < 1 or x.shape[-1] != matrix.shape[1]:
+        raise UnsupportedInputError(
+            f"x {tuple(x.shape)} and weight {tuple(matrix.shape)} do not fit together: the last "
+            "dimension of x has to be the second of the weight, (out_features, in_features)"
+        )
+    if bias is not None and bias.shape != matrix.shape[:1]:
+        raise UnsupportedInputError(
+            f"bias is {tuple(bias.shape)}; it needs one number for each of {matrix.shape[0]} "
+            "out_features"
+        )
+    if not x.device == matrix.device == (matrix.device if bias is None else bias.device):
+        raise UnsupportedInputError(
+            f"x is on {x.device}, weight on {matrix.device}"
+            + ("" if bias is None else f" and bias on {bias.device}")
+            + "; move them to one device"
+        )
+    out_dtype = call.out_dtype
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise UnsupportedInputError(
+            f"out_dtype is {out_dtype}; choose one of torch.float16, torch.bfloat16, torch.float32"
+        )

@@ -1,0 +1,141 @@
+"""The decision table: which kernel and backend a linear runs on, or why torch's own does.
+
+Everything here is known without data.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
+from sage_plugin.kernels.contract import HOST, Decision
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.linear.backends import torch_products
+from sage_plugin.kernels.linear.call import FLOATS, LinearCall, LinearRequest
+from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.support import (
+    FP8_LINEARS,
+    TORCH_FP8,
+    TORCH_FP8_FASTEST,
+    device_reason,
+    fewest_out_features,
+    fewest_products,
+)
+from sage_plugin.schema import LINEAR_BACKENDS, LINEAR_KERNELS, DeviceFacts
+
+BASELINE = "bf16"
+ON_CPU = FallbackReason(Fallback.LINEAR_ON_CPU)
+GRADIENT = FallbackReason(Fallback.GRADIENT)
+EMPTY = FallbackReason(Fallback.EMPTY)
+SMALL_LINEAR = FallbackReason(Fallback.SMALL_LINEAR)
+
+
+def automatic_kernel(facts: DeviceFacts) -> str:
+    """Return the kernel that `auto` stands for on a device, where it takes a call at all."""
+    return "int8_row" if facts.fp8_dtype is None else "fp8_row"
+
+
+def decide(call: LinearCall, facts: DeviceFacts, request: LinearRequest) -> Decision:
+    """Return which kernel and backend one call runs on.
+
+    Args:
+        call: the call; its tensors fit together.
+        facts: the device of its tensors.
+        request: what was asked for.
+
+    Returns:
+        The decision; with a reason where torch's own linear takes the call.
+
+    Raises:
+        UnknownKernelError: the kernel or the backend is not known.
+        UnsupportedInputError: another kernel than that of a quantized weight.
+    """
+    kernel, backend = _checked(request)
+    automatic = kernel == "auto"
+    if isinstance(call.weight, QuantizedWeight):
+        if kernel not in ("auto", call.weight.kernel):
+            raise UnsupportedInputError(
+                f"kernel {kernel!r} cannot multiply a weight of {call.weight.kernel!r}; quantize "
+                "the original weight for it"
+            )
+        kernel, automatic = call.weight.kernel, False
+    if kernel == BASELINE:
+        return Decision(BASELINE, HOST)
+    if automatic:
+        if facts.kind == "cpu" and backend == "auto":
+            return _left(ON_CPU)
+        kernel = automatic_kernel(facts)
+    reason = _call_reason(call)
+    if automatic and reason is None:
+        reason = _left_by_auto(call, facts)
+    if reason is None:
+        backend, reason = _backend(call, kernel, backend, facts)
+    return _left(reason) if reason is not None else Decision(kernel, backend)
+
+
+def _checked(request: LinearRequest) -> tuple[str, str]:
+    """The names of a request, which exist."""
+    kernel, backend = request.kernel, request.backend
+    if kernel != "auto" and kernel not in LINEAR_KERNELS:
+        raise UnknownKernelError(
+            f"kernel {kernel!r} is not known; choose one of auto, {', '.join(LINEAR_KERNELS)}"
+        )
+    if backend != "auto" and backend not in LINEAR_BACKENDS:
+        raise UnknownKernelError(
+            f"backend {backend!r} is not known; choose one of auto, {', '.join(LINEAR_BACKENDS)}"
+        )
+    return kernel, backend
+
+
+def _left(reason: FallbackReason) -> Decision:
+    return Decision(BASELINE, HOST, reason)
+
+
+def _call_reason(call: LinearCall) -> FallbackReason | None:
+    """Why no quantized kernel takes a call on any hardware, or `None`."""
+    if call.needs_grad:
+        return GRADIENT
+    if call.x.dtype not in FLOATS:
+        return FallbackReason(Fallback.DTYPE, str(call.x.dtype).removeprefix("torch."))
+    if call.x.numel() == 0 or call.matrix.shape[0] == 0:
+        return EMPTY
+    return None
+
+
+def _left_by_auto(call: LinearCall, facts: DeviceFacts) -> FallbackReason | None:
+    """Why `auto` leaves a call that a kernel could take to torch's own linear, or `None`."""
+    if call.x.dtype == torch.float32:
+        return FallbackReason(Fallback.DTYPE, "float32")
+    out_features, in_features = call.matrix.shape
+    if out_features < fewest_out_features(facts.arch):
+        return SMALL_LINEAR
+    if call.rows * in_features * out_features < fewest_products(facts.arch):
+        return SMALL_LINEAR
+    return None
+
+
+def _backend(
+    call: LinearCall, kernel: str, backend: str, facts: DeviceFacts
+) -> tuple[str, FallbackReason | None]:
+    """The backend that multiplies, or why the one asked for cannot."""
+    if backend == "emulation" or (backend == "auto" and facts.kind == "cpu"):
+        return "emulation", None
+    by_torch = _torch_reason(call, kernel, facts)
+    if backend == "torch":
+        return backend, by_torch
+    fastest = kernel in FP8_LINEARS and facts.arch in TORCH_FP8_FASTEST
+    if by_torch is None and fastest and backend == "auto":
+        return "torch", None
+    return "triton", device_reason(kernel, facts)
+
+
+def _torch_reason(call: LinearCall, kernel: str, facts: DeviceFacts) -> FallbackReason | None:
+    """Why torch's own product does not take a call, or `None`."""
+    if kernel in FP8_LINEARS and facts.kind != "cpu" and facts.arch not in TORCH_FP8:
+        return FallbackReason(Fallback.NO_TORCH_PRODUCT, (kernel, facts.arch))
+    out_features, in_features = call.matrix.shape
+    int8 = kernel == "int8_row"
+    if facts.kind != "cpu" and not torch_products.takes(in_features, out_features, int8=int8):
+        step = torch_products.INT8_ALIGNMENT if int8 else torch_products.ALIGNMENT
+        return FallbackReason(Fallback.FEATURES, (in_features, out_features, step))
+    return None

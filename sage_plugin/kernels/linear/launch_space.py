@@ -1,0 +1,108 @@
+"""Launch configs of linears: defaults, what a search tries, and what is legal on a device."""
+
+from __future__ import annotations
+
+import itertools
+from fnmatch import fnmatchcase
+
+from sage_plugin.errors import ConfigError
+from sage_plugin.kernels.linear.search_space import REGIONS, LinearRegion
+from sage_plugin.kernels.support import TMA_ARCHS
+from sage_plugin.schema import DeviceFacts, LinearLaunch
+
+BLOCKS_M, BLOCKS_N, BLOCKS_K = (16, 32, 64, 128, 256), (32, 64, 128, 256), (32, 64, 128, 256)
+DESCRIBED_BYTES = 16
+"""Rows that a descriptor describes begin at multiples of it."""
+
+LARGEST_TILE = 128 * 256
+"""Sums of a tile that eight warps hold in registers."""
+
+
+def default_launch(rows: int, facts: DeviceFacts) -> LinearLaunch:
+    """Return the architecture default of calls with so many rows.
+
+    Raises:
+        ConfigError: no kernel runs on this hardware.
+    """
+    return _region(rows, facts).default
+
+
+def candidates(rows: int, in_features: int, facts: DeviceFacts) -> tuple[LinearLaunch, ...]:
+    """Return the legal launch configs to search, the default first."""
+    region = _region(rows, facts)
+    found = [region.default]
+    for (m, n, k, warps), values in itertools.product(
+        region.tiles, itertools.product(*region.axes.values())
+    ):
+        config = region.default.replaced(
+            block_m=m, block_n=n, block_k=k, num_warps=warps,
+            **dict(zip(region.axes, values, strict=True)),
+        )  # fmt: skip
+        if config not in found:
+            found.append(config)
+    return tuple(c for c in found if illegal_reason(c, in_features, facts) is None)
+
+
+def runnable(config: LinearLaunch, in_features: int) -> LinearLaunch:
+    """Return a default config for a call whose rows no descriptor may describe, too."""
+    if config.loads == "descriptor" and in_features % DESCRIBED_BYTES:
+        return config.replaced(loads="pointer")
+    return config
+
+
+def illegal_reason(config: LinearLaunch, in_features: int, facts: DeviceFacts) -> str | None:
+    """Return why a launch config cannot run a call on a device, in one sentence, or `None`."""
+    tma = config.loads == "descriptor"
+    checks = (
+        *(
+            (value in allowed, f"{name} {value} is not one of {', '.join(map(str, allowed))}")
+            for name, value, allowed in (
+                ("block_m", config.block_m, BLOCKS_M),
+                ("block_n", config.block_n, BLOCKS_N),
+                ("block_k", config.block_k, BLOCKS_K),
+                ("num_warps", config.num_warps, (1, 2, 4, 8)),
+                ("num_stages", config.num_stages, range(1, 9)),
+                ("programs", config.programs, range(9)),
+                ("group_m", config.group_m, range(1, 65)),
+                ("loads", config.loads, ("pointer", "descriptor")),
+            )
+        ),
+        (config.block_m * config.block_n <= LARGEST_TILE * config.num_warps // 8,
+         f"a tile of {config.block_m} x {config.block_n} does not fit into the registers of "
+         f"{config.num_warps} warps"),
+        (not tma or facts.arch in TMA_ARCHS or facts.kind == "cpu",
+         f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
+        (not tma or in_features % DESCRIBED_BYTES == 0,
+         f"loads 'descriptor' needs rows of whole 16 bytes, and in_features is {in_features}"),
+        (facts.kind != "hip" or config.num_stages <= 2,
+         f"num_stages {config.num_stages} on AMD is limited to 2"),
+        (config.maxnreg == 0 or (32 <= config.maxnreg <= 255 and facts.kind != "hip"),
+         f"maxnreg {config.maxnreg} is not between 32 and 255, on NVIDIA"),
+        (config.waves_per_eu == 0 or (1 <= config.waves_per_eu <= 8 and facts.kind != "cuda"),
+         f"waves_per_eu {config.waves_per_eu} is not between 1 and 8, on AMD"),
+        (config.matrix_instr_nonkdim in (0, 16, 32)
+         and (config.matrix_instr_nonkdim == 0 or facts.kind != "cuda"),
+         f"matrix_instr_nonkdim {config.matrix_instr_nonkdim} is not 16 or 32, on AMD"),
+    )  # fmt: skip
+    for legal, reason in checks:
+        if not legal:
+            return reason
+    needed = smem_lower_bound(config)
+    if facts.smem_bytes and needed > facts.smem_bytes:
+        return (
+            f"needs at least {needed} bytes of shared memory, {facts.name} has {facts.smem_bytes}"
+        )
+    return None
+
+
+def smem_lower_bound(config: LinearLaunch) -> int:
+    """Return the bytes of shared memory that a launch needs at least: its pipelined blocks."""
+    return (config.num_stages - 1) * (config.block_m + config.block_n) * config.block_k
+
+
+def _region(rows: int, facts: DeviceFacts) -> LinearRegion:
+    arch = "emulation" if facts.kind == "cpu" else facts.arch
+    for region in REGIONS:
+        if rows <= region.max_rows and fnmatchcase(arch, region.arch):
+            return region
+    raise ConfigError(f"linears have no launch config for {arch}; use kernel='bf16'")

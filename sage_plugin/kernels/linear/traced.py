@@ -1,0 +1,75 @@
+"""A quantized linear for compiled graphs and for torch's modes.
+
+On a GPU rows are quantized by an op, in one pass with the activation or the norm before; elsewhere
+all is plain torch operations. FP8 rows are multiplied by torch's product where it is the fastest,
+which a compiler sees; others by an op. Nothing here remembers anything: a graph quantizes an input
+once for all linears that read it, since the compiler takes equal operations for one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sage_plugin import device
+from sage_plugin.kernels.linear.backends.torch_products import TorchProducts, takes
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows, quantized_rows
+from sage_plugin.kernels.linear.rows.row_format import RowFormat
+from sage_plugin.kernels.linear.torch_ops import multiply_by_op, quantize_by_op
+from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.support import TORCH_FP8_FASTEST
+
+_products = TorchProducts()
+
+
+def has_ops(x: torch.Tensor) -> bool:
+    """Return whether ops quantize and multiply where a tensor is."""
+    return x.is_cuda
+
+
+def traced_linear(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    prologue: Prologue = NO_PROLOGUE,
+) -> torch.Tensor:
+    """Return `x @ weight.T + bias`, `(..., N)`, from quantized rows.
+
+    Args:
+        x: `(..., K)`.
+        weight: the quantized weight.
+        bias: `(N,)`.
+        out_dtype: dtype of the output, `x`'s if `None`.
+        prologue: what comes before.
+    """
+    rows = traced_rows(x, weight.row_format, weight.smooth, prologue)
+    out = _multiplied(rows, weight, bias, out_dtype or x.dtype)
+    return out.view(*x.shape[:-1], weight.data.shape[0])
+
+
+def traced_rows(
+    x: torch.Tensor, form: RowFormat, smooth: torch.Tensor | None, prologue: Prologue
+) -> QuantizedRows:
+    """Return `(M, K)` quantized rows of `x`."""
+    if has_ops(x):
+        return quantize_by_op(x, form, smooth, prologue)[0]
+    return quantized_rows(x, form, smooth, prologue).flat()
+
+
+def _multiplied(
+    rows: QuantizedRows,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    if not has_ops(rows.data) or torch_is_fastest(rows.data.device, rows.data.dtype, weight):
+        return _products.multiply(rows, weight, bias, out_dtype)
+    return multiply_by_op(rows, weight, bias, out_dtype)
+
+
+def torch_is_fastest(where: torch.device, dtype: torch.dtype, weight: QuantizedWeight) -> bool:
+    """Return whether torch multiplies a weight, and faster than we do."""
+    if dtype == torch.int8 or not takes(weight.in_features, weight.out_features, int8=False):
+        return False
+    return device.facts_of(where.type, where.index).arch in TORCH_FP8_FASTEST

@@ -1,0 +1,143 @@
+"""The way from a patched linear to the kernels of `sage_plugin.kernels.linear`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sage_plugin import device
+from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.kernels.linear.activation import can_be_remembered, remember_rows
+from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.linear.dispatch import decide
+from sage_plugin.kernels.linear.executor import resolve
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
+from sage_plugin.kernels.linear.traced import traced_linear
+from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
+from sage_plugin.kernels.surroundings import are_plain, wants_gradient
+from sage_plugin.plugin.counts import LayerCounts
+
+__all__ = [
+    "Answer",
+    "kernel_for",
+    "kernel_on",
+    "quantize_weight",
+    "run",
+    "traced",
+    "wants_gradient",
+]
+
+MANY_ROWS = 1 << 16
+"""Rows of a call by which a kernel is chosen for a weight; a call of few rows runs on it too, as
+the original is not there."""
+_FROM_WEIGHT = LinearRequest()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a kernel made of one call.
+
+    Attributes:
+        out: the output.
+        label: `kernel:backend`, and what was fused into its quantization.
+    """
+
+    out: torch.Tensor
+    label: str
+
+    def count(self, counts: LayerCounts, rule: int) -> None:
+        """Enter the call."""
+        counts.calls[self.label] += 1
+        if rule:
+            counts.rules[rule] += 1
+
+
+def kernel_for(weight: torch.Tensor, kernel: str) -> str | FallbackReason:
+    """The kernel that multiplies a weight where it is, or why none does.
+
+    Args:
+        weight: `(N, K)`.
+        kernel: by name, or `"auto"`.
+    """
+    return kernel_on(weight.device, kernel, weight.detach())
+
+
+def kernel_on(
+    place: torch.device, kernel: str, weight: torch.Tensor | QuantizedWeight
+) -> str | FallbackReason:
+    """The kernel that multiplies a weight on a device, or why none does."""
+    matrix = weight.data if isinstance(weight, QuantizedWeight) else weight
+    dtype = torch.bfloat16 if isinstance(weight, QuantizedWeight) else weight.dtype
+    x = torch.empty(MANY_ROWS, matrix.shape[1], dtype=dtype, device="meta")
+    facts = device.facts_of(place.type, place.index)
+    decision = decide(LinearCall(x, matrix), facts, LinearRequest(kernel))
+    return decision.kernel if decision.reason is None else decision.reason
+
+
+def run(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    prologue: Prologue = NO_PROLOGUE,
+) -> Answer | FallbackReason:
+    """Multiply in eager mode.
+
+    Args:
+        x: `(..., K)`.
+        weight: the 8-bit weight.
+        bias: `(N,)`.
+        prologue: what comes before the quantization, in the same pass.
+    """
+    x = _as_autocast_has_it(x)
+    fused = "" if prologue is NO_PROLOGUE else f"+{prologue.kind}"
+    if not are_plain(x, bias):
+        out = traced_linear(x, weight, bias, None, prologue)
+        return Answer(out, f"{weight.kernel}:traced{fused}")
+    call = LinearCall(x, weight, bias)
+    resolved = resolve(call, _FROM_WEIGHT)
+    if isinstance(resolved, FallbackReason):
+        return resolved
+    return Answer(resolved.run(call, prologue), resolved.decision.label + fused)
+
+
+def can_wait(x: torch.Tensor) -> bool:
+    """Whether what is made of a tensor may be made later, and remembered for its readers."""
+    watched = torch.is_inference_mode_enabled() or not are_plain(x)
+    return x.numel() > 0 and not watched and can_be_remembered(x)
+
+
+def normalized(
+    x: torch.Tensor, norm: Prologue, weight: QuantizedWeight, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what a norm makes of `x`, and remember its rows for linears of a weight's format.
+
+    Args:
+        x: `(..., K)`, which `can_wait`.
+        norm: the norm, with what it is modulated by.
+        weight: an 8-bit weight.
+        dtype: dtype of the output.
+    """
+    call = LinearCall(x, weight)
+    resolved = resolve(call, _FROM_WEIGHT)
+    if isinstance(resolved, FallbackReason):
+        return prologued(x, norm).to(dtype)
+    kept = torch.empty(x.shape, dtype=dtype, device=x.device)
+    rows = resolved.rows(call, weight, norm, kept)
+    remember_rows(kept, weight.row_format, weight.smooth, rows)
+    return kept
+
+
+def traced(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    prologue: Prologue = NO_PROLOGUE,
+) -> torch.Tensor:
+    """Multiply in a graph, by torch operations."""
+    return traced_linear(_as_autocast_has_it(x), weight, bias, None, prologue)
+
+
+def _as_autocast_has_it(x: torch.Tensor) -> torch.Tensor:
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

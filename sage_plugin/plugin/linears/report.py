@@ -1,0 +1,81 @@
+"""What patched linears did, one row each, and as text by role."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.plugin.linears.layer import LinearLayer
+
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LinearReport:
+    """Counts of one patched linear; calls inside compiled graphs are not counted.
+
+    Attributes:
+        layer: module path with the component in front.
+        role: what it is for, as text.
+        kernel: kernel that its weight is quantized for, `None` where it is not.
+        calls: calls by `kernel:backend`.
+        fallbacks: calls that ran with the original weight, by reason.
+        saved_bytes: memory that the weight takes less on its device; negative where the original
+            is there too.
+        rules: calls by the number of the policy's rule that chose the kernel, from 1.
+    """
+
+    layer: str
+    role: str
+    kernel: str | None
+    calls: dict[str, int]
+    fallbacks: dict[FallbackReason, int]
+    saved_bytes: int
+    rules: dict[int, int]
+
+    def total_calls(self) -> int:
+        """All calls of the linear."""
+        return sum(self.calls.values()) + sum(self.fallbacks.values())
+
+
+def row_of(layer: LinearLayer) -> LinearReport:
+    """What one linear did."""
+    counts = layer.counts
+    return LinearReport(
+        layer.name,
+        layer.role.value,
+        None if layer.quantized is None else layer.quantized.kernel,
+        dict(counts.calls),
+        dict(counts.fallbacks),
+        layer.saved_bytes(),
+        dict(counts.rules),
+    )
+
+
+def text_of(rows: Sequence[LinearReport], left: Mapping[str, str]) -> Iterator[str]:
+    """Lines of a report, each to be wrapped; nothing where linears are not patched."""
+    if not rows and not left:
+        return
+    on_kernel = [row for row in rows if row.kernel is not None]
+    by_kernel = Counter(str(row.kernel) for row in on_kernel)
+    told = ", ".join(f"{count} on {kernel}" for kernel, count in by_kernel.items()) or "none taken"
+    saved = sum(row.saved_bytes for row in rows)
+    memory = f"{abs(saved) / MEBIBYTE:,.1f} MiB {'less' if saved >= 0 else 'more'}"
+    yield f"{len(rows) + len(left)} linears: {told}; their weights take {memory} of their device"
+    for role, members in _by_role(rows).items():
+        calls = sum((Counter(row.calls) for row in members), Counter[str]())
+        fallbacks = sum((Counter(row.fallbacks) for row in members), Counter[FallbackReason]())
+        parts = [f"{len(members)} linears", *(f"{label} x{n}" for label, n in calls.items())]
+        parts += [f"fallback x{n}: {reason}" for reason, n in fallbacks.items()]
+        yield f"  {role}: {'; '.join(parts)}"
+    for why, count in Counter(left.values()).items():
+        yield f"  left: {count}, {why}"
+
+
+def _by_role(rows: Sequence[LinearReport]) -> dict[str, list[LinearReport]]:
+    groups: defaultdict[str, list[LinearReport]] = defaultdict(list)
+    for row in rows:
+        groups[row.role].append(row)
+    return groups
