@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "accelerate": "sage_plugin.plugin.accelerate",
+    "QkNorm": "sage_plugin.kernels.attention.prologue.record",
+    "Rope": "sage_plugin.kernels.attention.prologue.record",
     "attention": "sage_plugin.kernels.attention.api",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
     "launch": "sage_plugin.kernels.attention.prepare",
@@ -29,6 +31,8 @@ _HOME = {
 }
 
 __all__ = [
+    "QkNorm",
+    "Rope",
     "__version__",
     "accelerate",
     "attention",
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
     from sage_plugin.capture.recording.recorder import record
     from sage_plugin.kernels.attention.api import attention
     from sage_plugin.kernels.attention.prepare import launch, prepare
+    from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
     from sage_plugin.kernels.attention.varlen import attention_varlen
     from sage_plugin.kernels.linear.api import linear
     from sage_plugin.kernels.linear.weight import quantize_weight

@@ -50,6 +50,7 @@ SLOW = (
     "tests/packaging/test_import.py",
     "tests/packaging/test_mutants.py::test_what_becomes_of_a_mutant",
     "tests/plugin/test_families.py",
+    "tests/plugin/prologue/test_families.py",
     "tests/plugin/test_owners.py",
     "tests/plugin/test_parallel.py",
     "tests/plugin/test_retarget.py::test_every_processor_of_diffusers_can_be_redirected",

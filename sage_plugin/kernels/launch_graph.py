@@ -313,10 +313,11 @@ def _map_of(
 ) -> tuple[list[_Span], tuple[int, int]]:
     """What each address of a recorded call is, and the sizes of its scratch.
 
-    Of inputs and outputs only their first address: views of one buffer may overlap.
+    Of inputs only their first address, since views of one buffer may overlap; the last two tensors
+    are outputs, which do not.
     """
     spans = [
-        _Span(t.data_ptr(), t.data_ptr() + 1, base, 0)
+        _Span(t.data_ptr(), t.data_ptr() + (t.nbytes if base >= len(tensors) - 2 else 1), base, 0)
         for base, t in enumerate(tensors)
         if t is not None
     ]

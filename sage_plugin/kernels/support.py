@@ -216,6 +216,14 @@ def device_reason(kernel: str, facts: DeviceFacts) -> FallbackReason | None:
     return _reason(kernel, facts.kind, facts.arch, facts.fp8_dtype)
 
 
+def prologue_reason(facts: DeviceFacts) -> FallbackReason | None:
+    """Why a device cannot run the prologue, norm and rotary embedding of Q and K, or `None`.
+
+    It multiplies no tiles: whatever runs an unquantized kernel compiles it.
+    """
+    return device_reason("fav2", facts)
+
+
 def _reason(kernel: str, kind: str, arch: str, fp8_dtype: str | None) -> FallbackReason | None:
     if kernel in OF_TORCH or kind == "cpu":
         return None

@@ -87,6 +87,7 @@ class Component:
         self.cover(options)
         self.state.warned.clear()
         self.state.unbuilt.clear()
+        self.state.prologues.clear()
         for layer in self.layers.values():
             layer.broken = None
 

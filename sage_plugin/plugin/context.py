@@ -21,11 +21,13 @@ from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.policy.rules import LINEAR, Policy
+from sage_plugin.plugin.prologue.unfused import Unfused
 from sage_plugin.plugin.steps.forward import ForwardCounter
 from sage_plugin.plugin.steps.tracker import StepTracker
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.component import Component
+    from sage_plugin.plugin.prologue.deferred import Tape
 
 WRAPPER = "_orig_mod"
 """Where a compiled module keeps the module inside it."""
@@ -113,6 +115,7 @@ class PatchState:
         disabled: `SAGE_PLUGIN_DISABLE` was set when it was last read.
         warned: reasons and notices that were logged since the last `patch`.
         unbuilt: why the kernel of some calls cannot be built, by the discrete part of their key.
+        prologues: whether norm and rotary embedding of Q and K may be fused, by their form.
         forwards: counts the eager forwards of the component since the last `patch`.
         running: eager forwards of the component that have begun and not ended.
         tracker: tells the denoising step, where a policy goes by steps.
@@ -125,6 +128,7 @@ class PatchState:
     disabled: bool = False
     warned: set[FallbackReason | str] = field(default_factory=set)
     unbuilt: dict[tuple[object, ...], FallbackReason] = field(default_factory=dict)
+    prologues: dict[tuple[object, ...], Unfused | bool] = field(default_factory=dict)
     forwards: ForwardCounter = field(default_factory=ForwardCounter)
     running: int = 0
     tracker: StepTracker | None = None
@@ -147,6 +151,7 @@ class LayerContext:
         attends_itself: whether the module has no processor.
         counts: what it did since the last `patch`.
         broken: why `check_finite` took its kernel away, or `None`.
+        norms: its norms of Q and K that put their work off.
         handle: names the layer in a graph, which reads it when it runs; layers share a graph so.
     """
 
@@ -158,6 +163,7 @@ class LayerContext:
     attends_itself: bool = False
     counts: LayerCounts = field(default_factory=LayerCounts)
     broken: FallbackReason | None = None
+    norms: tuple[weakref.ref[nn.Module], ...] = ()
     handle: torch.Tensor = field(init=False)
 
     def __post_init__(self, module: nn.Module) -> None:
@@ -214,12 +220,16 @@ class Frame:
         layer: what it is patched as.
         weights: whether attention weights are asked for.
         index: how many attention calls it has made.
+        tape: what it has put off of the norm and rotary embedding of Q and K.
+        unfused: why it has not, where it could have.
     """
 
     def __init__(self, layer: LayerContext | None, weights: bool = False) -> None:
         self.layer = layer
         self.weights = weights
         self.index = 0
+        self.tape: Tape | None = None
+        self.unfused: Unfused | None = None
 
 
 class CallStack(threading.local):

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.plugin.prologue.unfused import Unfused
 
 
 @dataclass(eq=False, slots=True)
@@ -21,6 +22,8 @@ class LayerCounts:
         timed_calls: how many calls that is the sum of.
         rules: calls by the number of the policy's rule that decided them, from 1.
         rule_steps: the denoising steps of those calls, by rule.
+        fused: calls whose norm and rotary embedding of Q and K were one kernel.
+        unfused: calls where they were the model's own, by reason.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -30,6 +33,8 @@ class LayerCounts:
     timed_calls: int = 0
     rules: Counter[int] = field(default_factory=Counter)
     rule_steps: dict[int, set[int]] = field(default_factory=dict)
+    fused: int = 0
+    unfused: Counter[Unfused] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,20 @@ something else is followed. No upstream source is repeated, and Dynamo traces al
 from __future__ import annotations
 
 import dis
+import importlib.util
+import re
+import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
 
 from sage_plugin.plugin import route
 from sage_plugin.plugin.hosts.transformers_dispatch import TABLE, Interfaces
+from sage_plugin.plugin.prologue import rotary
+from sage_plugin.plugin.prologue.rotary import ROTARY
 
 DISPATCH = "dispatch_attention_fn"
 SDPA = "scaled_dot_product_attention"
@@ -26,6 +31,8 @@ TARGETS = frozenset({DISPATCH, SDPA, TABLE})
 """Names by which attention is reached: diffusers', torch's, and transformers'."""
 NO_CALL = "the processor or forward in place makes no attention call that can be redirected"
 """Why a layer is not patched whose code reaches none of them."""
+DEFAULTS = 0b11
+"""Bits of an instruction that makes a function with default arguments."""
 PREFIX = "_sage_plugin_"
 """What the name of a stand-in begins with."""
 
@@ -124,13 +131,15 @@ def _is_helper(value: object, scope: dict[str, Any]) -> TypeGuard[types.Function
 def _exchanged(code: types.CodeType, scope: dict[str, Any]) -> types.CodeType:
     """The code with other names where it reads attention from the globals, inner functions too."""
     sites = list(dis.get_instructions(code))
-    chosen: dict[str, list[dis.Instruction]] = {}
+    chosen: dict[tuple[str, str], list[dis.Instruction]] = {}
     for site, after in zip(sites, [*sites[1:], None], strict=True):
         if site.opname == "LOAD_GLOBAL" and _is_way(site.argval, after, code, scope):
-            chosen.setdefault(site.argval, []).append(site)
+            chosen.setdefault((site.argval, ""), []).append(site)
+    for module, site in _imported(sites, scope):
+        chosen.setdefault((site.argval, module), []).append(site)
     names, bytecode = list(code.co_names), bytearray(code.co_code)
-    for name, reads in chosen.items():
-        private = _stand_in_for(name, scope)
+    for (name, module), reads in chosen.items():
+        private = _stand_in_for(name, vars(sys.modules[module]) if module else scope)
         uses = [site for site in sites if site.opcode in dis.hasname and site.argval == name]
         if len(uses) == len(reads):
             names[names.index(name)] = private
@@ -138,8 +147,11 @@ def _exchanged(code: types.CodeType, scope: dict[str, Any]) -> types.CodeType:
             names.append(private)
             for read in reads:
                 _write(bytecode, read, len(names) - 1)
+    own = _own_embeddings(sites)
     constants = tuple(
-        _exchanged(value, scope) if isinstance(value, types.CodeType) else value
+        (_on_stand_in if value in own else _exchanged)(value, scope)
+        if isinstance(value, types.CodeType)
+        else value
         for value in code.co_consts
     )
     return code.replace(co_names=tuple(names), co_code=bytes(bytecode), co_consts=constants)
@@ -152,13 +164,60 @@ def _write(bytecode: bytearray, read: dis.Instruction, index: int) -> None:
         NoRoomError: the instruction is too short for the number.
     """
     assert read.arg is not None, "a read of a global has an argument"
-    number = index << 1 | read.arg & 1  # the last bit tells of a call that follows
+    number = index
+    if read.opname == "LOAD_GLOBAL":
+        number = index << 1 | read.arg & 1  # the last bit tells of a call that follows
     wide = read.arg > 0xFF  # then an instruction before it has the upper bits
     if number > (0xFFFF if wide else 0xFF):
         raise NoRoomError(read.argval)
     bytecode[read.offset + 1] = number & 0xFF
     if wide:
         bytecode[read.offset - 1] = number >> 8
+
+
+def _imported(
+    sites: Sequence[dis.Instruction], scope: dict[str, Any]
+) -> Iterator[tuple[str, dis.Instruction]]:
+    """Where a function imports a rotary embedding for itself, and the module that it comes from."""
+    for at, site in enumerate(sites):
+        if site.opname != "IMPORT_FROM" or site.argval not in ROTARY:
+            continue
+        ways = [i for i in range(at) if sites[i].opname == "IMPORT_NAME"]
+        level = sites[ways[-1] - 2].argval if ways else None
+        if not isinstance(level, int):
+            continue
+        relative, package = sites[ways[-1]].argval, scope.get("__package__") or ""
+        name = importlib.util.resolve_name("." * level + relative, package) if level else relative
+        if hasattr(sys.modules.get(name), site.argval):  # else it is imported later, or never
+            yield name, site
+
+
+def _own_embeddings(sites: Sequence[dis.Instruction]) -> list[types.CodeType]:
+    """Rotary embeddings that a function defines inside of itself, without defaults and closures."""
+    found = []
+    for site, after, later in zip(sites, sites[1:], sites[2:], strict=False):
+        code = site.argval
+        if not isinstance(code, types.CodeType) or code.co_name not in ROTARY or code.co_freevars:
+            continue
+        made_plainly = after.opname == "MAKE_FUNCTION" and not (after.arg or 0) & DEFAULTS
+        if made_plainly and not (later.opname == "SET_FUNCTION_ATTRIBUTE" and later.arg in (1, 2)):
+            found.append(code)
+    return found
+
+
+def _on_stand_in(code: types.CodeType, scope: dict[str, Any]) -> types.CodeType:
+    """The code of a function that hands its arguments to what stands in for an inner one."""
+    private = f"{PREFIX}{re.sub('[^a-zA-Z_]', '_', code.co_qualname)}_{code.co_firstlineno}"
+    if private not in scope:
+        original = types.FunctionType(code, scope)
+        scope[private] = rotary.instead_of(lambda: original)
+    return _handing.__code__.replace(
+        co_names=(private,), co_name=code.co_name, co_qualname=code.co_qualname
+    )
+
+
+def _handing(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    return ANYTHING(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
 
 
 def _is_way(
@@ -177,7 +236,7 @@ def _is_way(
     value = scope[name]
     if name == TABLE or value is torch.nn.functional.scaled_dot_product_attention:
         return True
-    if name == DISPATCH:
+    if name == DISPATCH or name in ROTARY:
         return callable(value)
     if SDPA in code.co_names and isinstance(value, types.ModuleType):
         loads = after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
@@ -217,6 +276,8 @@ def _stand_in(name: str, value: object, read: Read) -> object:
         return Interfaces(read)
     if name == DISPATCH:
         return route.dispatch_instead_of(read)
+    if name in ROTARY:
+        return rotary.instead_of(read)
     if isinstance(value, types.ModuleType):
         return _Forwarding(read)
     return _following(read, value, redirected(value) if _is_own(value) else route.sdpa)

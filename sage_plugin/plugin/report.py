@@ -14,6 +14,7 @@ from sage_plugin.plugin.context import LayerContext
 from sage_plugin.plugin.linears import report as of_linears
 from sage_plugin.plugin.linears.report import LinearReport
 from sage_plugin.plugin.owners import parts_of
+from sage_plugin.plugin.prologue.unfused import Unfused
 
 HOST_KERNELS = ("sdpa:host",)
 
@@ -32,6 +33,8 @@ class LayerReport:
         timed_calls: how many of the calls that is the sum of.
         rules: calls by the number of the policy's rule that decided them, from 1.
         rule_steps: the denoising steps of those calls, by rule.
+        fused: calls whose norm and rotary embedding of Q and K were one kernel.
+        unfused: calls where they were the model's own, by reason.
     """
 
     layer: str
@@ -42,6 +45,8 @@ class LayerReport:
     timed_calls: int = 0
     rules: dict[int, int] = field(default_factory=dict)
     rule_steps: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    fused: int = 0
+    unfused: dict[Unfused, int] = field(default_factory=dict)
 
     def total_calls(self) -> int:
         """All calls of the layer."""
@@ -83,6 +88,10 @@ class PluginReport:
     def kernel_calls(self) -> int:
         """Calls that ran on a kernel, not on the model's own attention."""
         return sum(row.kernel_calls() for row in self.rows)
+
+    def fused_calls(self) -> int:
+        """Calls whose norm and rotary embedding of Q and K were one kernel."""
+        return sum(row.fused for row in self.rows)
 
     def saved_ms(self) -> float:
         """Milliseconds saved over the baseline in the calls whose configs were timed."""
@@ -136,6 +145,8 @@ def row_of(layer: LayerContext) -> LayerReport:
         counts.timed_calls,
         dict(counts.rules),
         {rule: tuple(sorted(steps)) for rule, steps in counts.rule_steps.items()},
+        counts.fused,
+        dict(counts.unfused),
     )
 
 

@@ -148,6 +148,12 @@ def _what_ran(rows: Sequence[LayerReport]) -> str:
     for rule, count in sorted(rules.items()):
         at = f" at steps {ranges(sorted(steps[rule]))}" if steps[rule] else ""
         parts.append(f"rule {rule} x{count}{at}" + (" (not on a kernel)" if rule in left else ""))
+    if fused := sum(row.fused for row in rows):
+        parts.append(f"norm and RoPE in one kernel x{fused}")
+    unfused = sum((Counter(row.unfused) for row in rows), Counter())
+    parts += [
+        f"norm and RoPE as they were x{n}: {why.value}" for why, n in unfused.items() if why.is_told
+    ]
     if any(row.timed_calls for row in rows):
         parts.append(f"saved {sum(row.saved_ms for row in rows):.1f} ms")
     parts += [
@@ -173,6 +179,8 @@ def _counts(row: LayerReport) -> tuple[object, ...]:
         row.timed_calls,
         tuple(row.rules.items()),
         tuple(row.rule_steps.items()),
+        row.fused,
+        tuple(row.unfused.items()),
     )
 
 

@@ -32,6 +32,7 @@ from sage_plugin.kernels.notice import warn_once
 from sage_plugin.kernels.surroundings import wants_gradient
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.plugin.hosts import parallel
+from sage_plugin.plugin.prologue.settle import settled
 from sage_plugin.plugin.request import Choice, choice_of
 
 logger = logging.getLogger(__name__)
@@ -64,16 +65,16 @@ def sdpa(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Stands in for `F.scaled_dot_product_attention` inside a patched processor."""
+    call = settled(
+        AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bhsd")
+    )
 
     def host() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            call.q, call.k, call.v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
             scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
 
-    call = AttentionCall(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bhsd"
-    )
     return attend(host, call, None)
 
 
@@ -98,17 +99,19 @@ def dispatch_instead_of(
         **unknown: object,
     ) -> torch.Tensor:
         original = read()
+        call = settled(
+            AttentionCall(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd"
+            )
+        )
 
         def host() -> torch.Tensor:
             return original(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                call.q, call.k, call.v, attn_mask, dropout_p, is_causal, scale, enable_gqa,
                 attention_kwargs, backend=backend, parallel_config=parallel_config, **unknown,
             )  # fmt: skip
 
         blocked = ARGUMENTS if attention_kwargs or unknown else None
-        call = AttentionCall(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, "bshd"
-        )
         if parallel_config is not None:
             return attend_in_parallel(host, call, blocked, original, parallel_config)
         return attend(host, call, blocked)

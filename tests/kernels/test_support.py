@@ -21,6 +21,7 @@ from sage_plugin.kernels.support import (
     architecture,
     hopper_reason,
     kernels_of,
+    prologue_reason,
     release,
 )
 from sage_plugin.schema import KERNELS, CallShape
@@ -113,6 +114,7 @@ def test_report_106_every_row_of_the_table(arch):
     assert architecture(arch).kind == ("hip" if arch.startswith("gfx") else "cuda")
     assert device.fp8_dtype(arch) == fp8
     assert kernels_of(facts(arch)) == ("torch", "sdpa", *kernels)
+    assert (prologue_reason(facts(arch)) is None) == bool(kernels)
     for kernel in ALL:
         found = support(kernel, facts(arch))
         if kernel in kernels:

@@ -177,6 +177,7 @@ def sage(module: nn.Module) -> PatchHandle:
 
 
 def generated(module: nn.Module) -> list[str]:
-    """Attention modules and processors that are of our classes."""
+    """Attention modules and processors that are of our classes; norms are not among them."""
     found = [*module.modules(), *(m.processor for m in module.modules() if hasattr(m, "processor"))]
-    return [type(x).__name__ for x in found if hasattr(type(x), "_sage_original")]
+    ours = [type(x).__name__ for x in found if hasattr(type(x), "_sage_original")]
+    return [name for name in ours if not name.endswith("Norm")]

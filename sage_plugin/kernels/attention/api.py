@@ -13,6 +13,8 @@ from sage_plugin.kernels.attention.backends.sdpa import host_attention
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, decide, resolve
 from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.attention.prologue.apply import prepared_qk
+from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
 from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.attention.torch_ops import text_of
 from sage_plugin.kernels.contract import HOST, Decision
@@ -44,6 +46,9 @@ def attention(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    rope: Rope | tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None = None,
+    q_norm: QkNorm | None = None,
+    k_norm: QkNorm | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention on a quantised kernel.
 
@@ -83,6 +88,10 @@ def attention(
         softcap: bound of the scores before any mask, 0 for none.
         sinks: `(Hq,)` float, one more logit a head that takes weight and has no value; it is part
             of the LSE.
+        rope: rotary position embedding of Q and K: `(cos, sin)`, a complex tensor, or a `Rope`,
+            which says what else there is to it.
+        q_norm: norm of Q before it, in one pass over the bytes of Q and K on a GPU.
+        k_norm: norm of K.
 
     Returns:
         The output in Q's layout and memory order, or `(output, lse)`. Rows without a visible key
@@ -104,6 +113,8 @@ def attention(
         >>> sage_plugin.attention(q, k, v, padding, kernel="sage").shape
         torch.Size([1, 2, 64, 32])
     """
+    if rope is not None or q_norm is not None or k_norm is not None:
+        q, k = prepared_qk(q, k, layout=layout, rope=rope, q_norm=q_norm, k_norm=k_norm)
     call = AttentionCall(
         q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout, softcap, sinks,
         return_lse, window, out_dtype=out_dtype,

@@ -16,6 +16,7 @@ from sage_plugin.errors import PatchError
 from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import WRAPPER, LayerContext, layer_path, layer_with
 from sage_plugin.plugin.hosts import transformers
+from sage_plugin.plugin.prologue import norms
 from sage_plugin.plugin.redirect import NO_CALL
 from sage_plugin.plugin.twin import (
     LAYER,
@@ -168,6 +169,7 @@ def swap(layer: LayerContext) -> str | None:
     layer.processor = twin_of(original, generated)
     module.processor = layer.processor  # type: ignore[assignment]
     vars(module)[LAYER] = layer
+    norms.attach(layer)
     return None
 
 
@@ -175,6 +177,7 @@ def put_back(layer: LayerContext) -> None:
     """Undo `swap`; a processor that somebody set since is left where it is."""
     twin, original, module = layer.processor, layer.original, layer.attention
     layer.processor = None
+    norms.detach(layer)
     if module is None or twin is None:
         return
     if layer_of(module) is layer:
