@@ -26,6 +26,7 @@ SLOW = (
     "tests/kernels/test_launch_graph.py",
     "tests/reports/",
     # The compiler of torch, and opcheck: 2 to 8 s a graph.
+    "tests/kernels/linear/test_traced.py",
     "tests/kernels/test_api.py::test_report_130",
     "tests/kernels/test_ops.py::test_report_73",
     "tests/kernels/test_ops.py::test_report_74_opcheck",

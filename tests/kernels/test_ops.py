@@ -13,9 +13,11 @@ import torch._dynamo.testing
 
 import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels.attention import torch_ops
 from sage_plugin.kernels.attention.call import shape_of
 from tests.kernels.calls import EMULATED, LIMITS, Shape, draw, launch, relative_l1
 
+assert torch_ops.library, "the ops are registered by its import"
 LAUNCH = launch().text()
 HOSTED = ("torch", "sdpa")
 ATTENTION = torch.ops.sage_plugin.attention.default
