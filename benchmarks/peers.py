@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,6 +47,7 @@ from sage_plugin.measure.clocks import ClockSnapshot, snapshot, stamp
 from sage_plugin.measure.inputs import presets, synthetic
 from sage_plugin.measure.timing import Samples, measure
 from sage_plugin.schema import CallShape, LaunchConfig
+from sage_plugin.tune.search.search import RECIPE
 
 OURS = ("fav2", "sage", "fav3_sage", "fav3_fp8")
 AGAIN = " again"
@@ -156,7 +158,9 @@ def configs_of(
     facts = devices.facts(args.device)
     decision, found = launch_of(kernel, shape, facts)
     every = dispatch.candidates(dispatch.call_key(shape, decision), facts) if args.search else ()
-    return [(decision, config) for config in (found, *(c for c in every if c != found))]
+    recipe = operator.attrgetter(*RECIPE)  # those of other errors are not what is compared here
+    others = (c for c in every if c != found and recipe(c) == recipe(found))
+    return [(decision, config) for config in (found, *others)]
 
 
 def whole_call(decision: dispatch.Decision, config: LaunchConfig, tensors: Tensors) -> Call:

@@ -16,6 +16,7 @@ _HOME = {
     "QkNorm": "sage_plugin.kernels.attention.prologue.record",
     "Rope": "sage_plugin.kernels.attention.prologue.record",
     "attention": "sage_plugin.kernels.attention.api",
+    "autotune": "sage_plugin.tune.autotune",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
     "launch": "sage_plugin.kernels.attention.prepare",
     "linear": "sage_plugin.kernels.linear.api",
@@ -37,6 +38,7 @@ __all__ = [
     "accelerate",
     "attention",
     "attention_varlen",
+    "autotune",
     "launch",
     "linear",
     "patch",
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from sage_plugin.plugin.hosts.registration import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch
     from sage_plugin.plugin.report import report
+    from sage_plugin.tune.autotune import autotune
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

@@ -6,14 +6,17 @@ HIP is told from CUDA by `torch.version.hip`, never by a capability number.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import re
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from sage_plugin.errors import DeviceError, UsageError
-from sage_plugin.schema import DeviceFacts, Toolchain
+from sage_plugin.schema import ATTENTION, DeviceFacts, Toolchain
 
 E4M3FN_ARCHS = (
     *("sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
@@ -45,6 +48,45 @@ def fp8_dtype(arch: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this machine.
+
+    Attributes:
+        index: its number, as torch counts.
+        uuid: what names it wherever it is counted.
+    """
+
+    index: int
+    uuid: str
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """List the GPUs that torch sees.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("no GPU that torch can use: install a CUDA or ROCm build, or use the CPU")
+    return tuple(Gpu(index, _uuid(index)) for index in range(torch.cuda.device_count()))
+
+
+def _uuid(index: int) -> str:
+    """The driver's name of a GPU, or its number where it tells none."""
+    text = str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
+    return text if text.startswith(("GPU-", "MIG-")) or text.isdigit() else f"GPU-{text}"
+
+
+_stand_in: DeviceFacts | None = None
+
+
+def stand_for(absent: DeviceFacts) -> None:
+    """Let every device of this process be one that is not here: one that compiles runs nothing."""
+    global _stand_in
+    _stand_in = absent
+
+
 def facts(device: torch.device | str | int | None = None) -> DeviceFacts:
     """Identity and limits of a device; memoised.
 
@@ -54,6 +96,8 @@ def facts(device: torch.device | str | int | None = None) -> DeviceFacts:
     Raises:
         DeviceError: the device does not exist here.
     """
+    if _stand_in is not None:
+        return _stand_in
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -146,8 +190,8 @@ def _gpu_facts(index: int) -> DeviceFacts:
 
 
 @functools.cache
-def toolchain() -> Toolchain:
-    """Versions that measurements depend on."""
+def toolchain(family: str = ATTENTION) -> Toolchain:
+    """Return the versions that measurements of an op family depend on."""
     from sage_plugin import __version__
 
     return Toolchain(
@@ -156,7 +200,18 @@ def toolchain() -> Toolchain:
         triton=triton_version(),
         python=platform.python_version(),
         driver=_driver(),
+        kernels=_sources_hash(family),
     )
+
+
+def _sources_hash(family: str) -> str:
+    """Hash the sources of a family's kernels: sixteen digits, which any edit changes."""
+    kernels = Path(__file__).with_name("kernels")
+    parts = ("primitives.py", "quantize/**/*.py", f"{family}/backends/**/*.py")
+    digest = hashlib.sha256()
+    for path in sorted(path for part in parts for path in kernels.glob(part)):
+        digest.update(path.relative_to(kernels).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @functools.cache

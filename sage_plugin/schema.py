@@ -29,6 +29,9 @@ LINEAR_BACKENDS = ("torch", "triton", "emulation")
 
 KERNEL_ALIASES = {"qk_int8": "sage"}
 VARIANTS = ("portable", "hopper", "emulation")
+NO_SPEEDS = ("emulation",)
+"""Variants whose times say nothing of a kernel."""
+
 LAYOUTS = ("bhsd", "bshd")
 MASK_KINDS = ("none", "key_bias", "dense")
 
@@ -255,13 +258,24 @@ class DeviceFacts(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class Toolchain(JsonRecord):
-    """Versions that a measurement depends on; empty where not installed."""
+    """Versions that a measurement depends on; empty where not installed.
+
+    Attributes:
+        sage_plugin: this package.
+        torch: PyTorch.
+        triton: Triton.
+        python: the interpreter.
+        driver: the GPU's driver.
+        kernels: hash of the sources of the kernels that were measured; empty in records of earlier
+            releases.
+    """
 
     sage_plugin: str
     torch: str
     triton: str
     python: str
     driver: str
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,13 +369,23 @@ class EntryEvidence(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry(JsonRecord):
-    """One tuned config: the key it was measured at and the lengths for which it may be used."""
+    """One tuned config: the key it was measured at and the lengths for which it may be used.
+
+    Attributes:
+        key: the call.
+        seq_q_range: lowest and highest length of queries; likewise of keys.
+        config: the launch config.
+        evidence: why it is here.
+        regret: the most that a call inside the ranges was seen to lose against its own best
+            config, as a share; `None` where that was not measured.
+    """
 
     key: CallKey
     seq_q_range: tuple[int, ...]
     seq_k_range: tuple[int, ...]
     config: LaunchConfig
     evidence: EntryEvidence
+    regret: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +462,7 @@ class Trial(JsonRecord):
         errors: metrics of the worst head of the worst capture.
         registers: registers a thread, `None` where unknown.
         smem_bytes: shared memory of a program, `None` where unknown.
-        spills: spilled registers, `None` where unknown.
+        spills: bytes that a thread spills, `None` where unknown.
     """
 
     study: str

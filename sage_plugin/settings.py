@@ -1,4 +1,4 @@
-"""The only reader of environment variables (`ENVs.md` documents each for users).
+"""The only place that touches environment variables (`ENVs.md` documents each for users).
 
 Values are read at every call of `current()`, which is never on the path of a traced call.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,11 @@ def given() -> dict[str, str]:
     """The variables of ours, and Triton's, that are set, by name; for people to read."""
     names = sorted(n for n in os.environ if n.startswith("SAGE_PLUGIN_") or n == "TRITON_INTERPRET")
     return {name: os.environ[name] for name in names if os.environ[name]}
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables for this process, a child that is to see one GPU of several."""
+    os.environ.update(variables)
 
 
 def triton_interpreted() -> bool:

@@ -129,6 +129,15 @@ def _unpickles(node: ast.AST) -> bool:
         return any(alias.name in ("pickle", "dill", "cloudpickle") for alias in node.names)
     if isinstance(node, ast.ImportFrom):
         return node.module in ("pickle", "dill", "cloudpickle")
+    if isinstance(node, ast.Call) and _is_torch_file(node.func):
+        return not any(
+            k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is True
+            for k in node.keywords
+        )
+    return False
+
+
+def _is_torch_file(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)

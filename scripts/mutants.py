@@ -221,8 +221,8 @@ MUTANTS = (
     Mutant(
         "the best call is evicted, and not the worst",
         "capture/selection/spread.py",
-        "worst = max(self._kept, key=self._kept.__getitem__)",
-        "worst = min(self._kept, key=self._kept.__getitem__)",
+        "worst = max(spare, key=self._kept.__getitem__)",
+        "worst = min(spare, key=self._kept.__getitem__)",
         ("tests/capture", "-k", "spread or policy or selection or even"),
     ),
     Mutant(

@@ -19,6 +19,7 @@ SLOW = (
     "tests/examples/",
     # Ahead-of-time compilers: 10 to 60 s a process.
     "tests/kernels/linear/test_aot.py",
+    "tests/families/test_ahead_of_time.py",
     "tests/kernels/test_aot",
     # Triton's interpreter, 10 to 20 s each; the matrix has `INTERPRETED`.
     "tests/kernels/test_fallback.py",
@@ -45,6 +46,7 @@ SLOW = (
     # Many models, processes or drawn runs: 3 to 20 s each.
     "tests/capture/test_recorder.py::test_a_killed_process",
     "tests/cli/test_tune.py",
+    "tests/cli/test_tune_options.py::test_a_real_sigterm",
     "tests/faults/",
     "tests/kernels/test_two_step.py::test_q_k_and_v_are_free",
     "tests/packaging/test_archives.py",
@@ -59,7 +61,10 @@ SLOW = (
     "tests/registry/test_merge.py::test_concurrent_writers",
     "tests/registry/test_lookup.py::test_the_key_is_the_same_in_every_interpreter",
     "tests/tune/policy/test_search.py",
+    "tests/tune/test_compile_pool.py::test_each_config",
     "tests/tune/test_promote.py::test_the_winner_of_many",
+    "tests/tune/test_ray_lanes.py",
+    "tests/tune/test_simulate.py",
     "tests/tune/test_subprocess_runner.py",
     "tests/tune/test_session.py",
     "tests/tune/test_trial.py",

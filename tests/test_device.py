@@ -249,6 +249,8 @@ def test_the_toolchain_names_what_is_installed():
     assert found.python == ".".join(map(str, sys.version_info[:3]))
     assert found.triton == device.triton_version()
     assert found is device.toolchain()
+    assert len(found.kernels) == 16
+    assert found.kernels != device.toolchain("linear").kernels
 
 
 @pytest.mark.parametrize("error", [ImportError("no"), OSError("bad DLL"), RuntimeError("broken")])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from sage_plugin.bench.compare import CPU_LIMITS
+from sage_plugin.measure.cpu_rate import matmul_flops_per_s
 from sage_plugin.replay.inputs import ReplayInputs
 
 PATIENCE_S = 60.0
@@ -19,13 +18,6 @@ EMULATION = 6.0
 `portable` runs in Triton's interpreter there."""
 
 CHECKED_CALLS = 2
-
-THREAD_FLOPS_PER_S = {"AVX512": 1.2e11, "AVX2": 5e10}
-OTHER_THREAD_FLOPS_PER_S = 2e10
-"""Speed of fp32 matrix products on a thread, by what torch says of the CPU (measured on a Xeon).
-
-Not measured here and now: the same command on the same machine shall compare the same inputs.
-"""
 
 
 def cpu_seconds(cases: Iterable[ReplayInputs], kernels: Iterable[tuple[str, str]]) -> float:
@@ -41,12 +33,6 @@ def cpu_seconds(cases: Iterable[ReplayInputs], kernels: Iterable[tuple[str, str]
         timed = CPU_LIMITS.warmup * round_s + max(2 * round_s, rounds_s)
         total += timed + CHECKED_CALLS * once * sum(slower)
     return total
-
-
-def matmul_flops_per_s() -> float:
-    """Return about how fast this CPU multiplies matrices, by its kind and its threads."""
-    kind = torch.backends.cpu.get_cpu_capability()
-    return torch.get_num_threads() * THREAD_FLOPS_PER_S.get(kind, OTHER_THREAD_FLOPS_PER_S)
 
 
 def duration(seconds: float) -> str:

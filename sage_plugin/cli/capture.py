@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.console import counted, say, stderr
-from sage_plugin.cli.options import DEFAULT_FOLDER, flattened, shown_first
+from sage_plugin.cli.console import counted, say, say_left_out, stderr
+from sage_plugin.cli.options import DEFAULT_FOLDER, flattened, one_of, shown_first
 from sage_plugin.errors import SageError, UsageError
+from sage_plugin.schema import LAYOUTS
 
 if TYPE_CHECKING:
     from sage_plugin.capture.recording.options import CaptureOptions
@@ -27,9 +28,16 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 DEMO_SIZES = ("small", "large")
 OPTIONS = {
     *("--out", "-o", "--max-captures", "--layers", "--steps", "--heads", "--batch", "--max-bytes"),
-    *("--num-steps", "--min-seq", "--overwrite", "--size"),
+    *("--num-steps", "--min-seq", "--overwrite", "--size", "--every", "--per-shape", "--from-pt"),
+    "--layout",
 }
 """Of this command, which belong before the script."""
+
+OF_RUNS = {
+    "layers": "--layers", "steps": "--steps", "every": "--every", "per_shape": "--per-shape",
+    "total_steps": "--num-steps", "min_seq": "--min-seq",
+}  # fmt: skip
+"""What chooses among the calls of a run, by the field of `CaptureOptions`."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +52,19 @@ Layers = Annotated[
     list[str] | None, typer.Option(help="Glob of layer paths; repeatable, or with commas.")
 ]
 Steps = Annotated[str | None, typer.Option(help="Denoising steps, such as 0,5,10-14.")]
+Every = Annotated[int, typer.Option(help="Of the steps, every N-th: 2 is every second one.")]
+PerShape = Annotated[int | None, typer.Option(help="Most captures of calls of one shape.")]
+FromPt = Annotated[
+    Path | None,
+    typer.Option(
+        "--from-pt",
+        metavar="FOLDER",
+        help="Take over *.pt files of q, k, v instead.",
+    ),
+]
+PtLayout = Annotated[
+    str | None, typer.Option("--layout", help="Of such files that do not say: bhsd or bshd.")
+]
 Heads = Annotated[
     str | None, typer.Option(help="Number of key heads, or indices such as 0,5,8-11 (or 3,).")
 ]
@@ -77,6 +98,8 @@ def command(
     max_captures: MaxCaptures = 10,
     layers: Layers = None,
     steps: Steps = None,
+    every: Every = 1,
+    per_shape: PerShape = None,
     heads: Heads = None,
     batch: Batch = None,
     max_bytes: MaxBytes = "4GiB",
@@ -84,6 +107,8 @@ def command(
     min_seq: MinSeq = 2,
     overwrite: Overwrite = False,
     size: Size = None,
+    from_pt: FromPt = None,
+    layout: PtLayout = None,
 ) -> None:
     """Record real Q, K and V during inference, spread over layers and denoising steps."""
     from sage_plugin.capture.recording.options import CaptureOptions, parse_bytes
@@ -93,6 +118,8 @@ def command(
             max_captures=max_captures,
             layers="*" if layers is None else layers,
             steps=steps,
+            every=every,
+            per_shape=per_shape,
             heads=heads,
             batch=batch,
             max_bytes=parse_bytes(max_bytes),
@@ -100,12 +127,41 @@ def command(
             min_seq=min_seq,
             overwrite=overwrite,
         )
-    if script is None:
+    if from_pt is not None:
+        if script is not None:
+            raise UsageError(f"--from-pt {from_pt} runs nothing: leave {script} out")
+        _convert(from_pt, out, options, size, layout or "bhsd")
+    elif layout is not None:
+        raise UsageError("--layout is of --from-pt: recorded calls say how they lie")
+    elif script is None:
         _report(_record_demo(out, options, size), out, options)
     elif size is not None:
         raise UsageError("--size is of the demo pipeline; give the script its own options after it")
     else:
         _record_script(script, args or [], out, options)
+
+
+def _convert(
+    folder: Path, out: Path, options: CaptureOptions, size: str | None, layout: str
+) -> None:
+    """Take over the tensors of somebody's `.pt` files, and say what could not be."""
+    import dataclasses
+
+    from sage_plugin.capture.recording import pt_files
+
+    usual = {field.name: field.default for field in dataclasses.fields(options)}
+    for name in OF_RUNS:
+        if getattr(options, name) != usual[name]:
+            raise UsageError(f"--from-pt {folder} runs nothing: leave {OF_RUNS[name]} out")
+    if size is not None:
+        raise UsageError(f"--from-pt {folder} runs nothing: leave --size out")
+    one_of("--layout", layout, LAYOUTS)
+    done = pt_files.convert(folder, out, options, layout=layout)
+    say_left_out(done.problems)
+    say(
+        f"Took over {len(done.records)} of {done.found} files into {out}",
+        f"Next: sage tune {shlex.quote(str(out))}",
+    )
 
 
 def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> CaptureSummary:

@@ -153,13 +153,13 @@ class _Demo:
 
     def tune(self) -> None:
         """Tune the kernel on the captures; the winners go to `configs` in the run's folder."""
-        from sage_plugin.cli.tune_view import ProgressView, outcome_table
+        from sage_plugin.cli.tune_view import outcome_table
+        from sage_plugin.cli.tuning.progress import ProgressView
         from sage_plugin.tune.configs.inputs import from_captures
+        from sage_plugin.tune.configs.lanes import lanes
         from sage_plugin.tune.configs.plan import TuningRequest, build
-        from sage_plugin.tune.configs.search import SearchLimits
         from sage_plugin.tune.configs.session import tune
-        from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner
-        from sage_plugin.tune.run import run_folder
+        from sage_plugin.tune.search.search import SearchLimits
 
         request = TuningRequest(
             inputs=from_captures(self.captures),
@@ -170,7 +170,7 @@ class _Demo:
             limits=SearchLimits(budget_s=TUNE_BUDGET_S),
         )
         plan = build(request)
-        runner = SubprocessRunner(timeout_s=request.timeout_s, log=plan.run_folder / run_folder.LOG)
+        (runner,) = lanes(plan)
         with ProgressView(stderr) as view:
             report = tune(plan, runner, view, argv=("sage", "demo"))
         say(f"4. Tune: {self.kernel} searched on the captures under its accuracy gate.")

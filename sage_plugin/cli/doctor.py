@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
+import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from sage_plugin.cli.configs.card import As, facts_of
 from sage_plugin.cli.console import say, stdout
-from sage_plugin.cli.options import Device, ShapeOptions
-from sage_plugin.errors import ConfigError
+from sage_plugin.cli.options import Device, ShapeOptions, lengths
+from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.schema import KERNELS, DeviceFacts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from sage_plugin.kernels.attention.support_row import Support
+    from sage_plugin.plugin.plan.run_plan import RunPlan
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "safetensors")
 HEAD_DIMS = (64, 128)
@@ -24,11 +30,29 @@ HEADS = 24
 EMULATED = "emulated in plain torch: right numbers, no speed"
 
 
-def command(device: Device = None) -> None:
-    """Print what is here and what each kernel can do with it; paste it into a report of a fault."""
-    from sage_plugin import device as devices
+Plan = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SCRIPT|MODEL",
+        help="Tell what each module will run on: a script with its arguments, whose first step is "
+        "run, or the folder or config.json of a model.",
+    ),
+]
+SeqLen = Annotated[
+    list[str] | None, typer.Option("--seq-len", help="Of a model that has no length of its own.")
+]
 
-    _, facts = devices.chosen(device)
+
+def command(
+    device: Device = None, card: As = None, plan: Plan = None, seq_len: SeqLen = None
+) -> None:
+    """Print what is here and what each kernel can do with it; paste it into a report of a fault."""
+    facts = facts_of(device, card, None)
+    if plan is not None:
+        _plan(plan, facts, seq_len or [], here=card is None)
+        return
+    if seq_len:
+        raise UsageError("--seq-len is of a model: add --plan MODEL")
     say(_verdict(facts))
     for title, lines in (
         ("Device", _device(facts)),
@@ -42,6 +66,41 @@ def command(device: Device = None) -> None:
     for part in _kernels(facts):
         stdout.print(part)
     say("Next: sage demo, the whole path on a small embedded model")
+
+
+def _plan(text: str, facts: DeviceFacts, seq_len: list[str], *, here: bool) -> None:
+    """Show what the modules of a script or model will run on."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--plan {text}: {error}") from None
+    path = Path(words[0] if words else "")
+    if path.suffix != ".py":
+        say(_plan_of_model(path, facts, seq_len).text())
+        say("Next: sage tune --model, for the calls that get a default config")
+        return
+    if not here:
+        raise UsageError(f"--as plans a model, not the script {path}, which runs here")
+    from sage_plugin.capture.recording.script_plan import plan_script
+
+    say(plan_script(path, words[1:]).text())
+    say(f"Next: sage capture {text}, and sage tune on what it records")
+
+
+def _plan_of_model(path: Path, facts: DeviceFacts, seq_len: list[str]) -> RunPlan:
+    from sage_plugin.plugin.patch import MIN_SEQ, checked_options
+    from sage_plugin.plugin.plan.model_calls import CallWishes, calls_of, read_config
+    from sage_plugin.plugin.plan.run_plan import RunPlan, planned
+
+    options = checked_options("auto", "auto", None, None, None, MIN_SEQ, "fallback", False)
+    wishes = CallWishes(tuple(lengths(seq_len)) if seq_len else ())
+    rows = [
+        row
+        for call in calls_of(read_config(path), wishes)
+        for number in range(call.layers)
+        for row in planned(f"{call.kind}.{number}", call.shape, options, facts)
+    ]
+    return RunPlan(tuple(rows), facts.name)
 
 
 def _verdict(facts: DeviceFacts) -> str:
@@ -93,7 +152,8 @@ def _environment() -> Iterator[str]:
 
 
 def _configs(facts: DeviceFacts) -> Iterator[str]:
-    from sage_plugin.registry import load
+    from sage_plugin import device as devices
+    from sage_plugin.registry import load, staleness
 
     for label, path in load.search_path(facts.slug):
         if not path.exists():
@@ -106,7 +166,9 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
             continue
         kernels = sorted({f"{one.key.kernel}:{one.key.variant}" for one in entries})
         calls = "1 tuned call" if len(entries) == 1 else f"{len(entries)} tuned calls"
-        yield f"{label}: {calls} of {', '.join(kernels)} ({path})"
+        stale = sum(bool(staleness.changes(one, devices.toolchain())) for one in entries)
+        other = f", {stale} with other software" if stale else ""
+        yield f"{label}: {calls} of {', '.join(kernels)}{other} ({path})"
 
 
 def _auto(facts: DeviceFacts) -> Iterator[str]:

@@ -1,91 +1,30 @@
-"""How a tuning session looks on a terminal: progress while it runs, a table when it is done."""
+"""What a tuning session came to, as tables and sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.console import Group
 from rich.text import Text
 
 from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.cli import tables
 from sage_plugin.families import ATTENTION
 from sage_plugin.families.attention.labels import lines
-from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
-from sage_plugin.tune.run.observer import Observer
+from sage_plugin.registry.config_words import config_lines
+from sage_plugin.schema import LaunchConfig, RegistryEntry
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.outcome import Outcome
     from sage_plugin.tune.configs.plan import TuningPlan
+    from sage_plugin.tune.configs.simulate import SimulationResult
     from sage_plugin.tune.run.study import Study
 
 VERDICT_STYLES = {"tuned": "green", "confirmed": "cyan", "failed": "bold red"}
 RESULT_WORDS = {"confirmed": "default kept"}
 WRITTEN_WORDS = {"added": "entry written", "replaced": "entry replaced", "kept": "entry kept"}
 """How verdicts and what the registry did are said."""
-
-
-class ProgressView(Observer):
-    """An observer that draws one line per study."""
-
-    def __init__(self, console: Console) -> None:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=12),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[state]}"),
-        )
-        self._progress = Progress(*columns, console=console)
-        self._task: TaskID | None = None
-        self._best = float("inf")
-        self._failed = 0
-
-    def __enter__(self) -> ProgressView:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def study_started(self, study: Study, *, done: int, total: int) -> None:
-        """Add a line, that starts where an earlier run stopped."""
-        self._best, self._failed = float("inf"), 0
-        state = f"{done} from an earlier run" if done else ""
-        name = f"{study.key.kernel} {ATTENTION.describe(study.timed.shape)}"
-        self._task = self._progress.add_task(name, total=total, completed=done, state=state)
-
-    def trial_finished(self, study: Study, trial: Trial) -> None:
-        """Advance by one, and show the best time."""
-        self._failed += trial.status != "ok"
-        if trial.time is not None:
-            self._best = min(self._best, trial.time.median_ms)
-        best = "" if self._best == float("inf") else f"best {milliseconds(self._best)}"
-        failed = f"{self._failed} failed" if self._failed else ""
-        self._update(", ".join(part for part in (best, failed) if part), advance=1)
-
-    def race_started(self, study: Study, finalists: int) -> None:
-        """Show the race in the progress line."""
-        self._update(f"racing {finalists} finalists")
-
-    def study_finished(self, study: Study, verdict: str) -> None:
-        """End the line with the verdict."""
-        self._update(RESULT_WORDS.get(verdict, verdict))
-
-    def _update(self, state: str, advance: int = 0) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, advance=advance, state=state)
 
 
 def outcome_table(outcomes: Sequence[Outcome], *, width: int) -> Group:
@@ -100,11 +39,17 @@ def outcome_table(outcomes: Sequence[Outcome], *, width: int) -> Group:
         ("gain", of_entry(gain_text)),
     ]
     found: list[tables.Column[Outcome]] = [
-        ("config", of_entry(lambda e: config_lines(e.config))),
+        ("config", _config),
         ("result", _result),
     ]
     label: tables.Column[Outcome] = ("call", lambda o: _call(o.study))
     return Group(*tables.fitted(outcomes, label, [times, found], width))
+
+
+def _config(outcome: Outcome) -> str:
+    """The config that won, with what differs from the default."""
+    entry = outcome.entry
+    return "-" if entry is None else config_lines(entry.config, outcome.study.default)
 
 
 def _result(outcome: Outcome) -> Text:
@@ -136,6 +81,51 @@ def outcome_notes(outcomes: Sequence[Outcome], *, min_gain: float) -> list[str]:
     return notes
 
 
+def front_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """Write what a loss of exactness would buy: the front of time and error of each call."""
+    lines = []
+    for outcome in outcomes:
+        if len(outcome.front) < 2:
+            continue
+        study = outcome.study
+        lines.append(f"{study.kernel} {ATTENTION.describe(study.timed.shape)}: time and error")
+        for point in outcome.front:
+            note = "" if point.allowed else "  (too inexact to win: --max-error-ratio)"
+            changes = changes_text(point.config, study.default)
+            lines.append(f"  {point.ratio:6.3f}  {point.error:.5f}  {changes}{note}")
+    return lines
+
+
+def best_lines(unfinished: Sequence[Outcome]) -> list[str]:
+    """Write the best so far of calls that were begun and not decided."""
+    lines = []
+    for outcome in unfinished:
+        study, tried = outcome.study, sum(outcome.trials.values())
+        where = f"{study.kernel} {ATTENTION.describe(study.timed.shape)}"
+        if outcome.best is None:
+            lines.append(f"{where}: nothing valid among {tried} so far")
+            continue
+        config, ratio = outcome.best
+        changes = changes_text(config, study.default)
+        lines.append(f"{where}: best of {tried} so far takes {ratio:.3f} of the default: {changes}")
+    return lines
+
+
+def simulation_table(results: Sequence[SimulationResult], *, width: int) -> Group:
+    """Show how the search does on recorded studies, a row each."""
+    columns: list[tables.Column[SimulationResult]] = [
+        ("configs", lambda one: f"{one.configs}\nnoise {one.noise:.1%}"),
+        ("gain", lambda one: f"{one.gain:.1%}"),
+        ("loss", lambda one: f"{one.regret:.2%}\np95 {one.regret_p95:.2%}"),
+        ("near", lambda one: f"{one.within:.0%}"),
+        ("tried", lambda one: f"{one.tried:.0f}"),
+        ("launches", lambda one: f"{one.launches:.0f}\n{one.launches / one.exhaustive:.1%}"),
+        ("A/A", lambda one: f"{one.false_wins:.1%}"),
+    ]
+    label: tables.Column[SimulationResult] = ("call", lambda one: f"{one.kernel}\n{one.call}")
+    return Group(*tables.fitted(results, label, [columns], width, padding=1))
+
+
 def plan_table(plan: TuningPlan, *, width: int) -> Group:
     """Show what `--dry-run` would do, a row per study."""
     columns: list[tables.Column[tuple[Study, int]]] = [
@@ -158,19 +148,11 @@ def _call(study: Study) -> str:
     return f"{study.kernel}\n{lines(study.timed.shape)}"
 
 
-def config_text(config: LaunchConfig) -> str:
-    """Write a launch config on one line: tile, warps, stages, then what is unusual."""
-    return config_lines(config).replace("\n", " ")
-
-
-def config_lines(config: LaunchConfig) -> str:
-    """Write a launch config on one line or two, for narrow columns."""
-    text = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
-    numbers = {"maxnreg": config.maxnreg, "waves": config.waves_per_eu}
-    numbers["nonkdim"] = config.matrix_instr_nonkdim
-    parts = ["tma"] if config.loads == "descriptor" else []
-    parts += [f"{name}{value}" for name, value in numbers.items() if value]
-    return f"{text}\n{' '.join(parts)}" if parts else text
+def changes_text(config: LaunchConfig, default: LaunchConfig) -> str:
+    """Write the fields of a launch config that are not those of the default."""
+    own, other = config.to_json(), default.to_json()
+    changed = [f"{name} {value}" for name, value in own.items() if value != other[name]]
+    return ", ".join(changed) or "the default"
 
 
 def gain_text(entry: RegistryEntry) -> str:

@@ -11,6 +11,7 @@ import torch
 from sage_plugin.accuracy.gate import Gate
 from sage_plugin.accuracy.output import CheckedOutput, ExactRows
 from sage_plugin.capture.store.reader import CaptureFolder
+from sage_plugin.kernels.absent_device import BuildResources
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.schema import AnyShape, DeviceFacts, ErrorMetrics
 
@@ -88,10 +89,11 @@ class Family:
         decide: kernel and variant of a call, or why it falls back.
         call_key: the key under which a call's launch config is looked up.
         default_launch: the architecture's default config of a key.
-        candidates: legal configs to search for a key, the default first.
+        search_space: configs to search for a key, legal or not, the default first.
         illegal_reason: why a config cannot run a key on a device, or `None`.
         find_launch: the config that the runtime would use; `None` where nothing is tuned.
         forget: drop what was looked up.
+        compile_call: compile what a call would launch, in a process that stands for its device.
         gate_for: the accuracy limits of a kernel.
         captured: a capture of a folder, on a device.
         drawn: drawn values of a shape: device, seed, distribution.
@@ -107,10 +109,11 @@ class Family:
     decide: Callable[..., Decision]
     call_key: Callable[[Any, Decision], Any]
     default_launch: Callable[[Any, DeviceFacts], Any]
-    candidates: Callable[[Any, DeviceFacts], tuple[Any, ...]]
+    search_space: Callable[[Any, DeviceFacts], tuple[Any, ...]]
     illegal_reason: Callable[[Any, Any, DeviceFacts], str | None]
     find_launch: Callable[..., Any]
     forget: Callable[[], None]
+    compile_call: Callable[[Any, Decision, Any, DeviceFacts], tuple[BuildResources, ...]]
     gate_for: Callable[[str], Gate]
     captured: Callable[[CaptureFolder, Any, Any], ReplayCall]
     drawn: Callable[[Any, Any, int, str], ReplayCall]

@@ -45,12 +45,19 @@ class ResolvedConfig:
         detail: one sentence that names the file or the table.
         saved_ms: milliseconds that a call of this shape saves over the host's attention, by the
             times of its tuning; `None` where that was not measured.
+        stale: in what the software differs from that of its tuning (`registry.staleness`).
     """
 
     config: LaunchConfig
     source: str
     detail: str
     saved_ms: float | None = None
+    stale: tuple[str, ...] = ()
+
+    @property
+    def mark(self) -> str:
+        """The source as reports count it, with what is out of date marked."""
+        return f"{self.source}, stale" if self.stale else self.source
 
 
 UNBOUNDED = -1

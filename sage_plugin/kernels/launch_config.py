@@ -5,21 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sage_plugin import files, settings
+from sage_plugin import device, files, settings
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.notice import warn_once
-from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, LinearLaunch, RegistryEntry
+from sage_plugin.schema import (
+    NO_SPEEDS,
+    CallKey,
+    DeviceFacts,
+    LaunchConfig,
+    LinearLaunch,
+    RegistryEntry,
+)
 
 logger = logging.getLogger(__name__)
 
-NO_SPEEDS = ("emulation",)
-"""Variants whose times say nothing of a kernel."""
 UNTUNED = "untuned call signatures"
-TUNE_ALL = "sage tune --from-captures"
-"""The command that tunes every call of a recorded model."""
+RECORDING = Path("captured_inputs")
+"""Where `sage capture` records unless told otherwise."""
 MEMO_LIMIT = 65_536
 """Keys remembered before the memo starts anew: language models see a new length a token."""
 
@@ -113,16 +119,19 @@ def forget() -> None:
 def _look_up(
     key: CallKey, facts: DeviceFacts, rules: LaunchRules, config_dir: str | None
 ) -> ResolvedConfig:
-    from sage_plugin.registry import lookup
+    from sage_plugin.registry import lookup, staleness
 
     def legal(config: LaunchConfig) -> bool:
         return rules.illegal_reason(config, key, facts) is None
 
     found = lookup.find(key, facts=facts, config_dir=config_dir, is_legal=legal)
     if found is not None:
-        saved_ms = _saved_ms(found.entry, key)
         base = ResolvedConfig(
-            found.entry.config, found.source, f"{found.label}: {found.path}", saved_ms
+            found.entry.config,
+            found.source,
+            f"{found.label}: {found.path}",
+            _saved_ms(found.entry, key),
+            () if key.variant in NO_SPEEDS else staleness.changes(found.entry, device.toolchain()),
         )
     else:
         base = ResolvedConfig(rules.default(key, facts), "default", f"default of {facts.arch}")
@@ -160,6 +169,12 @@ def _overridden(config: LaunchConfig, text: str) -> LaunchConfig:
         raise ConfigError(f"SAGE_PLUGIN_LAUNCH: {error}") from None
 
 
+def fill_command() -> str:
+    """Return the command that tunes all calls on defaults, from a recording if one is here."""
+    recorded = (RECORDING / "manifest.jsonl").exists()
+    return f"{'' if recorded else 'sage capture SCRIPT.py && '}sage tune {RECORDING}"
+
+
 def _note_miss(key: CallKey, facts: DeviceFacts, rules: LaunchRules) -> None:
     """Say once that calls run untuned, and log each; silent on a CPU, where speed is no aim."""
     if facts.kind == "cpu":
@@ -178,6 +193,6 @@ def _note_miss(key: CallKey, facts: DeviceFacts, rules: LaunchRules) -> None:
     warn_once(
         logger, UNTUNED,
         "no tuned config for some calls on %s, the first of them of %s:%s with head dim %d: using "
-        "defaults; record the model with `sage capture`, and `%s` fills all (said once)",
-        facts.name, key.kernel, key.variant, key.head_dim, TUNE_ALL,
+        "defaults; `%s` fills all (said once, report() counts them)",
+        facts.name, key.kernel, key.variant, key.head_dim, fill_command(),
     )  # fmt: skip

@@ -45,8 +45,11 @@ def launch(kernel: Any, programs: int, *args: object, **options: object) -> None
         args: its first arguments, all that are no constants.
         options: its constants, and options of the compiler.
     """
-    built = kernel[(programs,)](*args, **options)
     recorder = getattr(_thread, "recorder", None)
+    if recorder is not None and recorder.only_compile:
+        built = kernel.run(*args, grid=(programs,), warmup=True, **options)
+    else:
+        built = kernel[(programs,)](*args, **options)
     if recorder is not None:
         recorder.launches.append((kernel, programs, args, options, built))
 
@@ -103,19 +106,21 @@ class LaunchRecorder:
         launches: kernel, programs, arguments, options and build of each launch.
         scratch: tensors, and whether they began as zeros; they stay alive, so that no two of a call
             have one address.
+        only_compile: launches are compiled and noted, and nothing runs.
     """
 
     launches: list[tuple[Any, int, tuple[object, ...], dict[str, object], Any]] = field(
         default_factory=list
     )
     scratch: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
+    only_compile: bool = False
 
 
 @contextmanager
-def recording() -> Iterator[LaunchRecorder]:
-    """Record what this thread launches."""
+def recording(*, only_compile: bool = False) -> Iterator[LaunchRecorder]:
+    """Record what this thread launches, or would launch."""
     before = getattr(_thread, "recorder", None)
-    _thread.recorder = recorder = LaunchRecorder()
+    _thread.recorder = recorder = LaunchRecorder(only_compile=only_compile)
     try:
         yield recorder
     finally:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from sage_plugin.schema import LaunchConfig
 
 Value = int | bool | str
+Axes = Mapping[str, tuple[Value, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +43,42 @@ class Region:
     max_head_dim: int
     default: LaunchConfig
     tiles: tuple[Tile, ...] = ()
-    axes: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    axes: Axes = field(default_factory=dict)
     element_bytes: int = 4
     mask_kinds: tuple[str, ...] = ("none", "key_bias", "dense")
     variant: str = "portable"
 
-    def candidates(self) -> tuple[LaunchConfig, ...]:
-        """The default first, then every other combination of tiles and axes, in a fixed order."""
-        found = [self.default]
-        names = list(self.axes)
+    def candidates(self, recipe: Axes | None = None) -> tuple[LaunchConfig, ...]:
+        """The default first, then every other combination of tiles and axes, in a fixed order.
+
+        Args:
+            recipe: further axes, of fields that change errors; the default's value is added.
+        """
+        found = dict.fromkeys([self.default])
+        axes = dict(self.axes)
+        for name, values in (recipe or {}).items():
+            axes[name] = tuple(dict.fromkeys((getattr(self.default, name), *values)))
         for tile in self.tiles:
-            for values in itertools.product(*self.axes.values()):
-                config = self.default.replaced(
-                    block_m=tile.block_m,
-                    block_n=tile.block_n,
-                    num_warps=tile.num_warps,
-                    **dict(zip(names, values, strict=True)),
-                )
-                if config not in found:
-                    found.append(config)
+            first = {name: values[0] for name, values in axes.items()}
+            own = self.default.replaced(**dataclasses.asdict(tile), **first)  # checks their names
+            for combination in itertools.product(*axes.values()):
+                changes: dict[str, Any] = dict(zip(axes, combination, strict=True))
+                found[dataclasses.replace(own, **changes)] = None
         return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The regions of one kernel, most special first."""
+    """The regions of one kernel, most special first.
+
+    Attributes:
+        regions: what is served, and how it is launched.
+        recipes: axes by variant that change what is computed, with errors of their own: smoothing,
+            rotation, granules, flush, exponent form. They are searched in every region.
+    """
 
     regions: tuple[Region, ...]
+    recipes: Mapping[str, Axes] = field(default_factory=dict)
 
     def region(
         self,

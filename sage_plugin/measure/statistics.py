@@ -11,9 +11,6 @@ from statistics import NormalDist, mean, median, stdev
 EXACT_RANKS = 40
 """Up to this many pairs the distribution of the signed-rank sum is counted, not approximated."""
 
-MIN_RANK_PAIRS = 6
-"""Below this many pairs no signed-rank interval reaches 95 %; Student's interval is used."""
-
 
 def median_interval(
     samples: Sequence[float], confidence: float = 0.95
@@ -94,9 +91,9 @@ def gain_interval(
 
 
 def _location(values: list[float], confidence: float) -> tuple[float, float, float]:
-    """Centre of symmetric values with its interval."""
+    """Centre of symmetric values with its interval: Student's where no rank is as sure."""
     n = len(values)
-    if n < MIN_RANK_PAIRS:
+    if 0.5 ** (n - 1) > 1 - confidence:
         half = _student(n - 1, confidence) * stdev(values) / math.sqrt(n)
         return mean(values), mean(values) - half, mean(values) + half
     walsh = sorted((values[i] + values[j]) / 2 for i in range(n) for j in range(i, n))

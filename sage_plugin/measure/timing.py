@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,9 @@ from sage_plugin.schema import Timing
 
 Round = Callable[[Sequence[str]], Sequence[float]]
 """Times the named functions once each, in that order; milliseconds."""
+
+Keep = Callable[[Mapping[str, Sequence[float]]], Collection[str]]
+"""Chooses, from the times so far, which functions are timed on; none ends the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ def measure(
     limits: TimingLimits = DEFAULT_LIMITS,
     cold_l2: bool = True,
     seed: int = 0,
+    keep: Keep | None = None,
     **changes: float | None,
 ) -> dict[str, Samples]:
     """Time functions against each other, interleaved.
@@ -123,10 +127,11 @@ def measure(
         limits: when the measurement ends.
         cold_l2: write a buffer larger than twice L2 before each timed call.
         seed: of the order within the rounds.
+        keep: asked after each round which functions are timed on, by default all.
         changes: fields of `limits` that differ, `None` for those that do not.
 
     Returns:
-        Samples by name, each with the same number of rounds.
+        Samples by name, each with the same number of rounds, but for those that `keep` dropped.
 
     Raises:
         UsageError: no function, an unknown method, or one that the device has not.
@@ -145,7 +150,7 @@ def measure(
     limits = replace(limits, **given)  # type: ignore[arg-type]
     label = chosen if cold_l2 or chosen == "wall" else f"{chosen}/warm"
     with timers.timer(functions, resolved, chosen, cold_l2=cold_l2) as run_round:
-        ms = interleave(list(functions), run_round, limits=limits, seed=seed)
+        ms = interleave(list(functions), run_round, limits=limits, seed=seed, keep=keep)
     return {name: Samples(name=name, ms=tuple(ms[name]), method=label) for name in functions}
 
 
@@ -155,6 +160,7 @@ def interleave(
     *,
     limits: TimingLimits = DEFAULT_LIMITS,
     seed: int = 0,
+    keep: Keep | None = None,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Take rounds until the limits say stop; knows no device, so that fakes can stand in."""
@@ -172,6 +178,11 @@ def interleave(
         drawn = order.sample(names, len(names))
         for name, value in zip(drawn, run_round(drawn), strict=True):
             ms[name].append(value)
+        if keep is not None:
+            kept = keep(ms)
+            names = [name for name in names if name in kept]
+            if not names:
+                break
         if taken >= 2 and now() - start >= limits.budget_s:
             break
         if taken >= limits.min_samples and _precise(ms, limits.precision):

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self, overload
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, Pat
 from sage_plugin.plugin.hosts.diffusers import choose
 from sage_plugin.plugin.linears.options import checked_linears
 from sage_plugin.plugin.owners import modules_of, part_of, parts_of
+from sage_plugin.plugin.plan.run_plan import RunPlan, plan_of
 from sage_plugin.plugin.policy.rules import ATTENTION, LINEAR, Policy
 from sage_plugin.plugin.policy.rules import chosen as chosen_policy
 from sage_plugin.plugin.report import PluginReport, joined, report_of
@@ -62,8 +63,19 @@ class PatchHandle:
         """Put everything back; again does nothing."""
         self._release(list(self._parts))
 
-    def report(self) -> PluginReport:
-        """What the layers did so far; after `unpatch`, what they had done by then."""
+    @overload
+    def report(self, *, plan: Literal[False] = False) -> PluginReport: ...
+    @overload
+    def report(self, *, plan: Literal[True]) -> RunPlan: ...
+
+    def report(self, *, plan: bool = False) -> PluginReport | RunPlan:
+        """What the layers did so far; after `unpatch`, what they had done by then.
+
+        Args:
+            plan: tell what they will run on instead, by the models' configurations.
+        """
+        if plan:
+            return plan_of(self._parts)
         return report_of(self._parts) if self._parts else joined(self._past)
 
     def __enter__(self) -> Self:

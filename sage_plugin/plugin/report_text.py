@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sage_plugin.kernels.fallback import Fallback
-from sage_plugin.kernels.launch_config import TUNE_ALL
+from sage_plugin.kernels.launch_config import fill_command
 from sage_plugin.plugin.linears import report as of_linears
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ MOST_GROUPS = 6
 MOST_RANGES = 3
 """Ranges of block numbers in a name before they become a star."""
 EMULATION = ":emulation"
+STALE = ", stale"
+"""How the source of a config ends that was tuned with other software (`ResolvedConfig.mark`)."""
 
 
 def render(report: PluginReport, *, every_layer: bool = False) -> str:
@@ -126,8 +128,14 @@ def _summary(report: PluginReport) -> Iterator[str]:
         if not all(label.endswith(EMULATION) for label in row.calls)
     )
     if untuned:
-        yield f"{untuned} calls ran on default configs: record the model with `sage capture`,"
-        yield f"  and `{TUNE_ALL}` tunes them"
+        yield f"{untuned} calls ran on default configs, which"
+        yield f"  `{fill_command()}` tunes"
+    stale = sum(
+        n for row in report.rows for mark, n in row.config_sources.items() if mark.endswith(STALE)
+    )
+    if stale:
+        yield f"{stale} calls ran on configs that were tuned with other software, which"
+        yield "  `sage configs revalidate` measures again"
 
 
 def _what_ran(rows: Sequence[LayerReport]) -> str:

@@ -331,7 +331,7 @@ def _run_resolved(
     layer.counts.calls[executor.decision.label] += 1
     found = executor.found
     if executor.key is not None:
-        layer.counts.config_sources[BY_POLICY if found is None else found.source] += 1
+        layer.counts.config_sources[BY_POLICY if found is None else found.mark] += 1
     if found is not None and found.saved_ms is not None:
         layer.counts.saved_ms += found.saved_ms
         layer.counts.timed_calls += 1

@@ -21,6 +21,9 @@ from sage_plugin.schema import (
 MAX_FILE_BYTES = 4 * 2**20
 """A device's tuned calls are kilobytes; a file beyond this is not one of ours."""
 
+SPACES = "spaces"
+"""Folder of the search spaces that come with the package, beside the configs of cards."""
+
 POSITIVE_KEY_FIELDS = ("head_dim", "dv", "gqa_ratio", "seq_q", "seq_k", "batch_heads")
 POSITIVE_CONFIG_FIELDS = ("block_m", "block_n", "num_warps", "num_stages")
 OPTIONAL_CONFIG_FIELDS = ("pv_flush", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")
@@ -76,6 +79,8 @@ def entry_problems(entry: RegistryEntry) -> list[str]:
     for name, (bounds, length) in ranges.items():
         if len(bounds) != 2 or not bounds[0] <= length <= bounds[1]:
             problems.append(f"{name}_range is {list(bounds)}, expected [low, high] around {length}")
+    if entry.regret is not None and not 0 <= entry.regret < 1e6:
+        problems.append(f"its regret is {entry.regret}, expected a share from 0 up")
     if not 0 < time.low_ms <= time.median_ms <= time.high_ms:
         problems.append(
             f"its time is {time.median_ms} ms in {time.low_ms}..{time.high_ms}, expected "
@@ -119,6 +124,11 @@ def search_path(
 def file_path(root: str | Path, slug: str, family: str = "attention") -> Path:
     """Return the registry file of a device and family under a folder of configs."""
     return Path(root) / slug / f"{family}.json"
+
+
+def files_under(root: Path) -> list[Path]:
+    """List the registry files under a folder of configs; search spaces are none."""
+    return sorted(path for path in root.glob("*/*.json") if path.parent.name != SPACES)
 
 
 def user_dir() -> Path | None:

@@ -171,11 +171,12 @@ def _near_words(match: Match, key: CallKey) -> str:
     numbers = dict(zip(distance.NUMBER_FIELDS, measured.numbers(), strict=True))
     forms = {n: getattr(measured, n) for n in ("dtype", "layout")}
     other = {n: form for n, form in forms.items() if form != getattr(key, n)}
-    loss = (
-        "between measured lengths"
-        if match.nearness == distance.Nearness.MEASURED
-        else f"within {distance.REACH} times its lengths, loss not measured"
-    )
+    if match.nearness != distance.Nearness.MEASURED:
+        loss = f"within {distance.REACH} times its lengths, loss not measured"
+    elif match.entry.regret is None:
+        loss = "between measured lengths"
+    else:
+        loss = f"inside its region, where at most {match.entry.regret:.1%} is lost"
     where = f" on {match.entry.evidence.measured_on}" if match.entry.evidence.measured_on else ""
     return f", measured at {numbers | other}{where}; {loss}"
 

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.registry import load, lookup, store
+from sage_plugin.registry import load, lookup, regions, store
+from sage_plugin.registry.distance import REACH
 from sage_plugin.schema import (
+    NO_SPEEDS,
     SCHEMA_VERSION,
     CallKey,
     DeviceFacts,
+    LaunchConfig,
     RegistryEntry,
     RegistryFile,
     Toolchain,
 )
 
-REACH = 2
-"""An entry serves lengths up to this factor from its own, and never beyond what was measured."""
+TRUSTED = ("", "clean")
+"""Stamps of times that may take an entry's place; earlier releases had none."""
 
+ALREADY_THERE = "already there"
+Prices = Mapping[CallKey, Mapping[LaunchConfig, float]]
 KeyNote = tuple[CallKey, str]
 
 
@@ -47,8 +52,8 @@ def merge(
     """Merge entries into a registry file; the whole read-change-write is one critical section.
 
     An entry is written where the lower bound of its gain beats `min_gain`, or where it confirms the
-    baseline. Synthetic evidence never replaces an entry that was tuned on captures. Nothing is
-    written where nothing changes.
+    baseline. Synthetic evidence never replaces an entry that was tuned on captures, nor do times
+    that were noisy or throttled replace what is held. Nothing is written where nothing changes.
 
     Args:
         path: a `<device_slug>/<family>.json`; folders are made as needed.
@@ -76,6 +81,36 @@ def merge(
             files.write_atomically(path, store.text_of(file))
             lookup.clear()
     return report
+
+
+def price(path: str | Path, times: Prices, *, limit: float, drop: bool) -> tuple[CallKey, ...]:
+    """Write the measured regions of a registry file's entries into it, under its lock.
+
+    Args:
+        path: the file.
+        times: milliseconds of configs by the key that they were timed at.
+        limit: loss that a region may have.
+        drop: take out the entries that are not needed for all priced lengths to stay within it.
+
+    Returns:
+        The keys whose entries changed or went.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+        OutputError: it cannot be written.
+    """
+    path = Path(path)
+    with store.locked(path):
+        file = load.read(path)
+        priced = regions.priced(file.entries, times, limit)
+        gone = set(regions.redundant(priced, limit)) if drop else set()
+        kept = tuple(entry for entry in priced if entry not in gone)
+        if kept != file.entries:
+            text = store.text_of(dataclasses.replace(file, entries=kept))
+            files.write_atomically(path, text)
+            lookup.clear()
+    before = {entry.key: entry for entry in file.entries}
+    return tuple(e.key for e in priced if e in gone or before[e.key] != e)
 
 
 def _current(path: Path, family: str, facts: DeviceFacts) -> RegistryFile | None:
@@ -119,7 +154,9 @@ def _refusal(entry: RegistryEntry, old: RegistryEntry | None, min_gain: float) -
     if evidence.synthetic and not old.evidence.synthetic:
         return "an entry tuned on captures is there, synthetic inputs do not replace it"
     if (old.config, old.evidence) == (entry.config, evidence):
-        return "already there"
+        return ALREADY_THERE
+    if evidence.stamp not in TRUSTED and entry.key.variant not in NO_SPEEDS:
+        return f"its times are {evidence.stamp}, which replaces nothing that is held"
     return None
 
 
@@ -133,7 +170,9 @@ def _with_ranges(entries: list[RegistryEntry]) -> tuple[RegistryEntry, ...]:
     for entry in entries:
         groups.setdefault(entry.key.discrete(), []).append(entry)
     return tuple(
-        dataclasses.replace(
+        entry
+        if entry.regret is not None  # its region was measured
+        else dataclasses.replace(
             entry,
             seq_q_range=_reach(entry.key.seq_q, entry.seq_q_range, [e.seq_q_range for e in group]),
             seq_k_range=_reach(entry.key.seq_k, entry.seq_k_range, [e.seq_k_range for e in group]),

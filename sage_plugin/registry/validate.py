@@ -48,7 +48,7 @@ def registry_files(path: str | Path) -> list[Path]:
         return [path]
     if not os.path.isdir(path):
         raise ConfigError(f"{path}: no such file or folder")
-    found = sorted({*path.glob("*.json"), *path.glob("*/*.json")})
+    found = sorted({*path.glob("*.json"), *load.files_under(path)})
     if not found:
         raise ConfigError(f"{path}: no <device_slug>/<family>.json inside")
     return found

@@ -1,6 +1,8 @@
 """Tuning: search launch configs on recorded inputs under an accuracy gate, and write the winners.
 
-`inputs` and `plan` say what to tune, `session` drives it, `worker` and `trial` run candidates in a
-child process (the only part that touches a device), `ledger` keeps every trial, `promote` decides
-and `run_folder` writes. It never imports `bench`, `diffusers` or `transformers`, and never prints.
+`configs/` says what to tune and drives it (`plan`, `session`, `study_search`), compiles ahead
+(`compile_pool`) and runs candidates in child processes, the only part that touches a device
+(`trial`); `search/` decides in numbers what to try and who wins; `run/` has what every search
+shares: studies, trials, the ledger, the run folder, workers; `policy/` searches policies. It never
+imports `bench`, `diffusers` or `transformers`, and never prints.
 """

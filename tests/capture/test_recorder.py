@@ -83,6 +83,15 @@ def test_the_spread_and_the_counts_of_all_calls(folder):
     assert summary.bytes == sum(p.stat().st_size for p in folder.glob("*.safetensors"))
 
 
+def test_every_nth_step_and_a_few_of_each_shape(folder):
+    model = video_model()
+    with record(model, folder, every=3, per_shape=2) as recorder:
+        denoise(model, steps=8)
+    assert recorder.summary.files == 2
+    assert set(recorder.summary.steps_saved) <= {0, 3, 6}
+    assert recorder.summary.skipped["step not selected"] == 5 * LAYERS
+
+
 def test_no_more_files_than_asked_for_at_any_time(folder):
     model = video_model()
     most = 0
@@ -99,19 +108,20 @@ def test_no_more_files_than_asked_for_at_any_time(folder):
 
 
 def test_a_pipeline_says_how_many_steps_it_has(folder):
-    """Then nothing is written only to be deleted again."""
+    """Then the first call alone is written only to be deleted again."""
     model = video_model()
     pipe = Pipeline(transformer=model, num_timesteps=10)
     saves = []
     with record(pipe, folder, max_captures=3, on_save=saves.append):
         denoise(model, steps=10)
-    assert len(saves) == 3
+    assert len(saves) == 4
+    assert saves[0].step == 0
     scheduled = Pipeline(transformer=model)
     scheduled.scheduler = type("Scheduler", (), {"timesteps": torch.arange(10)})()
     saves.clear()
     with record(scheduled, folder, max_captures=3, overwrite=True, on_save=saves.append):
         denoise(model, steps=10)
-    assert len(saves) == 3
+    assert len(saves) == 4
 
 
 def test_two_denoisers_count_their_own_steps(folder):

@@ -40,7 +40,15 @@ def test_nonsense_is_refused_in_one_sentence(steps):
         StepSelection.parse(steps)
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 50))
-def test_count_below_is_the_number_of_selected_steps_before(numbers, step):
-    selection = StepSelection.parse(numbers)
-    assert selection.count_below(step) == len({n for n in numbers if n < step})
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 50), st.integers(1, 7))
+def test_count_below_is_the_number_of_selected_steps_before(numbers, step, every):
+    selection = StepSelection.parse(numbers, every)
+    selected = {n for n in numbers if n % every == 0}
+    assert {n for n in range(41) if n in selection} == selected
+    assert selection.count_below(step) == len({n for n in selected if n < step})
+
+
+@pytest.mark.parametrize("every", [0, -2])
+def test_every_zeroth_step_is_refused(every):
+    with pytest.raises(UsageError, match=f"every: got {every}, expected at least 1"):
+        StepSelection.parse(None, every)

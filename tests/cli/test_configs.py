@@ -86,7 +86,7 @@ def test_explain_an_exact_match():
     result = sage("explain", *CALL, "--config-dir", "c")
     assert result.exit_code == 0, result.stderr
     assert f"argument: {path}: exact match" in result.stdout
-    assert "It gets 128x256 w4 s1 (exact" in result.stdout
+    assert "It gets 128x256 w4 s1 no smooth_v (exact: argument" in result.stdout
     assert "legal on this device" in result.stdout
 
 
@@ -187,6 +187,69 @@ def test_check_takes_policies_too(tmp_path):
     result = sage("check", path)
     assert result.exit_code == 2
     assert "rule 2 never fits a call, since rule 1 takes all" in result.stdout.replace("\n", " ")
+
+
+def put_tuned_with(**versions) -> Path:
+    """Write two entries of the H100, one of them measured with other software."""
+    here = device.toolchain()
+    now = samples.evidence(toolchain=here)
+    then = samples.evidence(toolchain=dataclasses.replace(here, **versions))
+    put(
+        samples.entry(because=then),
+        samples.entry(samples.key(seq_q=9000), because=now),
+        facts=samples.FACTS,
+    )
+    return load.file_path("c", samples.FACTS.slug)
+
+
+@pytest.fixture
+def _triton(monkeypatch):
+    """As on a machine with Triton, whatever is here."""
+    monkeypatch.setattr(device, "triton_version", lambda: "3.6.0")
+    device.toolchain.cache_clear()
+    yield
+    device.toolchain.cache_clear()
+
+
+@pytest.mark.usefixtures("_triton")
+@pytest.mark.parametrize(
+    ("versions", "says"),
+    [
+        ({"triton": "2.0.1"}, "1 of 2 entries are stale: triton 2.0 then, "),
+        ({"torch": "1.13"}, "1 of 2 entries are stale: torch 1.13 then, "),
+        ({"kernels": "0" * 16}, "1 of 2 entries are stale: the kernels were edited since (1)"),
+        ({"kernels": "", "driver": "1", "python": "2.7"}, ""),
+    ],
+)
+def test_entries_of_other_software_are_told_and_strictly_refused(versions, says):
+    path = put_tuned_with(**versions)
+    result = sage("check", path)
+    assert result.exit_code == 0, result.stdout
+    assert says in result.stdout
+    assert ("revalidate" in result.stdout) == bool(says)
+    assert sage("check", path, "--strict").exit_code == bool(says)
+    shown = sage("list", "--as", samples.FACTS.slug, "--config-dir", "c").stdout
+    assert shown.count(", stale") == bool(says)
+
+
+AS_H100 = ("--as", samples.FACTS.slug, "--config-dir", "c")
+
+
+@pytest.mark.usefixtures("_triton")
+def test_a_card_that_is_not_here_is_answered_for_from_its_file():
+    put_tuned_with(triton="2.0")
+    listed = sage("list", *AS_H100)
+    assert "NVIDIA H100 80GB HBM3, 2 entries" in listed.stdout
+    call = ("-sq", "1024", "-hq", "16", "-d", "64", "--kernel", "fav3_sage:portable")
+    explained = sage("explain", *call, *AS_H100).stdout
+    assert "fav3_sage:portable on NVIDIA H100 80GB HBM3" in explained
+    assert "(exact, stale: argument: " in explained
+    assert "stale: triton 2.0 then, " in explained
+    assert "Next: sage configs revalidate" in explained
+    wrong = sage("list", "--as", "nvidia-h100-80gb-hbm", "--config-dir", "c")
+    assert wrong.exit_code == 2
+    assert "did you mean 'nvidia-h100-80gb-hbm3'? Cards with configs are" in wrong.stderr
+    assert sage("list", *AS_H100, "--device", "cpu").exit_code == 2
 
 
 def test_check_finds_entries_that_no_device_can_reach():

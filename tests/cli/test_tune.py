@@ -16,6 +16,7 @@ import torch
 import sage_plugin
 from sage_plugin import device
 from sage_plugin.cli import tune as tune_command
+from sage_plugin.cli.tuning import options as tune_options
 from sage_plugin.errors import UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load
@@ -242,9 +243,9 @@ class Everything(dict):
 class FailsForGrouped(ScriptedRunner):
     """Every config of the grouped call fails its gate."""
 
-    def screen(self, study, config, base):
+    def judge(self, study, config):
         self.fails = Everything() if study.key.gqa_ratio == 2 else {}
-        return super().screen(study, config, base)
+        return super().judge(study, config)
 
 
 def test_exit_3_where_the_output_cannot_be_written(folder, script):
@@ -299,13 +300,13 @@ def test_a_real_ctrl_c_ends_the_children_and_can_be_resumed(tmp_path):
     ("text", "value"), [("600", 600), ("90s", 90), ("10m", 600), ("1.5h", 5400)]
 )
 def test_durations(text, value):
-    assert tune_command.seconds(text) == value
+    assert tune_options.seconds(text) == value
 
 
 def test_bad_durations():
     for text in ("", "ten", "10d", "-5", "1e3"):
         with pytest.raises(UsageError):
-            tune_command.seconds(text)
+            tune_options.seconds(text)
 
 
 def test_tuning_on_captures_imports_no_host_library(folder):

@@ -31,12 +31,12 @@ def test_sixteen_writers_of_one_registry_file_lose_nothing(tmp_path):
         list(pool.map(lambda number: merge_one(path, number), range(WRITERS * EACH)))
         processes = [
             subprocess.Popen([sys.executable, "-c", WRITE, str(path), str(start), str(EACH)])
-            for start in range(1000, 1000 + 4 * EACH, EACH)
+            for start in range(1000, 1000 + WRITERS * EACH, EACH)
         ]
         while any(process.poll() is None for process in processes):
             assert STORES["registry"].read(path) >= set(range(WRITERS * EACH))
-    assert [process.returncode for process in processes] == [0] * 4
-    expected = {*range(WRITERS * EACH), *range(1000, 1000 + 4 * EACH)}
+    assert [process.returncode for process in processes] == [0] * WRITERS
+    expected = {*range(WRITERS * EACH), *range(1000, 1000 + WRITERS * EACH)}
     assert STORES["registry"].read(path) == expected
 
 

@@ -57,7 +57,7 @@ def variant(kernel, error, monkeypatch):
     """A fresh variant whose Gluon part fails, and that part."""
     built = HopperOrPortable(kernel, implementation(kernel, "portable").recipe)
     failing = Failing(error)
-    monkeypatch.setattr(built, "_hopper", failing, raising=False)
+    monkeypatch.setattr(built, "first_choice", failing, raising=False)
     return built, failing
 
 
@@ -202,7 +202,7 @@ def test_a_variant_that_runs_is_not_in_the_way_of_its_results(monkeypatch, warni
             seen.append((operands, options))
             return answer
 
-    monkeypatch.setattr(built, "_hopper", Working(), raising=False)
+    monkeypatch.setattr(built, "first_choice", Working(), raising=False)
     assert built.launch(operands, out_dtype=torch.float16, return_lse=True) is answer
     assert seen == [(operands, {"out_dtype": torch.float16, "return_lse": True})]
     assert warnings() == []
@@ -269,7 +269,7 @@ def on_an_h100(monkeypatch, unconfigured):
     monkeypatch.setattr(device, "triton_version", lambda: "3.6.0")
     implementation.cache_clear()
     failing = Failing(FAILURES["RuntimeError"])
-    monkeypatch.setattr(HopperOrPortable, "_hopper", failing)
+    monkeypatch.setattr(HopperOrPortable, "first_choice", failing)
     yield failing
     implementation.cache_clear()
 

@@ -15,7 +15,7 @@ from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention import launch_space
 from sage_plugin.registry.merge import merge
-from sage_plugin.schema import CallKey
+from sage_plugin.schema import CallKey, LaunchConfig
 from tests.kernels.calls import EMULATED, FP8_WEIGHTS, HOPPER, hopper_launch
 from tests.kernels.devices import CPU, KIB, SMEM_KIB, claimed, facts
 from tests.registry.samples import CONFIG, FACTS, KEY, TOOLCHAIN, entry, key
@@ -96,7 +96,28 @@ def test_candidates_of_a_hopper_variant_are_legal_and_fit(kernel, dim, dtype, ma
         # What the bound leaves out takes up to 2 KiB (test_aot_hopper).
         assert launch_space.smem_lower_bound(config, of) + 2048 <= 232_448
         assert config.block_m in (128, 192)
-        assert config.exp_linear > 0 or kernel not in FP8_WEIGHTS
+    axes = {name: {getattr(c, name) for c in found} for name in LaunchConfig.__annotations__}
+    assert axes["smooth_k"] == axes["persistent"] == {True, False}
+    assert axes["q_granule"] == {1, 16}
+    assert axes["hadamard"] == ({0, 64} if dim % 64 == 0 else {0})
+    fp8 = kernel in FP8_WEIGHTS
+    assert axes["smooth_v"] == ({True, False} if fp8 else {False})
+    assert axes["exp_linear"] == ({0, 4, 6} if fp8 else {0})
+    assert axes["pv_flush"] == ({4, 8, 32} if fp8 else {0, 8, 32})
+
+
+def test_tiles_of_causal_calls_have_a_program_each_whatever_the_config():
+    of, causal = (key(variant="hopper", causal=causal) for causal in (False, True))
+    assert {c.persistent for c in launch_space.candidates(of, FACTS)} == {False, True}
+    default = launch_space.default_launch(causal, FACTS)
+    assert {c.persistent for c in launch_space.candidates(causal, FACTS)} == {default.persistent}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942", "gfx1201"])
+def test_heads_above_128_channels_have_something_to_search(arch):
+    for kernel in claimed(arch):
+        found = launch_space.candidates(key(kernel=kernel, head_dim=256, dv=256), facts(arch))
+        assert len(found) > 2, kernel
 
 
 def test_a_hopper_variant_has_no_config_elsewhere():
@@ -176,7 +197,7 @@ def test_the_tune_command_of_a_miss_tunes_that_very_key(of, monkeypatch, tmp_pat
     of = CallKey(**{**of.to_json(), "variant": "emulation"})  # which a CPU tunes
     monkeypatch.chdir(tmp_path)
     plans = []
-    monkeypatch.setattr(tune_command, "_show_plan", plans.append)
+    monkeypatch.setattr(tune_command, "show_plan", plans.append)
     program, *words = shlex.split(launch_space.tune_command(of))
     assert program == "sage"
     result = CliRunner().invoke(app, [*words, "--dry-run", "--device", "cpu"])
@@ -191,7 +212,7 @@ def test_report_406_misses_on_gpus_are_one_warning_a_process_and_a_detail_each(w
     assert found.config == launch_space.default_launch(KEY, FACTS)
     (text,) = warnings()
     assert "fav3_sage:portable" in text
-    assert "`sage tune --from-captures` fills all" in text
+    assert "`sage capture SCRIPT.py && sage tune captured_inputs` fills all" in text
     assert FACTS.name in text
     (text,) = warnings("INFO")
     assert f"`{launch_space.tune_command(KEY)}`" in text

@@ -81,6 +81,15 @@ def test_candidates_are_every_combination_of_tiles_and_axes_after_the_default():
     assert {c.smooth_v for c in found} == {default.smooth_v}
 
 
+def test_a_recipe_is_searched_beside_the_axes_and_keeps_the_default():
+    default = launch(64, 32, num_warps=4, num_stages=2, smooth_k=True, pv_flush=3)
+    region = Region("sm_*", 64, default, (Tile(64, 32, 4),), {"num_stages": (2, 3)})
+    found = region.candidates({"smooth_k": (True, False), "pv_flush": (1, 8)})
+    assert found[0] == default
+    assert len(found) == len(set(found)) == 2 * 2 * 3
+    assert {c.pv_flush for c in found} == {1, 3, 8}
+
+
 def test_without_tiles_the_default_is_the_only_candidate():
     assert Region("sm_*", 64, A).candidates() == (A,)
 
@@ -173,8 +182,7 @@ def test_the_hopper_regions_search_what_they_are_for(kernel, dim):
     assert {c.num_warps * 16 == c.block_m for c in found} == {True}
     assert {c.block_m for c in found} >= {128, 192}
     assert {c.smooth_v for c in found} == {kernel in FP8_WEIGHTS}
-    linear = {4, 6} if kernel in FP8_WEIGHTS else {0}
-    assert {c.exp_linear for c in found} == linear
+    assert {c.exp_linear for c in found} == {6 if kernel in FP8_WEIGHTS else 0}
     assert {c.persistent for c in found} == {False, True}
     if kernel in FP8_WEIGHTS:
         assert {c.pv_flush for c in found} == {8}

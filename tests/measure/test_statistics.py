@@ -119,3 +119,13 @@ def test_d3_the_luckiest_of_many_does_not_survive_a_second_measurement():
         ms = interleave(names, noisy_round(seed, 0.02), limits=limits, seed=seed)
         kept += gain_interval(ms["incumbent"], ms[str(lucky)])[1] <= 0
     assert kept >= 0.95 * 200
+
+
+def test_few_pairs_claim_no_more_than_their_ranks_can():
+    """Eight pairs that all agree are sure by 1 in 128 at best."""
+    base, new = [1.0] * 8, [0.9 + 0.001 * i for i in range(8)]
+    _, low, high = statistics.gain_interval(base, new, 0.99)
+    assert (low, high) == (pytest.approx(0.093), pytest.approx(0.1))
+    _, wide_low, wide_high = statistics.gain_interval(base, new, 0.9999)
+    assert wide_low < 0.09
+    assert wide_high > 0.101

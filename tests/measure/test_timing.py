@@ -191,3 +191,19 @@ def test_a_call_of_many_launches_is_not_timed_by_its_host():
     ms = {method: samples["many"].timing().median_ms for method, samples in found.items()}
     assert ms["events"] < 2 * ms["graph"]
     assert ms["graph"] < ms["wall"]
+
+
+def test_who_is_dropped_is_timed_no_more_and_nobody_ends_the_measurement():
+    device = FakeDevice({"a": 1.0, "b": 2.0, "c": 3.0})
+    asked = []
+
+    def keep(ms):
+        taken = len(ms["a"])
+        asked.append(taken)
+        return () if taken == 7 else [n for n in ms if n != "c" or taken < 2]
+
+    limits = TimingLimits(0, 0.0, 50, 50)
+    ms = interleave(["a", "b", "c"], device, limits=limits, now=device.now, keep=keep)
+    assert {name: len(taken) for name, taken in ms.items()} == {"a": 7, "b": 7, "c": 2}
+    assert asked == [*range(1, 8)]
+    assert all({*order} == {"a", "b"} for order in device.orders[2:])

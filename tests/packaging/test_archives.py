@@ -119,7 +119,9 @@ def test_a_checkout_reads_the_configs_beside_the_package(tmp_path: Path) -> None
 def test_the_wheel_lists_its_configs(unpacked: Path, tmp_path: Path) -> None:
     done = _run(unpacked, tmp_path, "-m", "sage_plugin", "configs", "list", "--all")
     assert done.returncode == 0, done.stderr
-    slugs = {path.parent.name for path in (unpacked / "sage_plugin/configs").rglob("*.json")}
+    configs = unpacked / "sage_plugin/configs"
+    slugs = {path.parent.name for path in configs.glob("*/attention.json")}
+    assert list(configs.glob("spaces/*.json")), "search spaces come along and are no configs"
     assert [slug for slug in sorted(slugs) if slug not in done.stdout] == []
 
 

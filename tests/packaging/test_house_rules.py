@@ -30,6 +30,7 @@ def test_the_package_keeps_them(rules: ModuleType) -> None:
         ("tune/race.py", "print('done')\n", "prints"),
         ("tune/race.py", "import pickle\n", "pickled"),
         ("tune/race.py", "import torch\nx = torch.load('x')\n", "pickled"),
+        ("tune/race.py", "import torch\nx = torch.load('x', weights_only=False)\n", "pickled"),
         ("tune/race.py", "try:\n    x = 1\nexcept Exception:\n    pass\n", "swallowed"),
         ("tune/utils.py", "", "drawer"),
         ("tune/race.py", "x = 1\n" * 501, "lines"),

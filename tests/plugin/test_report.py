@@ -168,7 +168,8 @@ def test_report_407_sums_of_a_group():
     rows = [
         row(
             f"t.blocks.{i}.attn", calls={"fav2:hopper": 4, "sage:hopper": 1},
-            fallbacks={SHORT: 5, BY_RULE: 2}, config_sources={"exact": 4, "default": 1},
+            fallbacks={SHORT: 5, BY_RULE: 2},
+            config_sources={"exact": 1, "exact, stale": 3, "default": 1},
             saved_ms=2.5, timed_calls=4, rules={1: 2, 3: 6}, rule_steps={1: (0, 1), 3: (2, 4)},
         )
         for i in range(10)
@@ -178,12 +179,15 @@ def test_report_407_sums_of_a_group():
         "about 2.5 ms saved over the baseline per step,",
         "  by the times that tuning took of 40 of the 50 kernel calls",
         "50 of 120 calls ran on a kernel (42 %); calls in graphs are not counted",
-        "10 calls ran on default configs: record the model with `sage capture`,",
-        "  and `sage tune --from-captures` tunes them",
+        "10 calls ran on default configs, which",
+        "  `sage capture SCRIPT.py && sage tune captured_inputs` tunes",
+        "30 calls ran on configs that were tuned with other software, which",
+        "  `sage configs revalidate` measures again",
         "t.blocks.*.attn, 10 layers",
-        "  50 of 120 on a kernel; fav2:hopper x40; sage:hopper x10; config exact x40;",
-        "    config default x10; rule 1 x20 at steps 0-1 (not on a kernel); rule 3 x60 at",
-        "    steps 2, 4; saved 25.0 ms; fallback x50: shorter than min_seq 1024",
+        "  50 of 120 on a kernel; fav2:hopper x40; sage:hopper x10; config exact x10;",
+        "    config exact, stale x30; config default x10; rule 1 x20 at steps 0-1 (not on",
+        "    a kernel); rule 3 x60 at steps 2, 4; saved 25.0 ms; fallback x50: shorter",
+        "    than min_seq 1024",
         "never met: rule 2 (sage on *)",
     ]
 

@@ -69,6 +69,22 @@ def test_synthetic_evidence_never_replaces_captures(path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("stamp", ["noisy", "throttled"])
+@pytest.mark.parametrize("confirmed", [False, True])
+def test_times_that_cannot_be_trusted_replace_nothing_that_is_held(path, stamp, confirmed):
+    shaky = samples.evidence(0.0 if confirmed else 0.5, confirmed=confirmed, stamp=stamp)
+    other = samples.entry(launch=samples.config(block_m=64), because=shaky)
+    assert put_in(path, other).added, "better than nothing"
+    put_in(path, samples.entry(because=samples.evidence(stamp="clean")))
+    report = put_in(path, other)
+    assert report.kept == (
+        (samples.KEY, f"its times are {stamp}, which replaces nothing that is held"),
+    )
+    emulated = samples.key(variant="emulation")
+    put_in(path, samples.entry(emulated))
+    assert put_in(path, samples.entry(emulated, because=shaky)).replaced
+
+
 def test_captures_replace_synthetic_evidence_and_synthetic_replaces_synthetic(path):
     synthetic = samples.evidence(0.5, synthetic=True)
     put_in(path, samples.entry(because=synthetic))

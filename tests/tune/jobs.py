@@ -80,3 +80,13 @@ class DieOnce:
             self.marker.touch()
             kill_itself()
         return "survived"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Says what a child sees of a variable."""
+
+    name: str
+
+    def __call__(self) -> str | None:
+        return os.environ.get(self.name)

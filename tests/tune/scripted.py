@@ -7,15 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sage_plugin.families.attention.gates import gate_for
-from sage_plugin.measure.timing import Samples
+from sage_plugin.measure.timing import Samples, TimingLimits, interleave
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import CallShape, LaunchConfig, Trial
+from sage_plugin.schema import CallShape, ErrorMetrics, LaunchConfig, Trial
 from sage_plugin.tune.configs import trial as trials
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
-from sage_plugin.tune.configs.search import SearchLimits
 from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Study, Timer
+from sage_plugin.tune.search.elimination import LOOKS
+from sage_plugin.tune.search.search import TOO_LARGE, SearchLimits
 from tests.registry import samples
 
 SHAPE = CallShape(
@@ -94,7 +95,9 @@ class ScriptedRunner:
         noise: relative standard deviation of one sample.
         drift: factor on all times as a function of the number of samples taken before.
         seed: of the noise.
-        before: called before each screen, with the number of screens so far.
+        before: called before each candidate, with the number of those so far.
+        errors: errors of a config.
+        too_large: statuses of failures that mean that a config did not fit.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class ScriptedRunner:
         drift: Callable[[int], float] = lambda n: 1.0,
         seed: int = 0,
         before: Callable[[int], None] = lambda n: None,
+        errors: Callable[[LaunchConfig], ErrorMetrics] = lambda config: samples.ERRORS,
+        too_large: tuple[str, ...] = (),
     ) -> None:
         self.speed, self.noise, self.drift = speed, noise, drift
         self.fails = {} if fails is None else fails
@@ -114,30 +119,33 @@ class ScriptedRunner:
         self.before = before
         self.screened: list[LaunchConfig] = []
         self.raced: list[tuple[LaunchConfig, ...]] = []
-        self.closed = False
+        self.errors, self.too_large = errors, too_large
+        self.batches: list[tuple[LaunchConfig | None, tuple[LaunchConfig, ...]]] = []
+        self.prepared: list[tuple[str, tuple[LaunchConfig, ...]]] = []
+        self.closed = self.cancelled = False
         self._random = random.Random(seed)
         self._samples = 0
 
-    def screen(self, study: Study, config: LaunchConfig, base: LaunchConfig | None) -> Trial:
+    def prepare(self, study: Study, configs) -> dict:
+        self.prepared.append((study.id, tuple(configs)))
+        return {}
+
+    def judge(self, study: Study, config: LaunchConfig) -> Trial:
         self.before(len(self.screened))
         self.screened.append(config)
-        if status := self.fails.get(config):
-            reason = f"{status} as the script says"
-            return Trial(study.id, config, "screen", status, reason=reason)
-        names = {trials.NEW: config}
-        if base is not None and base != config:
-            names[trials.BASE] = base
-        times = self._times(names, study.timer.screen_rounds)
-        ratio = trials._ratio(times, compared=base is not None)
-        return Trial(
-            study.id,
-            config,
-            "screen",
-            "ok",
-            time=times[trials.NEW].timing(),
-            errors=samples.ERRORS,
-            extra={"ratio": ratio},
-        )
+        status = self.fails.get(config, "ok")
+        reason = "" if status == "ok" else f"{status} as the script says"
+        extra = {TOO_LARGE: 1.0} if status in self.too_large else {}
+        errors = self.errors(config) if status == "ok" else None
+        return Trial(study.id, config, "screen", status, reason=reason, errors=errors, extra=extra)
+
+    def screen(self, study: Study, judged, base: LaunchConfig | None) -> tuple[Trial, ...]:
+        configs = {trial.config: trial.config for trial in judged}
+        if base is not None:
+            configs[base] = base
+        self.batches.append((base, tuple(trial.config for trial in judged)))
+        times = self._times(configs, study.timer.screen_rounds)
+        return trials.screened(tuple(judged), base, times)
 
     def race(self, study: Study, race: Race) -> tuple[Trial, ...]:
         self.raced.append(race.configs)
@@ -149,20 +157,30 @@ class ScriptedRunner:
             )
         names = {f"{i}": config for i, config in enumerate(race.configs)}
         names[trials.AGAIN] = race.configs[0]
-        times = self._times(names, study.timer.race_rounds)
-        return trials._finals(study, race, times, False)
+        keep = trials.elimination_of(study.problem, race)
+        return trials.finals_of(study.problem, race, self._times(names, LOOKS[-1], keep), False)
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
     def close(self) -> None:
         self.closed = True
 
-    def _times(self, names: dict[str, LaunchConfig], rounds: int) -> dict[str, Samples]:
-        taken: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(rounds):
-            for name in self._random.sample(sorted(names), len(names)):
-                noise = max(0.01, self._random.gauss(1, self.noise))
-                taken[name].append(self.speed(names[name]) * noise * self.drift(self._samples))
-                self._samples += 1
-        return {name: Samples(name, tuple(ms), "events") for name, ms in taken.items()}
+    def _times(self, names, rounds: int, keep=None) -> dict:
+        """Times by name, interleaved as a device would be timed."""
+
+        def run_round(drawn) -> list[float]:
+            return [self._sample(names[name]) for name in drawn]
+
+        limits = TimingLimits(0, 0.0, rounds, rounds, budget_s=float("inf"))
+        seed = self._random.random()
+        ms = interleave(list(names), run_round, limits=limits, seed=seed, keep=keep)
+        return {name: Samples(str(name), tuple(taken), "events") for name, taken in ms.items()}
+
+    def _sample(self, config: LaunchConfig) -> float:
+        noise = max(0.01, self._random.gauss(1, self.noise))
+        self._samples += 1
+        return self.speed(config) * noise * self.drift(self._samples)
 
 
 def _captured():

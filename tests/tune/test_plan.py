@@ -16,7 +16,7 @@ from sage_plugin.tune.configs import plan as plans
 from sage_plugin.tune.configs import space_file
 from sage_plugin.tune.configs.inputs import from_captures, from_drawn
 from sage_plugin.tune.configs.plan import TuningRequest, build
-from sage_plugin.tune.configs.search import SearchLimits
+from sage_plugin.tune.search.search import SearchLimits
 from tests.registry import samples
 from tests.tune import captures
 from tests.tune.captures import DENSE, GROUPED, MASKED, SELF, WIDE
@@ -121,7 +121,10 @@ def test_a_space_file_is_searched_instead_and_illegal_configs_are_counted(tmp_pa
     (study,) = plan.studies
     assert study.default == dispatch.default_launch(study.key, study.facts)
     assert {config.block_n for config in study.space} == {64, 128}
-    assert "4 configs cannot run here" in plan.notes[0]
+    assert [note.removeprefix(f"{path}: ") for note in plan.notes] == [
+        "2 configs cannot run here: num_warps 3 is not 1, 2, 4, 8 or 16",
+        "2 configs cannot run here: block_n 96 is not a power of two between 32 and 256",
+    ]
 
 
 def test_the_same_request_gets_the_same_name_and_studies():

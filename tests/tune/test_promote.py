@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from sage_plugin.errors import ConfigError
-from sage_plugin.schema import LaunchConfig
-from sage_plugin.tune.configs import promote, search
+from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.tune.configs import promote
 from sage_plugin.tune.run.runner import Race
+from sage_plugin.tune.search.search import Search
 from tests.registry import samples
 from tests.tune import scripted
 from tests.tune.scripted import ScriptedRunner
@@ -17,12 +18,20 @@ from tests.tune.scripted import ScriptedRunner
 STUDIES = {count: scripted.study(count) for count in (2, 6, 40)}
 
 
+def screened(study, runner: ScriptedRunner) -> dict[LaunchConfig, Trial]:
+    """Each config of a study, judged, and timed where it passes."""
+    judged = [runner.judge(study, config) for config in study.space]
+    passed = [trial for trial in judged if trial.status == "ok"]
+    timed = runner.screen(study, passed, study.default) if passed else ()
+    return {trial.config: trial for trial in (*judged, *timed)}
+
+
 def verdict(count: int, runner: ScriptedRunner, *, min_gain: float) -> promote.StudyVerdict:
     """Search and race without files."""
     study = STUDIES[count]
-    screens = {c: runner.screen(study, c, study.default) for c in study.space}
-    configs = search.finalists(screens, study.default, None)
-    finals = {t.config: t for t in runner.race(study, Race(configs, None, 1.0))}
+    screens = screened(study, runner)
+    race = Race(Search(study.space).finalists(screens), None, 1.0, min_gain=min_gain)
+    finals = {t.config: t for t in runner.race(study, race)}
     return promote.decide(study, screens, finals, min_gain=min_gain, run="r")
 
 
@@ -32,7 +41,7 @@ def test_the_winner_of_many_equal_configs_is_the_default():
         verdict(40, ScriptedRunner(noise=0.02, seed=s), min_gain=0.01).kind == "confirmed"
         for s in range(seeds)
     )
-    assert kept >= 0.95 * seeds
+    assert kept >= 0.98 * seeds
 
 
 def test_a_config_equal_to_the_default_is_hardly_ever_promoted():
@@ -40,7 +49,7 @@ def test_a_config_equal_to_the_default_is_hardly_ever_promoted():
     kinds = [
         verdict(2, ScriptedRunner(noise=0.02, seed=s), min_gain=0.0).kind for s in range(seeds)
     ]
-    assert kinds.count("tuned") < 0.05 * seeds
+    assert kinds.count("tuned") < 0.02 * seeds
 
 
 def test_a_real_gain_is_found_in_spite_of_noise_and_drift():
@@ -60,7 +69,7 @@ def test_a_real_gain_is_found_in_spite_of_noise_and_drift():
 def decide(finals: dict[LaunchConfig, dict[str, float]], **keywords) -> promote.StudyVerdict:
     study = STUDIES[6]
     runner = ScriptedRunner()
-    screens = {c: runner.screen(study, c, study.default) for c in study.space}
+    screens = screened(study, runner)
     raced = {}
     for config, extra in finals.items():
         trial = dataclasses.replace(screens[config], stage="final", extra=extra)
@@ -94,8 +103,8 @@ def test_evidence_is_rounded_and_dated():
 
 def test_a_ledger_of_other_content_is_refused_in_one_sentence():
     study, runner = STUDIES[6], ScriptedRunner()
-    screens = {c: runner.screen(study, c, study.default) for c in study.space}
-    configs = search.finalists(screens, study.default, None)
+    screens = screened(study, runner)
+    configs = Search(study.space).finalists(screens)
     finals = {t.config: t for t in runner.race(study, Race(configs, None, 1.0))}
     blank = {c: dataclasses.replace(trial, errors=None) for c, trial in screens.items()}
     with pytest.raises(ConfigError, match=r"holds no errors of it: .* tune again with --fresh"):
@@ -105,7 +114,7 @@ def test_a_ledger_of_other_content_is_refused_in_one_sentence():
 def test_nothing_raced_is_a_failure_with_its_reasons():
     study = STUDIES[6]
     runner = ScriptedRunner(fails=dict.fromkeys(study.space, "crashed"))
-    screens = {c: runner.screen(study, c, None) for c in study.space}
+    screens = screened(study, runner)
     found = promote.decide(study, screens, {}, min_gain=0.01, run="r")
     assert (found.kind, found.entry) == ("failed", None)
     assert found.reason == "6 crashed (crashed as the script says)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import os
 import signal
@@ -16,12 +17,12 @@ import pytest
 from sage_plugin.errors import ConfigError, OutputError, TuningError
 from sage_plugin.registry import load, lookup
 from sage_plugin.registry.merge import merge
-from sage_plugin.tune.configs.search import SearchLimits
 from sage_plugin.tune.configs.session import tune
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.crash_marker import CrashMarker
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.observer import Observer
+from sage_plugin.tune.search.search import ErrorLimit, SearchLimits
 from tests.registry import samples
 from tests.tune import scripted
 from tests.tune.scripted import ScriptedRunner
@@ -93,7 +94,12 @@ def test_a_gain_below_the_least_gain_is_not_worth_an_entry(tmp_path):
     runner = ScriptedRunner(speed)
     enough = tune(again, runner)
     assert enough.outcomes[0].verdict == "tuned"
-    assert (runner.screened, runner.raced) == ([], []), "another threshold needs no new trial"
+    assert runner.screened == [], "another threshold needs no new screen"
+    assert len(runner.raced) == 1, "who cannot win much left the race early"
+    higher = ScriptedRunner(speed)
+    last = tune(scripted.plan(tmp_path, study, min_gain=0.03), higher)
+    assert last.outcomes[0].verdict == "confirmed"
+    assert higher.raced == []
 
 
 def test_the_same_command_resumes_and_changes_nothing(tmp_path):
@@ -159,7 +165,7 @@ def test_failed_candidates_are_rows_and_the_run_goes_on(tmp_path):
 
 def test_what_was_tried_before_the_end_of_the_world_is_used_on_restart(tmp_path):
     study = scripted.study(64)
-    plan = scripted.plan(tmp_path, study)
+    plan = scripted.plan(tmp_path, study, limits=SearchLimits(exhaustive=True))
 
     def break_down(count: int) -> None:
         if count == 56:
@@ -170,13 +176,14 @@ def test_what_was_tried_before_the_end_of_the_world_is_used_on_restart(tmp_path)
         tune(plan, broken)
     assert broken.closed
     ledger = Ledger(plan.run_folder / run_folder.LEDGER)
-    assert len(ledger.trials(study.id, "screen")) == 56
+    kept = ledger.trials(study.id, "screen")
+    assert 48 < len(kept) <= 56, "all but the batch that was judged and not timed"
     with open(plan.run_folder / run_folder.TRIALS, newline="") as stream:
-        assert len(list(csv.DictReader(stream))) == 56
+        assert len(list(csv.DictReader(stream))) == len(kept)
     runner = ScriptedRunner()
     tune(plan, runner)
-    assert len(runner.screened) == 8
-    assert not set(runner.screened) & set(broken.screened[:56])
+    assert len(runner.screened) == 64 - len(kept)
+    assert not set(runner.screened) & set(kept)
 
 
 def test_all_failing_is_an_error_with_classes_and_counts(tmp_path):
@@ -391,9 +398,12 @@ def test_ctrl_c_leaves_loadable_output_and_the_rest_for_later(tmp_path):
     assert [entry.key for entry in entries(plan)] == [one.key]
     results = json.loads((plan.run_folder / run_folder.RESULTS).read_text())
     assert (results["studies"], len(results["results"])) == (2, 1)
+    (begun,) = report.unfinished
+    assert begun.trials == {"ok": 1}
+    assert results["unfinished"][0]["best"] == {"config": two.default.to_json(), "ratio": 1.0}
     rest = ScriptedRunner()
     assert not tune(plan, rest).interrupted
-    assert len(rest.screened) == 2
+    assert len(rest.screened) == 3, "of a batch that was not timed each is judged again"
     assert len(entries(plan)) == 2
 
 
@@ -440,10 +450,10 @@ KILLED = textwrap.dedent("""
     victim = scripted.study(6).space[3]
 
     class Deadly(scripted.ScriptedRunner):
-        def screen(self, study, config, base):
+        def judge(self, study, config):
             if config == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super().screen(study, config, base)
+            return super().judge(study, config)
 
     tune(scripted.plan(Path(sys.argv[1]), scripted.study(6)), Deadly())
 """)
@@ -460,15 +470,33 @@ def test_a_trial_that_ends_the_session_runs_again_once(tmp_path):
     done = len(Ledger(ledger).all())
     assert 1 <= done < 6
     note = plan.run_folder / run_folder.CRASH_MARKER
-    assert CrashMarker(note).begin(study.id, victim) is None, "what was running is tried once more"
+    assert CrashMarker(note).begin(study.id, victim), "what was running is tried once more"
     runner = ScriptedRunner()
-    tune(plan, runner)
+    (outcome,) = tune(plan, runner).outcomes
     assert victim not in runner.screened, "and not a third time"
     assert len(runner.screened) == 5 - done
+    assert outcome.trials == {"ok": 5, "passed_over": 1}
     rows = Ledger(ledger).trials(study.id, "screen")
-    assert rows[victim].status == "crashed"
-    assert "ended 2 times" in rows[victim].reason
+    assert victim not in rows, "whoever ended the session, the config is no crasher"
+    assert note.exists()
+    anew = ScriptedRunner()
+    (outcome,) = tune(scripted.plan(tmp_path, study, fresh=True), anew).outcomes
+    assert outcome.trials == {"ok": 6}
     assert not note.exists()
+
+
+def test_a_budget_ends_a_batch_between_two_candidates(tmp_path, monkeypatch):
+    study, now = scripted.study(32), [0.0]
+    monkeypatch.setattr("sage_plugin.tune.configs.study_search.time.monotonic", lambda: now[0])
+
+    def wait(count: int) -> None:
+        now[0] += 10.0
+
+    limits = SearchLimits(budget_s=50.0)
+    runner = ScriptedRunner(before=wait)
+    (outcome,) = tune(scripted.plan(tmp_path, study, limits=limits), runner).outcomes
+    assert outcome.trials == {"ok": len(runner.screened)}
+    assert len(runner.screened) == 4, "35 seconds are the screen's"
 
 
 def test_ctrl_c_does_not_count_as_an_ended_session(tmp_path):
@@ -481,3 +509,92 @@ def test_ctrl_c_does_not_count_as_an_ended_session(tmp_path):
     for _ in range(4):
         assert tune(plan, ScriptedRunner(before=press)).interrupted
     assert tune(plan, ScriptedRunner()).outcomes[0].trials == {"ok": 3}
+
+
+def test_sigterm_ends_a_session_as_ctrl_c_does_and_brands_nothing(tmp_path):
+    study = scripted.study(3)
+    plan = scripted.plan(tmp_path, study)
+
+    def end(count: int) -> None:
+        if count == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    for _ in range(3):
+        assert tune(plan, ScriptedRunner(before=end)).interrupted
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert not (plan.run_folder / run_folder.CRASH_MARKER).exists()
+    assert tune(plan, ScriptedRunner()).outcomes[0].trials == {"ok": 3}
+
+
+def test_a_noisy_or_throttled_result_replaces_nothing(tmp_path):
+    study = scripted.study()
+    plan = held(tmp_path, study, study.space[3])
+
+    class Throttled(ScriptedRunner):
+        def race(self, study, race):
+            finals = super().race(study, race)
+            return tuple(
+                dataclasses.replace(one, extra=one.extra | {"throttled": 1.0}) for one in finals
+            )
+
+    slow = Throttled(lambda config: 1.2 if config == study.space[3] else 1.0, noise=0.005)
+    (outcome,) = tune(plan, slow).outcomes
+    assert outcome.verdict == "confirmed"
+    assert outcome.written.startswith("kept: its times are throttled")
+    assert entries(plan)[0].config == study.space[3]
+    fresh = scripted.plan(tmp_path / "new", study)
+    (first,) = tune(fresh, Throttled(noise=0.005)).outcomes
+    assert first.written == "added", "where nothing is held, something is better than nothing"
+
+
+def inexact(*configs):
+    """Errors that are half as large again for some configs."""
+    return lambda config: dataclasses.replace(
+        samples.ERRORS,
+        centred_rel_l1=samples.ERRORS.centred_rel_l1 * (1.5 if config in configs else 1.0),
+    )
+
+
+def test_speed_is_not_bought_with_errors_and_the_front_says_what_it_would_buy(tmp_path):
+    study = scripted.study()
+    fast, sound = study.space[4], study.space[5]
+    speed = {fast: 0.5, sound: 0.9}
+    runner = ScriptedRunner(lambda c: speed.get(c, 1.0), noise=0.002, errors=inexact(fast))
+    plan = scripted.plan(tmp_path, study)
+    (outcome,) = tune(plan, runner).outcomes
+    assert outcome.entry.config == sound
+    assert outcome.trials == {"ok": 7, "inexact": 1}
+    assert [(p.config, p.allowed) for p in outcome.front] == [(fast, False), (sound, True)]
+    results = json.loads((plan.run_folder / run_folder.RESULTS).read_text())
+    assert [p["allowed"] for p in results["results"][0]["front"]] == [False, True]
+    loose = scripted.plan(tmp_path, study, error_limit=ErrorLimit(max_ratio=2.0))
+    again = ScriptedRunner(lambda c: speed.get(c, 1.0), noise=0.002)
+    assert tune(loose, again).outcomes[0].entry.config == fast
+    assert again.screened == [], "another limit needs no new screen"
+
+
+def test_what_cannot_fit_is_not_tried_and_is_counted(tmp_path):
+    sizes = [(m, n, s) for m in (16, 32, 64, 128) for n in (32, 64, 128) for s in (1, 2, 3)]
+    space = [samples.config(block_m=m, block_n=n, num_stages=s) for m, n, s in sizes]
+    study = scripted.study(tuple(space))
+    fails = {config: "compile_error" for config in space if config.block_m >= 32}
+    runner = ScriptedRunner(fails=fails, too_large=("compile_error",))
+    limits = SearchLimits(exhaustive=True)
+    (outcome,) = tune(scripted.plan(tmp_path, study, limits=limits), runner).outcomes
+    assert outcome.trials["ok"] == 9
+    assert outcome.trials["skipped"] == len(space) - len(runner.screened) > 0
+
+
+def test_a_ratio_without_a_usable_default_is_paired_with_the_first_valid_config(tmp_path):
+    study = scripted.study(12)
+    drifting = ScriptedRunner(
+        lambda c: 0.9 if c == study.space[7] else 1.0,
+        fails={study.default: "gate_failed"},
+        drift=lambda n: 1 + n / 20,
+    )
+    (outcome,) = tune(scripted.plan(tmp_path, study), drifting).outcomes
+    assert outcome.entry.config == study.space[7]
+    bases = {base for base, _ in drifting.batches}
+    assert len(bases) == 1
+    assert study.default not in bases

@@ -62,15 +62,15 @@ def runner(*replies: Reply) -> tuple[SubprocessRunner, FakeLane]:
 
 def test_a_job_whose_child_died_gets_one_more_child():
     study = scripted.study(2)
-    good = scripted.ScriptedRunner().screen(study, study.default, None)
+    good = scripted.ScriptedRunner().judge(study, study.default)
     crash, done = Reply("crashed", message="ended by SIGKILL"), Reply("done", value=good)
     made, _ = runner(crash, done)
-    assert made.screen(study, study.default, None) == good
+    assert made.judge(study, study.default) == good
     made, lane = runner(crash, crash, done)
-    assert made.screen(study, study.default, None).status == "crashed"
+    assert made.judge(study, study.default).status == "crashed"
     assert lane.replies == [done]
     made, lane = runner(Reply("timeout", message="ran longer than 1 s"), done)
-    assert made.screen(study, study.default, None).status == "timeout"
+    assert made.judge(study, study.default).status == "timeout"
     assert lane.replies == [done], "what hangs once is not waited for twice"
 
 
@@ -79,11 +79,11 @@ def test_a_gpu_that_failed_to_run_gets_a_new_process_and_a_compile_error_does_no
     made, lane = runner(
         Reply("raised", error="builtins.RuntimeError", message="illegal memory access")
     )
-    found = made.screen(study, study.default, None)
+    found = made.judge(study, study.default)
     assert (found.status, found.reason) == ("run_error", "RuntimeError: illegal memory access")
     assert lane.stops == 1
     made, lane = runner(Reply("raised", error="triton.OutOfResources", message="smem"))
-    assert made.screen(study, study.default, None).status == "compile_error"
+    assert made.judge(study, study.default).status == "compile_error"
     assert lane.stops == 0
 
 
@@ -121,12 +121,12 @@ def test_a_session_with_real_children_writes_what_the_runtime_finds(tmp_path, fo
 
 def test_a_real_child_killed_in_the_middle_costs_nothing_but_time(tmp_path, monkeypatch):
     """The job kills its child once; the runner's second child answers."""
-    monkeypatch.setattr(subprocess_runner, "ScreenJob", lambda *_: jobs.DieOnce(tmp_path / "died"))
+    monkeypatch.setattr(subprocess_runner, "JudgeJob", lambda *_: jobs.DieOnce(tmp_path / "died"))
     made = SubprocessRunner(timeout_s=60)
     made._worker = WorkerProcess(timeout_s=60)
     study = scripted.study(2)
     try:
-        assert made.screen(study, study.default, None) == "survived"
+        assert made.judge(study, study.default) == "survived"
         assert made._worker.started == 2
     finally:
         made.close()
@@ -138,12 +138,12 @@ def test_a_real_hang_is_a_timeout_and_the_next_trial_runs(tmp_path, monkeypatch)
     made._worker = WorkerProcess(timeout_s=1.0)
     study = scripted.study(2)
     try:
-        monkeypatch.setattr(subprocess_runner, "ScreenJob", lambda *_: hang)
-        found = made.screen(study, study.default, None)
+        monkeypatch.setattr(subprocess_runner, "JudgeJob", lambda *_: hang)
+        found = made.judge(study, study.default)
         assert found.status == "timeout"
         assert "longer than 1 s" in found.reason
-        monkeypatch.setattr(subprocess_runner, "ScreenJob", lambda *_: jobs.answer)
-        assert made.screen(study, study.default, None) == 42
+        monkeypatch.setattr(subprocess_runner, "JudgeJob", lambda *_: jobs.answer)
+        assert made.judge(study, study.default) == 42
     finally:
         made.close()
 
@@ -152,7 +152,7 @@ def test_an_outside_kill_of_the_real_child_is_survived(tmp_path, monkeypatch):
     note = tmp_path / "pids"
     made = SubprocessRunner(timeout_s=20)
     made._worker = WorkerProcess(timeout_s=20)
-    monkeypatch.setattr(subprocess_runner, "ScreenJob", lambda *_: jobs.Hang(note))
+    monkeypatch.setattr(subprocess_runner, "JudgeJob", lambda *_: jobs.Hang(note))
 
     def kill() -> None:
         for _ in range(2):
@@ -166,7 +166,7 @@ def test_an_outside_kill_of_the_real_child_is_survived(tmp_path, monkeypatch):
     killer = threading.Thread(target=kill)
     killer.start()
     study = scripted.study(2)
-    found = made.screen(study, study.default, None)
+    found = made.judge(study, study.default)
     killer.join()
     made.close()
     assert found.status == "crashed"

@@ -144,7 +144,7 @@ class Intake:
         part = reason or self._rule.choose(call)
         if isinstance(part, str):
             return part
-        verdict = self.policy.judge(cell)
+        verdict = self.policy.judge(cell, call.shape)
         if not verdict.keep:
             return verdict.reason
         try:
@@ -157,7 +157,7 @@ class Intake:
                 self._tally.skipped[REPLACED] += 1
             record = self._record(forward, event, cell, call, part)
             self._saved[cell] = self._writer.save(tensors, record)
-            self.policy.commit(cell, verdict)
+            self.policy.commit(cell, verdict, call.shape)
             if self._on_save is not None:
                 self._on_save(self._saved[cell])
         return "" if self._failure is None else OUTPUT_FAILED

@@ -28,6 +28,8 @@ class CaptureOptions:
         max_captures: most captures in the folder, at any time.
         layers: globs of layer paths; one text may hold several, separated by commas.
         steps: steps of the component, as numbers or as text such as `"0,5,10-14"`; `None` for all.
+        every: of the steps, only those that it divides: 2 is every second one.
+        per_shape: most captures of calls of one shape; `None` for as many as come.
         heads: number of key heads of a capture, or their indices, as numbers or as text; `None` for
             all that fit.
         batch: indices of batch items, as numbers or as text; `None` for all that fit.
@@ -43,6 +45,8 @@ class CaptureOptions:
     max_captures: int = 10
     layers: str | Iterable[str] = "*"
     steps: str | int | Iterable[int] | None = None
+    every: int = 1
+    per_shape: int | None = None
     heads: int | str | Iterable[int] | None = None
     batch: str | Iterable[int] | None = None
     max_bytes: int = DEFAULT_MAX_BYTES
@@ -61,8 +65,9 @@ class CaptureOptions:
         """The chooser of calls."""
         return SpreadPolicy(
             self.max_captures,
-            steps=StepSelection.parse(self.steps),
+            steps=StepSelection.parse(self.steps, self.every),
             total_steps=self.total_steps,
+            per_shape=self.per_shape,
         )
 
     def rule(self) -> PartRule:

@@ -264,6 +264,8 @@ def record(
     max_captures: int = 10,
     layers: str | Iterable[str] = "*",
     steps: str | int | Iterable[int] | None = None,
+    every: int = 1,
+    per_shape: int | None = None,
     heads: int | str | Iterable[int] | None = None,
     batch: str | Iterable[int] | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
@@ -275,7 +277,8 @@ def record(
     """Record attention inputs of a pipeline or model while a `with` block runs.
 
     A patched model is recorded as it is; any other runs its own attention and is left as it was.
-    The captures spread over layers and denoising steps, and `sage tune --from-captures` reads them.
+    The captures spread over layers and denoising steps, every shape gets one before any gets two,
+    and `sage tune --from-captures` reads them.
 
     Args:
         obj: a diffusers pipeline, its denoiser, or a patched module.
@@ -283,6 +286,8 @@ def record(
         max_captures: most captures in the folder, at any time.
         layers: globs of layer paths, e.g. `"transformer.transformer_blocks.[0-4].*"`.
         steps: denoising steps, as numbers or as text such as `"0,5,10-14"`; all if `None`.
+        every: of the steps, only those that it divides: 2 is every second one.
+        per_shape: most captures of calls of one shape; as many as come if `None`.
         heads: number of key heads of a capture, or their indices (`[0, 5]`, `"0,5,8-11"`); all that
             fit if `None`.
         batch: indices of batch items; all that fit if `None`.
@@ -314,6 +319,8 @@ def record(
         max_captures=max_captures,
         layers=layers,
         steps=steps,
+        every=every,
+        per_shape=per_shape,
         heads=heads,
         batch=batch,
         max_bytes=max_bytes,

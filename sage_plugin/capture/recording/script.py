@@ -15,18 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sage_plugin.capture.recording.recorder import HOST_KERNEL, CaptureRecorder
+from sage_plugin.capture.recording.recorder import HOST_KERNEL
 from sage_plugin.errors import PatchError, UsageError
 from sage_plugin.plugin.component import component_of
 from sage_plugin.plugin.owners import owners_of
-from sage_plugin.plugin.patch import patch
+from sage_plugin.plugin.patch import PatchHandle, patch
 
 _DENOISER_NAMES = ("Transformer", "UNet", "DiT")
 _OTHER_NAMES = ("ControlNet", "Autoencoder")
@@ -59,13 +59,13 @@ def check_script(path: Path) -> None:
         raise UsageError(f"script {path} cannot be read")
 
 
-def run_script(path: Path, args: Sequence[str], recorder: CaptureRecorder) -> ScriptEnd:
+def run_script(path: Path, args: Sequence[str], recorder: CallListener) -> ScriptEnd:
     """Run a script as `__main__`, as `python path args...` would, and record from it.
 
     Args:
         path: the script.
         args: its own arguments.
-        recorder: an open recorder without a target.
+        recorder: an open recorder without a target, or another listener.
 
     Returns:
         How it ended; an error of the script is not raised.
@@ -85,10 +85,25 @@ def run_script(path: Path, args: Sequence[str], recorder: CaptureRecorder) -> Sc
     return ScriptEnd(0)
 
 
-class DenoiserHook:
-    """Attaches a recorder to each denoiser at its first forward, patching it where nobody did."""
+class CallListener(Protocol):
+    """What listens to the attention calls of denoisers; a recorder is one."""
 
-    def __init__(self, recorder: CaptureRecorder) -> None:
+    def attach(self, handle: PatchHandle, *, own_patch: bool = False) -> None:
+        """Listen to a patched model."""
+
+    def listens_to(self, model: nn.Module) -> bool:
+        """Whether it does already."""
+
+    def enter_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Count a forward that had begun when its model was attached."""
+
+
+class DenoiserHook:
+    """Attaches a listener to each denoiser at its first forward, patching it where nobody did."""
+
+    def __init__(self, recorder: CallListener) -> None:
         self._recorder = recorder
         self._passed_over: set[type] = set()
         self._hooks: list[RemovableHandle] = []

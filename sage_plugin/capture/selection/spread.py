@@ -9,11 +9,17 @@ ranks by the powers of two that divide n (as a run goes on, every step is kept, 
 every fourth, ...); the first layer of a step moves with the radical inverse of n in base 3, which
 is coprime with 2, so that each of those strides visits all layers (the Halton sequence); and
 further layers of the same step follow in bit-reversed order.
+
+In either case a shape's first call comes in whatever its place: no shape has two captures while
+another that was seen has none. In a planned run it stands in for the nearest planned call, which
+takes its place back if it turns out to have the same shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from sage_plugin.capture.selection.steps import StepSelection
@@ -23,6 +29,8 @@ NOT_SELECTED_LAYER = "layer not selected"
 NOT_SELECTED_STEP = "step not selected"
 NOT_IN_SPREAD = "not needed for an even spread"
 ALREADY_KEPT = "already kept"
+ENOUGH_OF_SHAPE = "its shape has as many captures as asked for"
+MORE_SHAPES = "more shapes than captures"
 
 _PATIENCE_STEPS = 3
 _GOLDEN = 0.6180339887498949
@@ -80,18 +88,25 @@ class SpreadPolicy:
         *,
         steps: StepSelection | None = None,
         total_steps: int | None = None,
+        per_shape: int | None = None,
     ) -> None:
         if max_captures < 1:
             raise UsageError(f"max_captures: got {max_captures}, expected at least 1")
+        if per_shape is not None and per_shape < 1:
+            raise UsageError(f"per_shape: got {per_shape}, expected at least 1 or None")
         if total_steps is not None and total_steps < 1:
             raise UsageError(f"total_steps: got {total_steps}, expected at least 1 or None")
         self.max_captures = max_captures
+        self.per_shape = per_shape
         self._steps = steps or StepSelection()
         self._total = total_steps
         self._layers: list[str] = []
         self._position: dict[str, int] = {}
         self._offset_rank: list[int] = []
         self._kept: dict[CaptureCell, _Rank] = {}
+        self._shape_of: dict[CaptureCell, Hashable] = {}
+        self._of_shape: defaultdict[Hashable, dict[CaptureCell, None]] = defaultdict(dict)
+        self._stand_ins: dict[CaptureCell, CaptureCell] = {}
         self._plan: set[CaptureCell] | None = None
 
     @property
@@ -121,6 +136,7 @@ class SpreadPolicy:
         """Announce how many steps the run has; a wrong number costs evenness, never a limit."""
         self._total = total_steps
         self._plan = None
+        self._stand_ins.clear()
 
     def refusal(self, cell: CaptureCell) -> str:
         """Why a call is out of the question, empty where it is a candidate."""
@@ -130,39 +146,78 @@ class SpreadPolicy:
             return NOT_SELECTED_STEP
         return ALREADY_KEPT if cell in self._kept else ""
 
-    def judge(self, cell: CaptureCell) -> CaptureVerdict:
+    def judge(self, cell: CaptureCell, shape: Hashable = None) -> CaptureVerdict:
         """Decide on one call; `commit` tells that the decision was carried out."""
         reason = self.refusal(cell)
         if reason:
             return CaptureVerdict(False, reason=reason)
-        if self._total is not None and cell.step < self._total:
-            return self._judge_planned(cell, self._total)
-        if len(self._kept) < self.max_captures:
+        plan = self._plan_of(cell)
+        own = self._of_shape.get(shape)
+        if not own:
+            return self._first_of_shape(cell, plan)
+        full = self.per_shape is not None and len(own) >= self.per_shape
+        if plan is not None:
+            return self._judge_planned(cell, plan, own, full)
+        if not full and len(self._kept) < self.max_captures:
             return CaptureVerdict(True)
-        worst = max(self._kept, key=self._kept.__getitem__)
+        spare = own if full else itertools.chain(own, self._spare())
+        worst = max(spare, key=self._kept.__getitem__)
         if self._rank(cell) >= self._kept[worst]:
-            return CaptureVerdict(False, reason=NOT_IN_SPREAD)
+            return CaptureVerdict(False, reason=ENOUGH_OF_SHAPE if full else NOT_IN_SPREAD)
         return CaptureVerdict(True, evict=worst)
 
-    def commit(self, cell: CaptureCell, verdict: CaptureVerdict) -> None:
+    def commit(self, cell: CaptureCell, verdict: CaptureVerdict, shape: Hashable = None) -> None:
         """Take note that a call was saved as `judge` decided."""
         if verdict.evict is not None:
             del self._kept[verdict.evict]
-        self._kept[cell] = self._rank(cell)
+            del self._of_shape[self._shape_of.pop(verdict.evict)][verdict.evict]
+        self._kept[cell], self._shape_of[cell] = self._rank(cell), shape
+        self._of_shape[shape][cell] = None
+        if verdict.instead_of is not None:
+            self._stand_ins[verdict.instead_of] = cell
         if self._plan is not None:
-            self._plan.discard(verdict.instead_of or cell)
+            self._plan -= {verdict.instead_of, verdict.evict}
             self._plan.add(cell)
 
-    def _judge_planned(self, cell: CaptureCell, total: int) -> CaptureVerdict:
-        """Keep a planned call, and an unplanned one in place of a planned one that did not come."""
+    def _plan_of(self, cell: CaptureCell) -> set[CaptureCell] | None:
+        """The even selection that a call may be part of; `None` beyond the announced steps."""
+        if self._total is None or cell.step >= self._total:
+            return None
         if self._plan is None:
-            self._plan = self._planned(total)
-        if cell in self._plan:
+            self._plan = self._planned(self._total)
+        return self._plan
+
+    def _judge_planned(
+        self, cell: CaptureCell, plan: set[CaptureCell], own: dict[CaptureCell, None], full: bool
+    ) -> CaptureVerdict:
+        """Keep a planned call, and an unplanned one in place of a planned one that did not come."""
+        if (stand_in := self._stand_ins.get(cell)) in own:
+            return CaptureVerdict(True, evict=stand_in)
+        if full:
+            return CaptureVerdict(False, reason=ENOUGH_OF_SHAPE)
+        if cell in plan:
             return CaptureVerdict(True)
-        missed = self._missed(cell, self._plan)
-        if missed is None and len(self._plan) >= self.max_captures:
+        missed = self._missed(cell, plan)
+        if missed is None and len(plan) >= self.max_captures:
             return CaptureVerdict(False, reason=NOT_IN_SPREAD)
         return CaptureVerdict(True, instead_of=missed)
+
+    def _first_of_shape(self, cell: CaptureCell, plan: set[CaptureCell] | None) -> CaptureVerdict:
+        """Keep the first call of a shape, in place of what another shape has too much of."""
+        if len(self._kept) >= self.max_captures:
+            worst = max(self._spare(), key=self._kept.__getitem__, default=None)
+            if worst is None:
+                return CaptureVerdict(False, reason=MORE_SHAPES)
+            return CaptureVerdict(True, evict=worst)
+        if plan is None or cell in plan or len(plan) < self.max_captures:
+            return CaptureVerdict(True)
+        waiting = plan - self._kept.keys()
+        place = min(waiting, key=lambda p: (abs(p.step - cell.step), p.layer, p.call_index))
+        return CaptureVerdict(True, instead_of=place)
+
+    def _spare(self) -> Iterator[CaptureCell]:
+        """The kept calls that are not the only one of their shape."""
+        return (cell for cells in self._of_shape.values() if len(cells) > 1 for cell in cells)
 
     def _missed(self, cell: CaptureCell, plan: set[CaptureCell]) -> CaptureCell | None:
         """A planned call that this one may replace: of the same layer, or long overdue."""

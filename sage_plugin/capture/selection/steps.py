@@ -18,6 +18,7 @@ class StepSelection:
 
     Attributes:
         ranges: pairs of first and last step, both included; a last step of `None` has no end.
+        every: of those, only the steps that it divides.
 
     Example:
         >>> selection = StepSelection.parse("0,5,10-14")
@@ -26,16 +27,20 @@ class StepSelection:
     """
 
     ranges: tuple[tuple[int, int | None], ...] = ((0, None),)
+    every: int = 1
 
     @classmethod
-    def parse(cls, steps: str | int | Iterable[int] | None) -> Self:
+    def parse(cls, steps: str | int | Iterable[int] | None, every: int = 1) -> Self:
         """Read a selection from its text form, from numbers, or from `None` for all steps.
 
         Raises:
-            UsageError: text that is no list of steps and ranges, or a negative step.
+            UsageError: text that is no list of steps and ranges, a negative step, or an `every`
+                below 1.
         """
+        if every < 1:
+            raise UsageError(f"every: got {every}, expected at least 1 (2 is every second step)")
         if steps is None:
-            return cls()
+            return cls(every=every)
         if isinstance(steps, str):
             parts = [_parse_range(part.strip(), steps) for part in steps.split(",")]
         else:
@@ -43,16 +48,20 @@ class StepSelection:
             if not numbers or any(not isinstance(n, int) or n < 0 for n in numbers):
                 raise UsageError(f"steps: got {steps!r}, expected step numbers from 0 on")
             parts = [(n, n) for n in numbers]
-        return cls(_merged(parts))
+        return cls(_merged(parts), every)
 
     def __contains__(self, step: int) -> bool:
-        return any(low <= step and (high is None or step <= high) for low, high in self.ranges)
+        inside = any(low <= step and (high is None or step <= high) for low, high in self.ranges)
+        return inside and step % self.every == 0
 
     def count_below(self, step: int) -> int:
         """How many selected steps come before `step`; for a selected step, its ordinal."""
-        return sum(
-            max(0, min(step, step if high is None else high + 1) - low) for low, high in self.ranges
-        )
+        ends = ((low, step if high is None else min(step, high + 1)) for low, high in self.ranges)
+        return sum(self._multiples(end) - self._multiples(low) for low, end in ends if end > low)
+
+    def _multiples(self, end: int) -> int:
+        """How many steps below `end` are divided by `every`."""
+        return -(-end // self.every)
 
 
 def _parse_range(part: str, whole: str) -> tuple[int, int | None]:

@@ -22,6 +22,15 @@ def describe(shape: CallShape) -> str:
     return f"{sizes} {short_dtype(shape.dtype)} {shape.layout}{mask_words(shape)}"
 
 
+def describe_key(key: CallKey) -> str:
+    """Write a key in a few words: kernel, batch x heads, length, channels, dtype, layout, mask."""
+    seq = f"{key.seq_q}" if key.seq_q == key.seq_k else f"{key.seq_q}:{key.seq_k}"
+    ratio = f" gqa {key.gqa_ratio}" if key.gqa_ratio > 1 else ""
+    sizes = f"{key.batch_heads}x{seq}x{key.head_dim}"
+    form = f"{short_dtype(key.dtype)} {key.layout}{ratio}{mask_words(key)}"
+    return f"{key.kernel}:{key.variant} {sizes} {form}"
+
+
 def lines(call: CallShape | CallKey) -> str:
     """Write a call's sizes on three short lines, the same way for a shape and for a key.
 

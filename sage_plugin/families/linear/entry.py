@@ -8,7 +8,7 @@ import torch
 
 from sage_plugin.errors import CaptureError, UnknownKernelError
 from sage_plugin.families.family import Family
-from sage_plugin.families.linear import cost, gates, labels, replay
+from sage_plugin.families.linear import ahead_of_time, cost, gates, labels, replay
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
 from sage_plugin.kernels.linear import dispatch, launch_space
@@ -79,7 +79,7 @@ def default_launch(key: LinearKey, facts: DeviceFacts) -> LinearLaunch:
     return launch_space.runnable(launch_space.default_launch(key.rows, facts), key.in_features)
 
 
-def candidates(key: LinearKey, facts: DeviceFacts) -> tuple[LinearLaunch, ...]:
+def search_space(key: LinearKey, facts: DeviceFacts) -> tuple[LinearLaunch, ...]:
     """Return the legal configs of a key, the default first."""
     return launch_space.candidates(key.rows, key.in_features, facts)
 
@@ -116,10 +116,11 @@ LINEAR_FAMILY = Family(
     decide=decide,
     call_key=call_key,
     default_launch=default_launch,
-    candidates=candidates,
+    search_space=search_space,
     illegal_reason=illegal_reason,
     find_launch=find_launch,
     forget=launch_config.forget,
+    compile_call=ahead_of_time.compile_call,
     gate_for=gates.gate_for,
     captured=captured,
     drawn=replay.drawn,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention.search_space import SPACES
@@ -54,10 +56,18 @@ def default_config(
     return None if region is None else region.default
 
 
+def search_space(key: CallKey, facts: DeviceFacts) -> tuple[LaunchConfig, ...]:
+    """Launch configs to search for a call, legal or not, the default first."""
+    region = _region(key, facts)
+    if key.causal and "persistent" in region.axes:  # tiles of causal calls have a program each
+        only = {**region.axes, "persistent": (region.default.persistent,)}
+        region = dataclasses.replace(region, axes=only)
+    return region.candidates(SPACES[key.kernel].recipes.get(key.variant))
+
+
 def candidates(key: CallKey, facts: DeviceFacts) -> tuple[LaunchConfig, ...]:
     """Legal launch configs to search for a call, the default first."""
-    every = _region(key, facts).candidates()
-    return tuple(c for c in every if illegal_reason(c, key, facts) is None)
+    return tuple(c for c in search_space(key, facts) if illegal_reason(c, key, facts) is None)
 
 
 def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> str | None:

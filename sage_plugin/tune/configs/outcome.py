@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sage_plugin import files
 from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
-from sage_plugin.tune.configs import promote, search
-from sage_plugin.tune.configs.plan import TuningPlan
+from sage_plugin.tune.configs import promote
+from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.study import Study
+from sage_plugin.tune.search import front, search
+from sage_plugin.tune.search.front import FrontPoint
+from sage_plugin.tune.search.search import Search
+
+UNFINISHED = "unfinished"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of one study.
 
-    `verdict` is "tuned", "confirmed" or "failed", `written` what the registry did: "added",
-    "replaced" or "kept: <why>"; `trials` counts screened configs by status.
+    `verdict` is "tuned", "confirmed", "failed" or "unfinished", `written` what the registry did:
+    "added", "replaced" or "kept: <why>"; `trials` counts configs by status, "inexact" those beyond
+    the error limit and "skipped" those larger than one that did not fit. `best` is the fastest
+    config of the screen that may win, with its time over that of the default.
     """
 
     study: Study
@@ -31,6 +39,8 @@ class Outcome:
     trials: dict[str, int]
     kernel_ms: float | None = None
     notes: tuple[str, ...] = ()
+    front: tuple[FrontPoint, ...] = ()
+    best: tuple[LaunchConfig, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +50,13 @@ class TuneReport:
     Attributes:
         plan: what was to be done.
         outcomes: studies that were decided, in the plan's order.
-        interrupted: the session was ended by Ctrl-C; the same command goes on from there.
+        unfinished: studies that were begun and not decided.
+        interrupted: the session was ended by Ctrl-C or SIGTERM; the same command goes on there.
     """
 
     plan: TuningPlan
     outcomes: tuple[Outcome, ...]
+    unfinished: tuple[Outcome, ...] = ()
     interrupted: bool = False
 
     @property
@@ -54,27 +66,64 @@ class TuneReport:
 
 
 def outcome_of(
+    tried: Search,
     study: Study,
     verdict: promote.StudyVerdict,
     written: str,
-    screens: dict[LaunchConfig, Trial],
-    finals: dict[LaunchConfig, Trial],
+    trials: Mapping[LaunchConfig, Trial],
+    finals: Mapping[LaunchConfig, Trial],
 ) -> Outcome:
     """Put together what a study came to."""
-    counts = dict(Counter(trial.status for trial in screens.values()))
-    if verdict.entry is None:
-        return Outcome(study, verdict.kind, None, written, counts, notes=(verdict.reason,))
-    config = verdict.entry.config
-    kernel_time = finals[config].kernel_time
-    return Outcome(
+    screened = Outcome(
         study,
         verdict.kind,
         verdict.entry,
         written,
-        counts,
+        _counts(tried, trials),
+        front=front.front(tried, trials),
+        best=_best(tried, trials),
+    )
+    if verdict.entry is None:
+        return dataclasses.replace(screened, notes=(verdict.reason,))
+    config = verdict.entry.config
+    kernel_time = finals[config].kernel_time
+    return dataclasses.replace(
+        screened,
         kernel_ms=None if kernel_time is None else kernel_time.median_ms,
         notes=_winner_notes(study, verdict, config),
     )
+
+
+def unfinished(
+    study: Study, request: TuningRequest, trials: Mapping[LaunchConfig, Trial]
+) -> Outcome:
+    """Put together what is known of a study that was begun and not decided."""
+    tried = Search(study.space, error_limit=request.error_limit)
+    return Outcome(
+        study,
+        UNFINISHED,
+        None,
+        "",
+        _counts(tried, trials),
+        front=front.front(tried, trials),
+        best=_best(tried, trials),
+    )
+
+
+def _counts(tried: Search, trials: Mapping[LaunchConfig, Trial]) -> dict[str, int]:
+    """Configs by what became of them."""
+    allowed = {trial.config for trial in tried.allowed(trials)}
+    counts = Counter(
+        "inexact" if t.status == "ok" and t.config not in allowed else t.status
+        for t in trials.values()
+    )
+    counts["skipped"] = len(tried.skipped(trials))
+    return {status: count for status, count in counts.items() if count}
+
+
+def _best(tried: Search, trials: Mapping[LaunchConfig, Trial]) -> tuple[LaunchConfig, float] | None:
+    allowed = tried.allowed(trials)
+    return (allowed[0].config, search.ratio(allowed[0])) if allowed else None
 
 
 def _winner_notes(
@@ -99,6 +148,7 @@ def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
         "min_gain": request.min_gain,
         "seed": request.seed,
         "timeout_s": request.timeout_s,
+        **dataclasses.asdict(request.error_limit),
         **dataclasses.asdict(request.limits),
     }
     data = run_folder.metadata(
@@ -111,31 +161,48 @@ def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
     files.write_json(plan.run_folder / run_folder.METADATA, data, follow=False)
 
 
-def write_results(plan: TuningPlan, outcomes: Sequence[Outcome], ledger: Ledger) -> None:
-    """Write `results.json` and `trials.csv` from what is known so far.
+def write_results(
+    plan: TuningPlan, outcomes: Sequence[Outcome], begun: Sequence[Outcome], ledger: Ledger
+) -> None:
+    """Write `results.json`, `trials.csv` and the plot of the fronts from what is known so far.
 
     Raises:
         OutputError: they cannot be written.
     """
     folder = plan.run_folder
-    results = [
-        {
-            "study": outcome.study.id,
-            "key": outcome.study.key.to_json(),
-            "verdict": outcome.verdict,
-            "entry": None if outcome.entry is None else outcome.entry.to_json(),
-            "registry": outcome.written,
-            "trials": outcome.trials,
-            "notes": list(outcome.notes),
-        }
-        for outcome in outcomes
-    ]
     data = {
         "run": folder.name,
         "device": plan.facts.slug,
         "registry": str(plan.registry_path),
         "studies": len(plan.studies),
-        "results": results,
+        "results": [_result(outcome) for outcome in outcomes],
+        "unfinished": [_result(outcome) for outcome in begun],
     }
     files.write_json(folder / run_folder.RESULTS, data, follow=False)
     run_folder.write_trials(folder / run_folder.TRIALS, plan.studies, ledger.all())
+
+
+def save_fronts(report: TuneReport) -> str:
+    """Plot the fronts of all studies with more than one point; return why there is no plot."""
+    every = {f"{o.study.kernel} {o.study.timed.family.describe(o.study.timed.shape)}": o
+             for o in report.outcomes if len(o.front) > 1}  # fmt: skip
+    if not every:
+        return ""
+    points = {name: outcome.front for name, outcome in every.items()}
+    chosen = {name: o.entry.config for name, o in every.items() if o.entry is not None}
+    return front.save(points, chosen, report.plan.run_folder / run_folder.FRONT)
+
+
+def _result(outcome: Outcome) -> dict[str, Any]:
+    best = outcome.best
+    return {
+        "study": outcome.study.id,
+        "key": outcome.study.key.to_json(),
+        "verdict": outcome.verdict,
+        "entry": None if outcome.entry is None else outcome.entry.to_json(),
+        "registry": outcome.written,
+        "trials": outcome.trials,
+        "best": None if best is None else {"config": best[0].to_json(), "ratio": best[1]},
+        "front": [point.to_json() for point in outcome.front],
+        "notes": list(outcome.notes),
+    }

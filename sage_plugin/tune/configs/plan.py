@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from sage_plugin import device as devices
+from sage_plugin.device import Gpu
 from sage_plugin.errors import CaptureError, ConfigError, OutputError, UsageError
 from sage_plugin.families import ATTENTION, Family
 from sage_plugin.kernels.contract import HOST
+from sage_plugin.measure.timers import check_method
 from sage_plugin.registry import load
 from sage_plugin.schema import KERNELS, CallKey, DeviceFacts, LaunchConfig
 from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs
-from sage_plugin.tune.configs.search import SearchLimits
 from sage_plugin.tune.configs.space_file import SpaceFile
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.study import Study, Timer, digest
+from sage_plugin.tune.search.search import ErrorLimit, SearchLimits
 
 CPU_KERNEL = "fav3_sage"
 """What is tuned on a CPU unless a kernel is named: the emulation of a GPU's default kernel."""
@@ -38,32 +43,42 @@ class TuningRequest:
         inputs: what to tune on.
         kernels: `kernel` or `kernel:variant`; empty for the device's default.
         device: torch's name of a device, `None` for the GPU where there is one.
+        gpus: GPUs that share the studies, one lane each; empty for the one of `device`.
         space: search space in place of the kernels' own.
         timer: how to time, `None` for the device's default.
+        method: timing method, `None` for the timer's.
+        shard: one part of several of the studies, as `(1, 4)`, for a machine of its own.
         config_dir: folder of configs to write to, `None` for the user's.
         runs_dir: folder that holds run folders.
         run_name: name of the run folder, `None` for one that the same request always gets.
         min_gain: smallest gain worth an entry.
         limits: when to stop early.
+        error_limit: how inexact a winner may be.
         timeout_s: longest that one trial may take.
         seed: of the search order and of the order within timing rounds.
         fresh: start over instead of going on from the ledger.
+        update: write winners into the registry; without it they are in the run's results alone.
         family: the op family that is tuned.
     """
 
     inputs: TuningInputs
     kernels: tuple[str, ...] = ()
     device: str | None = None
+    gpus: tuple[Gpu, ...] = ()
     space: SpaceFile | None = None
     timer: Timer | None = None
+    method: str | None = None
+    shard: tuple[int, int] = (1, 1)
     config_dir: Path | None = None
     runs_dir: Path = RUNS
     run_name: str | None = None
     min_gain: float = 0.01
     limits: SearchLimits = field(default_factory=SearchLimits)
+    error_limit: ErrorLimit = field(default_factory=ErrorLimit)
     timeout_s: float = DEFAULT_TIMEOUT_S
     seed: int = 0
     fresh: bool = False
+    update: bool = True
     family: Family = ATTENTION
 
 
@@ -94,7 +109,8 @@ def build(request: TuningRequest) -> TuningPlan:
         OutputError: there is no folder to write configs to.
     """
     _check_numbers(request)
-    device, facts = devices.chosen(request.device)
+    chosen = f"cuda:{request.gpus[0].index}" if request.gpus else request.device
+    device, facts = devices.chosen(chosen)
     studies, calls, notes = [], [], list(request.inputs.notes)
     for group in request.inputs.groups:
         for text in request.kernels or (CPU_KERNEL if facts.kind == "cpu" else "auto",):
@@ -105,7 +121,13 @@ def build(request: TuningRequest) -> TuningPlan:
     if not studies:
         reasons = "; ".join(dict.fromkeys(notes)) or "there are no inputs"
         raise CaptureError(f"nothing can be tuned: {reasons}")
-    run_name = request.run_name or _default_name(request.inputs, facts)
+    run_name = request.run_name or _default_name(request, facts, device.index)
+    part, parts = request.shard
+    if parts > 1:
+        run_name += f".shard-{part}-of-{parts}"
+        studies, calls = studies[part - 1 :: parts], calls[part - 1 :: parts]
+        if not studies:
+            raise UsageError(f"--shard {part}/{parts}: there are fewer calls than shards")
     return TuningPlan(
         request=request,
         studies=tuple(studies),
@@ -152,11 +174,19 @@ def _study(
         timed=group.timed,
         space=space,
         gate=family.gate_for(key.kernel),
-        timer=request.timer or TIMERS.get(facts.kind, GPU_TIMER),
+        timer=_timer(request, device, facts),
         device=device,
         facts=facts,
         toolchain=devices.toolchain(),
     )
+
+
+def _timer(request: TuningRequest, device: str, facts: DeviceFacts) -> Timer:
+    timer = request.timer or TIMERS.get(facts.kind, GPU_TIMER)
+    if request.method is None:
+        return timer
+    check_method(request.method, torch.device(device))
+    return dataclasses.replace(timer, method=request.method)
 
 
 def refuse_gpu_variant(kernel: str, variant: str, facts: DeviceFacts) -> None:
@@ -175,35 +205,39 @@ def refuse_gpu_variant(kernel: str, variant: str, facts: DeviceFacts) -> None:
 def _space(
     request: TuningRequest, key: CallKey, facts: DeviceFacts, notes: list[str]
 ) -> tuple[LaunchConfig, ...]:
-    """Legal configs, the default first; what a space file holds beyond them is counted."""
+    """Legal configs, the default first; what cannot run is left out before it is compiled."""
     given, family = request.space, request.family
     if given is None:
-        return family.candidates(key, facts)
-    notes += given.notes
-    legal, refused = [], Counter[str]()
-    for config in given.configs(family.default_launch(key, facts)):
+        what, every = f"{key.kernel}:{key.variant}", family.search_space(key, facts)
+    else:
+        what, every = str(given.path), tuple(given.configs(family.default_launch(key, facts)))
+        notes += given.notes
+    legal, refused = [], dict[str, list[str]]()
+    for config in every:
         reason = family.illegal_reason(config, key, facts)
         if reason is None:
             legal.append(config)
         else:
-            refused[reason] += 1
-    if refused:
-        (reason, _), *_ = refused.most_common(1)
-        notes.append(
-            f"{given.path}: {refused.total()} configs cannot run here and are left out, "
-            f"most often because {reason}"
-        )
+            refused.setdefault(re.sub(r"\d+", "N", reason), []).append(reason)
+    for kind in sorted(refused.values(), key=len, reverse=True):
+        notes.append(f"{what}: {len(kind)} configs cannot run here: {kind[0]}")
     return tuple(legal)
 
 
-def _default_name(inputs: TuningInputs, facts: DeviceFacts) -> str:
-    """A name that the same inputs on the same device always get, so that a run is resumed."""
+def _default_name(request: TuningRequest, facts: DeviceFacts, index: int | None) -> str:
+    """A name that the same inputs on the same devices always get, so that a run is resumed.
+
+    GPUs count by their UUIDs: a command on each of two equal ones has a folder of its own.
+    """
     labels = sorted(
         f"{source.label} {source.shape.to_json()}"
-        for group in inputs.groups
+        for group in request.inputs.groups
         for source in group.sources
     )
-    return f"{facts.slug}-{digest(labels)[:8]}"
+    uuids = sorted(gpu.uuid for gpu in request.gpus)
+    if not uuids and facts.kind != "cpu" and torch.cuda.is_available():
+        uuids = [gpu.uuid for gpu in devices.gpus() if gpu.index == index]
+    return f"{facts.slug}-{digest([*labels, *uuids])[:8]}"
 
 
 def _config_root(request: TuningRequest) -> Path:
@@ -214,8 +248,9 @@ def _config_root(request: TuningRequest) -> Path:
 
 
 def _check_numbers(request: TuningRequest) -> None:
-    limits = request.limits
+    limits, errors = request.limits, request.error_limit
     least = {
+        "--max-error": (1.0 if errors.max_error is None else errors.max_error, 0.0),
         "--timeout": (request.timeout_s, 0.0),
         "--budget": (1.0 if limits.budget_s is None else limits.budget_s, 0.0),
         "--max-trials": (1 if limits.max_trials is None else limits.max_trials, 0),
@@ -227,6 +262,12 @@ def _check_numbers(request: TuningRequest) -> None:
     if not request.timeout_s <= MAX_TIMEOUT_S:
         raise UsageError(
             f"--timeout {request.timeout_s}: must be at most {MAX_TIMEOUT_S:g} seconds"
+        )
+    if not 1 <= request.shard[0] <= request.shard[1]:
+        raise UsageError(f"--shard {request.shard[0]}/{request.shard[1]}: count from 1/N to N/N")
+    if not errors.max_ratio >= 1:
+        raise UsageError(
+            f"--max-error-ratio {errors.max_ratio}: must be at least 1, the default's own error"
         )
     if not 0 <= request.min_gain < 1:
         raise UsageError(f"--min-gain {request.min_gain}: must be from 0 to below 1 (0.01 is 1 %)")

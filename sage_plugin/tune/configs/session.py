@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from sage_plugin.errors import TuningError
 from sage_plugin.registry import lookup
 from sage_plugin.registry.merge import merge
 from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
-from sage_plugin.tune.configs import promote, search
-from sage_plugin.tune.configs.final import MIN_BUDGET_S, run_final
+from sage_plugin.tune.configs import promote
 from sage_plugin.tune.configs.outcome import (
     Outcome,
     TuneReport,
     outcome_of,
+    unfinished,
     write_metadata,
     write_results,
 )
 from sage_plugin.tune.configs.plan import TuningPlan
+from sage_plugin.tune.configs.study_search import Notebook, StudySearch
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.crash_marker import CrashMarker
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.observer import Observer
-from sage_plugin.tune.run.runner import Race, Runner
+from sage_plugin.tune.run.runner import Runner
 from sage_plugin.tune.run.study import Study
-
-logger = logging.getLogger(__name__)
-
-TRIED_AGAIN = ("run_error", "timeout")
-"""Failures that may have had another cause than the config: a later session tries it again."""
-
-RACE_SHARE = 0.3
-"""Part of a study's time that is left for its race."""
+from sage_plugin.tune.run.terminated import sigterm_raises
 
 
 def tune(
@@ -43,6 +38,7 @@ def tune(
     observer: Observer | None = None,
     *,
     argv: Sequence[str] = (),
+    more_lanes: Sequence[Runner] = (),
 ) -> TuneReport:
     """Run a plan: resume from its ledger, merge each winner as soon as it is known.
 
@@ -51,13 +47,15 @@ def tune(
         runner: runs candidates; closed at the end.
         observer: follows how it goes.
         argv: the command, for the run's metadata.
+        more_lanes: runners on other devices of the same kind, which share the studies with the
+            first; a study stays on one device, so that two are never compared.
 
     Raises:
         TuningError: no candidate of any study, the default included, passed the gate.
         ConfigError: the registry file is damaged; found before anything runs.
         OutputError: run folder or registry cannot be written; found before anything runs.
     """
-    outcomes: list[Outcome] = []
+    lanes = (runner, *more_lanes)
     interrupted = False
     try:
         with run_folder.claimed(plan.run_folder):
@@ -65,57 +63,108 @@ def tune(
                 run_folder.set_aside(plan.run_folder)
             _merge(plan, ())
             write_metadata(plan, argv)
-            session = _Session(plan, runner, observer or Observer())
+            session = _Session(plan, observer or Observer())
             try:
-                for study in plan.studies:
-                    outcomes.append(session.run(study, len(plan.studies) - len(outcomes)))
-                    write_results(plan, outcomes, session.ledger)
+                with sigterm_raises():
+                    session.run(lanes)
             except KeyboardInterrupt:
                 interrupted = True
             finally:
-                write_results(plan, outcomes, session.ledger)
+                session.write()
     finally:
-        runner.close()
+        for lane in lanes:
+            lane.close()
         plan.request.family.forget()
-    report = TuneReport(plan, tuple(outcomes), interrupted)
+    report = TuneReport(plan, session.outcomes, session.unfinished(), interrupted)
     if not interrupted and len(report.failed) == len(plan.studies):
-        reasons = "; ".join(dict.fromkeys(f"{o.study.kernel}: {o.notes[0]}" for o in outcomes))
+        reasons = dict.fromkeys(f"{o.study.kernel}: {o.notes[0]}" for o in report.outcomes)
         raise TuningError(
-            f"no candidate passed, the default included, and the registry is unchanged: {reasons} "
-            f"(every trial is in {plan.run_folder})"
+            f"no candidate passed, the default included, and the registry is unchanged: "
+            f"{'; '.join(reasons)} (every trial is in {plan.run_folder})"
         )
     return report
 
 
 class _Session:
-    def __init__(self, plan: TuningPlan, runner: Runner, observer: Observer) -> None:
-        self.plan, self.runner, self.observer = plan, runner, observer
-        self.ledger = Ledger(plan.run_folder / run_folder.LEDGER)
-        self._crash_marker = CrashMarker(plan.run_folder / run_folder.CRASH_MARKER)
-        self._started = time.monotonic()
+    """What the lanes of a session share: studies to do, the ledger, and what was decided."""
 
-    def run(self, study: Study, studies_left: int) -> Outcome:
+    def __init__(self, plan: TuningPlan, observer: Observer) -> None:
+        self.plan = plan
+        self._started = time.monotonic()
+        self._lock = threading.RLock()
+        self._left = deque(plan.studies)
+        self._done: dict[str, Outcome] = {}
+        self._lanes = 1
+        ledger = Ledger(plan.run_folder / run_folder.LEDGER)
+        marker = CrashMarker(plan.run_folder / run_folder.CRASH_MARKER)
+        self.notebook = Notebook(ledger, observer, marker, self._related)
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """What was decided, in the plan's order."""
+        return tuple(self._done[s.id] for s in self.plan.studies if s.id in self._done)
+
+    def unfinished(self) -> tuple[Outcome, ...]:
+        """What is known of studies that were begun and not decided."""
+        ledger = self.notebook.ledger
+        left = [study for study in self.plan.studies if study.id not in self._done]
+        begun = [(study, ledger.trials(study.id, "screen")) for study in left]
+        return tuple(unfinished(study, self.plan.request, t) for study, t in begun if t)
+
+    def run(self, lanes: Sequence[Runner]) -> None:
+        """Do all studies, the next of them on whichever lane is free."""
+        self._lanes = len(lanes)
+        if len(lanes) == 1:
+            self._lane(lanes[0])
+            return
+        with ThreadPoolExecutor(len(lanes), thread_name_prefix="lane") as pool:
+            working = [pool.submit(self._lane, lane) for lane in lanes]
+            try:
+                for one in as_completed(working):
+                    one.result()
+            except BaseException:
+                self._left.clear()
+                for lane in lanes:
+                    lane.cancel()
+                raise
+
+    def write(self) -> None:
+        """Write the outputs of the run from what is known so far."""
+        with self._lock:
+            write_results(self.plan, self.outcomes, self.unfinished(), self.notebook.ledger)
+
+    def _lane(self, runner: Runner) -> None:
+        while True:
+            with self._lock:
+                if not self._left:
+                    return
+                budget_s = self._share()
+                study = self._left.popleft()
+            outcome = self._decided(study, runner, budget_s)
+            with self._lock:
+                self._done[study.id] = outcome
+                self.write()
+            self.notebook.observer.study_finished(study, outcome.verdict)
+
+    def _decided(self, study: Study, runner: Runner, budget_s: float) -> Outcome:
         """Search, race, decide and merge one study."""
-        share_s = self._share(studies_left)
-        incumbent = self._incumbent(study)
-        screens = self._screen(study, incumbent, share_s)
-        finals = self._race(study, screens, incumbent, share_s)
+        request = self.plan.request
+        lane = StudySearch(study, runner, request, self.notebook, self._incumbent(study))
+        trials = lane.screen(budget_s)
+        finals = lane.race(trials, budget_s)
         verdict = promote.decide(
-            study,
-            screens,
-            finals,
-            min_gain=self.plan.request.min_gain,
-            run=self.plan.run_folder.name,
+            study, trials, finals, min_gain=request.min_gain, run=self.plan.run_folder.name
         )
         written = "" if verdict.entry is None else _merge(self.plan, (verdict.entry,))
-        self.observer.study_finished(study, verdict.kind)
-        return outcome_of(study, verdict, written, screens, finals)
+        return outcome_of(lane.search, study, verdict, written, trials, finals)
 
-    def _share(self, studies_left: int) -> float:
+    def _share(self) -> float:
+        """What a study may take of the time that is left."""
         budget_s = self.plan.request.limits.budget_s
         if budget_s is None:
             return float("inf")
-        return max(0.0, budget_s - (time.monotonic() - self._started)) / studies_left
+        left_s = max(0.0, budget_s - (time.monotonic() - self._started))
+        return left_s / max(1.0, len(self._left) / self._lanes)
 
     def _incumbent(self, study: Study) -> LaunchConfig | None:
         """The config that a call like this gets now, if one was tuned for exactly this key."""
@@ -128,73 +177,17 @@ class _Session:
         )
         return match.entry.config if match is not None and match.source == "exact" else None
 
-    def _screen(
-        self, study: Study, incumbent: LaunchConfig | None, share_s: float
-    ) -> dict[LaunchConfig, Trial]:
-        """Judge and briefly time configs until the space, a limit or the time is used up."""
-        deadline = time.monotonic() + share_s * (1 - RACE_SHARE)
-        limits = self.plan.request.limits
-        former = self.ledger.trials(study.id, "screen")
-        known = {c: trial for c, trial in former.items() if trial.status not in TRIED_AGAIN}
-        queue = search.order(study.space, incumbent, self.plan.request.seed)
-        total = min(len(queue), limits.max_trials or len(queue))
-        done = sum(config in known for config in queue[:total])
-        self.observer.study_started(study, done=done, total=total)
-        screens: dict[LaunchConfig, Trial] = {}
-        for config in queue:
-            # What the registry holds has to be measured before it can lose its place.
-            mandatory = config in (study.default, incumbent)
-            if not mandatory and search.exhausted(screens.values(), limits):
-                break
-            if config not in known:
-                if screens and not mandatory and time.monotonic() > deadline:
-                    continue
-                known[config] = self._try(study, config, screens.get(study.default))
-            screens[config] = known[config]
-        return screens
-
-    def _try(self, study: Study, config: LaunchConfig, default: Trial | None) -> Trial:
-        usable = default is None or default.status == "ok"
-        try:
-            trial = self._crash_marker.begin(study.id, config)
-            if trial is None:
-                trial = self.runner.screen(study, config, study.default if usable else None)
-            trial = self.ledger.append(trial)
-        finally:
-            self._crash_marker.end()
-        self.observer.trial_finished(study, trial)
-        return trial
-
-    def _race(
-        self,
-        study: Study,
-        screens: dict[LaunchConfig, Trial],
-        incumbent: LaunchConfig | None,
-        share_s: float,
-    ) -> dict[LaunchConfig, Trial]:
-        """The finals of a study, from the ledger where the same configs were raced before."""
-        configs = search.finalists(screens, study.default, incumbent)
-        if not configs:
-            return {}
-        known = self.ledger.trials(study.id, "final")
-        finals = {config: known[config] for config in configs if config in known}
-        races = {trial.extra.get("finished_at") for trial in finals.values()}
-        if len(finals) == len(configs) and len(races) == 1:
-            return finals
-        self.observer.race_started(study, len(configs))
-        request = self.plan.request
-        longest_s = min(study.timer.race_s, share_s * RACE_SHARE, request.timeout_s / 2)
-        race = Race(configs, incumbent, max(MIN_BUDGET_S, longest_s), request.seed)
-        finished = {"finished_at": time.time()}
-        settled = run_final(self.runner, study, race)
-        return {
-            config: self.ledger.append(dataclasses.replace(trial, extra=trial.extra | finished))
-            for config, trial in settled.items()
-        }
+    def _related(self, study: Study) -> list[Trial]:
+        """Trials of other studies of the same kernel."""
+        others = [s for s in self.plan.studies if s.kernel == study.kernel and s.id != study.id]
+        ledger = self.notebook.ledger
+        return [t for other in others for t in ledger.trials(other.id, "screen").values()]
 
 
 def _merge(plan: TuningPlan, entries: tuple[RegistryEntry, ...]) -> str:
     """Merge into the registry; without entries this shows that it can be read and written."""
+    if not plan.request.update:
+        return "kept: measured only"
     report = merge(
         plan.registry_path,
         entries,

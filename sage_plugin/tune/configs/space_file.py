@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
+from sage_plugin.registry import load
 from sage_plugin.schema import LaunchConfig
 
 logger = logging.getLogger(__name__)
@@ -50,13 +51,16 @@ class SpaceFile:
 
 
 def read(path: str | Path) -> SpaceFile:
-    """Read a search space.
+    """Read a search space; the name of one that comes with the package will do.
 
     Raises:
         ConfigError: missing, not strict JSON, an unknown field, a value of a wrong type, an empty
             list, or more combinations than can be searched.
     """
     path = Path(path)
+    if not path.exists() and (shipped := load.shipped_dir()) is not None:
+        ready = shipped / load.SPACES / path.name
+        path = ready if path.parent == Path() and ready.exists() else path
     data = files.read_json(path, MAX_FILE_BYTES, "search space")
     if not isinstance(data, dict) or not data:
         raise ConfigError(f'{path}: expected an object of lists, such as {{"block_n": [64, 128]}}')

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sage_plugin.accuracy.gate import failures, worst
@@ -18,11 +18,21 @@ from sage_plugin.measure import clocks
 from sage_plugin.measure.statistics import gain_interval
 from sage_plugin.measure.timing import Samples, measure
 from sage_plugin.replay.inputs import runs
-from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.schema import LaunchConfig, Timing, Trial
 from sage_plugin.tune.run.runner import Race
-from sage_plugin.tune.run.study import Study
+from sage_plugin.tune.run.study import Problem
+from sage_plugin.tune.search.elimination import (
+    AGAIN,
+    BASE,
+    LOOKS,
+    Elimination,
+    aa_ratio,
+    win_confidence,
+)
 
-BASE, NEW, AGAIN, HOST_CALL = "base", "new", "again", "host"
+HOST_CALL = "host"
+ASIDE_ROUNDS, ASIDE_SHARE = 10, 0.2
+"""Rounds and part of a race's time for what is only reported: the kernel alone, the host's call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,125 +52,190 @@ _loaded_study: tuple[str, Loaded] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ScreenJob:
-    """Judge and briefly time one config; `base` is what its time is compared with."""
+class JudgeJob:
+    """Run one config on all inputs and hold it to the gate."""
 
-    study: Study
+    problem: Problem
     config: LaunchConfig
-    base: LaunchConfig | None
 
     def __call__(self) -> Trial:
         """Run in the child."""
-        loaded = _loaded(self.study)
-        decision = _decision(self.study)
+        loaded = _loaded(self.problem)
+        decision = _decision(self.problem)
         errors = worst([judged.errors(decision, self.config) for judged in loaded.judged])
-        broken = failures(self.study.gate, errors)
-        trial = Trial(self.study.id, self.config, "screen", "ok", errors=errors)
+        broken = failures(self.problem.gate, errors)
+        trial = Trial(self.problem.id, self.config, "screen", "ok", errors=errors)
         if loaded.changed():
             return _mutated(trial)
         if broken:
             return dataclasses.replace(trial, status="gate_failed", reason="; ".join(broken))
-        calls = {NEW: _call(self.study, loaded.timed, self.config)}
-        if self.base is not None and self.base != self.config:
-            calls[BASE] = _call(self.study, loaded.timed, self.base)
-        timer = self.study.timer
+        return trial
+
+
+@dataclass(frozen=True, slots=True)
+class ScreenJob:
+    """Briefly time what passed its gate; `base` is what the times are compared with."""
+
+    problem: Problem
+    judged: tuple[Trial, ...]
+    base: LaunchConfig | None
+
+    def __call__(self) -> tuple[Trial, ...]:
+        """Run in the child."""
+        problem, timer = self.problem, self.problem.timer
+        loaded = _loaded(problem)
+        configs = {f"{i}": trial.config for i, trial in enumerate(self.judged)}
+        if self.base is not None and self.base not in configs.values():
+            configs["base"] = self.base
         samples = measure(
-            calls,
-            device=self.study.device,
+            {name: _call(problem, loaded.timed, config) for name, config in configs.items()},
+            device=problem.device,
             method=timer.method,
             warmup=1,
             min_samples=timer.screen_rounds,
             max_samples=timer.screen_rounds,
-            budget_s=timer.screen_s,
+            budget_s=timer.screen_s * len(configs),
         )
         if loaded.changed():
-            return _mutated(trial)
-        ratio = _ratio(samples, compared=self.base is not None)
-        return dataclasses.replace(trial, time=samples[NEW].timing(), extra={"ratio": ratio})
+            if len(self.judged) == 1:
+                return (_mutated(self.judged[0]),)
+            _forget()
+            raise RuntimeError("a config of a batch wrote into its inputs while it was timed")
+        return screened(self.judged, self.base, {configs[n]: s for n, s in samples.items()})
+
+
+def screened(
+    judged: tuple[Trial, ...], base: LaunchConfig | None, samples: Mapping[LaunchConfig, Samples]
+) -> tuple[Trial, ...]:
+    """Judged trials with their times, and the ratio to the base of the same rounds."""
+    return tuple(
+        dataclasses.replace(
+            trial,
+            time=samples[trial.config].timing(),
+            extra={**trial.extra, "ratio": _ratio(samples, trial.config, base)},
+        )
+        for trial in judged
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RaceJob:
-    """Time the finalists of a study interleaved, the first one twice, and the host's attention."""
+    """Time the finalists of a study interleaved, the first one twice; then the host's attention."""
 
-    study: Study
+    problem: Problem
     race: Race
 
     def __call__(self) -> tuple[Trial, ...]:
         """Run in the child."""
-        study, race, timer = self.study, self.race, self.study.timer
-        loaded = _loaded(study)
-        calls = {f"{i}": _call(study, loaded.timed, c) for i, c in enumerate(race.configs)}
-        calls[AGAIN] = _call(study, loaded.timed, race.configs[0])
-        if study.device != "cpu":
-            for i, config in enumerate(race.configs):
-                calls[f"{i}/kernel"] = loaded.timed.split(
-                    _decision(study), config, study.facts
-                ).alone
-        host = _call(study, loaded.timed, None)
-        if runs(host):
-            calls[HOST_CALL] = host
-        before = clocks.snapshot(study.device)
+        problem, race, timer = self.problem, self.race, self.problem.timer
+        loaded = _loaded(problem)
+        calls = {f"{i}": _call(problem, loaded.timed, c) for i, c in enumerate(race.configs)}
+        before = clocks.snapshot(problem.device)
         samples = measure(
-            calls,
-            device=study.device,
+            {**calls, AGAIN: _call(problem, loaded.timed, race.configs[0])},
+            device=problem.device,
             method=timer.method,
-            min_samples=timer.race_rounds,
-            max_samples=timer.race_rounds,
-            budget_s=race.budget_s,
+            min_samples=LOOKS[-1],
+            max_samples=LOOKS[-1],
+            budget_s=race.budget_s * (1 - ASIDE_SHARE),
             seed=race.seed,
+            keep=elimination_of(problem, race),
         )
-        after = clocks.snapshot(study.device)
+        after = clocks.snapshot(problem.device)
         throttled = clocks.stamp(1.0, before, after) == "throttled"
+        finals = finals_of(problem, race, samples, throttled)
+        finals = _with_asides(problem, race, finals, loaded.timed)
         if loaded.changed():
+            _forget()
             raise RuntimeError("a finalist wrote into its inputs while it was timed")
-        return _finals(study, race, samples, throttled)
+        return finals
 
 
-def _finals(
-    study: Study, race: Race, samples: dict[str, Samples], throttled: bool
+def elimination_of(problem: Problem, race: Race) -> Elimination:
+    """The rule by which finalists leave a race."""
+    challengers = tuple(f"{i}" for i in range(1, len(race.configs)))
+    return Elimination(challengers, race.min_gain, problem.timer.race_rounds)
+
+
+def finals_of(
+    problem: Problem, race: Race, samples: Mapping[str, Samples], throttled: bool
 ) -> tuple[Trial, ...]:
     """One trial per finalist from the samples of their race."""
-    # Several challengers share the risk of a false winner (Bonferroni).
-    confidence = 1 - 0.05 / max(1, len(race.configs) - 1)
-    base = samples["0"]
-    aa_ratio = statistics.median(samples[AGAIN].ms) / statistics.median(base.ms)
-    shared = {"aa_ratio": aa_ratio, "throttled": float(throttled)}
-    incumbent = race.incumbent
-    held = race.configs.index(incumbent) if incumbent in race.configs else None
+    confidence = win_confidence(len(race.configs) - 1)
+    ms = {name: one.ms for name, one in samples.items()}
+    shared = {"aa_ratio": aa_ratio(ms), "throttled": float(throttled)}
+    if race.min_gain is not None:
+        shared["min_gain"] = race.min_gain
+    held = race.configs.index(race.incumbent) if race.incumbent in race.configs else None
     finals = []
     for i, config in enumerate(race.configs):
-        extra = dict(shared)
-        gain = gain_interval(base.ms, samples[f"{i}"].ms, confidence)
+        name, extra = f"{i}", dict(shared)
+        gain = _paired(ms[BASE], ms[name], confidence)
         extra |= dict(zip(("gain", "gain_low", "gain_high"), gain, strict=True))
         if held is not None:
-            against = gain_interval(samples[f"{held}"].ms, samples[f"{i}"].ms)
+            against = _paired(ms[f"{held}"], ms[name], 0.95)
             extra |= {"gain_low_over_incumbent": against[1], "incumbent": float(i == held)}
-        kernel, host = samples.get(f"{i}/kernel"), samples.get(HOST_CALL)
-        finals.append(
-            Trial(
-                study.id,
-                config,
-                "final",
-                "ok",
-                time=samples[f"{i}"].timing(),
-                kernel_time=None if kernel is None else kernel.timing(),
-                host_time=None if host is None else host.timing(),
-                extra=extra,
-            )
-        )
+        timing = samples[name].timing()
+        finals.append(Trial(problem.id, config, "final", "ok", time=timing, extra=extra))
     return tuple(finals)
 
 
-def _loaded(study: Study) -> Loaded:
+def _paired(
+    base: tuple[float, ...], new: tuple[float, ...], confidence: float
+) -> tuple[float, float, float]:
+    """The gain in the rounds that both took part in."""
+    both = min(len(base), len(new))
+    return gain_interval(base[:both], new[:both], confidence)
+
+
+def _with_asides(
+    problem: Problem, race: Race, finals: tuple[Trial, ...], timed: ReplayCall
+) -> tuple[Trial, ...]:
+    """Add the time of the host's attention, and of the kernels alone that may be written."""
+    fastest = min(finals, key=lambda t: (-t.time.n, t.time.median_ms) if t.time else (0, 0.0))
+    calls: dict[str, Callable[[], object]] = {}
+    if problem.device != "cpu":
+        for config in dict.fromkeys((race.configs[0], race.incumbent, fastest.config)):
+            if config in race.configs:
+                split = timed.split(_decision(problem), config, problem.facts)
+                calls[config.text()] = split.alone
+    host = _call(problem, timed, None)
+    if runs(host):
+        calls[HOST_CALL] = host
+    if not calls:
+        return finals
+    samples = measure(
+        calls,
+        device=problem.device,
+        method=problem.timer.method,
+        min_samples=ASIDE_ROUNDS,
+        max_samples=ASIDE_ROUNDS,
+        budget_s=race.budget_s * ASIDE_SHARE,
+        seed=race.seed,
+    )
+    times: dict[str, Timing] = {name: one.timing() for name, one in samples.items()}
+    return tuple(
+        dataclasses.replace(
+            trial, kernel_time=times.get(trial.config.text()), host_time=times.get(HOST_CALL)
+        )
+        for trial in finals
+    )
+
+
+def _loaded(problem: Problem) -> Loaded:
     global _loaded_study
-    if _loaded_study is None or _loaded_study[0] != study.id:
-        _loaded_study = None  # the old tensors go before the new ones come
-        judged = tuple(source.load(study.device) for source in study.sources)
-        at = study.sources.index(study.timed)
-        timed = study.timed.timed(judged[at], study.device)
-        _loaded_study = (study.id, Loaded(judged, timed, _fingerprints(judged, timed)))
+    if _loaded_study is None or _loaded_study[0] != problem.id:
+        _forget()  # the old tensors go before the new ones come
+        judged = tuple(source.load(problem.device) for source in problem.sources)
+        at = problem.sources.index(problem.timed)
+        timed = problem.timed.timed(judged[at], problem.device)
+        _loaded_study = (problem.id, Loaded(judged, timed, _fingerprints(judged, timed)))
     return _loaded_study[1]
+
+
+def _forget() -> None:
+    global _loaded_study
+    _loaded_study = None
 
 
 def _fingerprints(judged: tuple[ReplayCall, ...], timed: ReplayCall) -> tuple[int, ...]:
@@ -169,24 +244,27 @@ def _fingerprints(judged: tuple[ReplayCall, ...], timed: ReplayCall) -> tuple[in
 
 def _mutated(trial: Trial) -> Trial:
     """The verdict on a candidate that wrote into its inputs; they are loaded anew for the next."""
-    global _loaded_study
-    _loaded_study = None
+    _forget()
     return dataclasses.replace(
         trial, status="mutates_input", reason="its inputs were not the same after the run"
     )
 
 
-def _decision(study: Study) -> Decision:
-    return Decision(study.key.kernel, study.key.variant)
+def _decision(problem: Problem) -> Decision:
+    return Decision(problem.key.kernel, problem.key.variant)
 
 
-def _call(study: Study, timed: ReplayCall, config: LaunchConfig | None) -> Callable[[], object]:
+def _call(problem: Problem, timed: ReplayCall, config: LaunchConfig | None) -> Callable[[], object]:
     """The call as a patched model makes it, with quantization; the baseline without a config."""
-    return timed.whole(None if config is None else _decision(study), config)
+    return timed.whole(None if config is None else _decision(problem), config)
 
 
-def _ratio(samples: dict[str, Samples], *, compared: bool) -> float:
-    new = samples[NEW].ms
-    if BASE in samples:
-        return statistics.median(n / b for n, b in zip(new, samples[BASE].ms, strict=True))
-    return 1.0 if compared else statistics.median(new)
+def _ratio(
+    samples: Mapping[LaunchConfig, Samples], config: LaunchConfig, base: LaunchConfig | None
+) -> float:
+    new = samples[config].ms
+    if base is None:
+        return statistics.median(new)
+    if base == config:
+        return 1.0
+    return statistics.median(n / b for n, b in zip(new, samples[base].ms, strict=True))

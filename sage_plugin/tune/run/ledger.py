@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,24 +28,29 @@ LATEST_S = 253_402_300_799.0
 class Ledger:
     """Trials by study, stage and config; a later line replaces an earlier one of the same three.
 
+    Several lanes may append. Without a path trials are kept in memory alone.
+
     Raises:
         OutputError: the file exists and cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self.damaged_lines = 0
+        self._lock = threading.Lock()
         self._trials: dict[tuple[str, str], dict[LaunchConfig, Trial]] = {}
         for trial in self._read():
             self._remember(trial)
 
     def trials(self, study: str, stage: str) -> dict[LaunchConfig, Trial]:
         """Return the last trial of each config in a study's stage, in the order of first lines."""
-        return dict(self._trials.get((study, stage), {}))
+        with self._lock:
+            return dict(self._trials.get((study, stage), {}))
 
     def all(self) -> list[Trial]:
         """List every trial that stands, study by study."""
-        return [trial for trials in self._trials.values() for trial in trials.values()]
+        with self._lock:
+            return [trial for trials in self._trials.values() for trial in trials.values()]
 
     def append(self, trial: Trial) -> Trial:
         """Add a trial and wait until it is on the disk.
@@ -57,17 +63,19 @@ class Ledger:
         except ConfigError:
             trial = _without_numbers(trial)
             line = files.dumps(trial.to_json())
-        with files.writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        files.append_line(self.path, line)
-        self._remember(trial)
+        with self._lock:
+            if self.path is not None:
+                with files.writing(self.path):
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                files.append_line(self.path, line)
+            self._remember(trial)
         return trial
 
     def _remember(self, trial: Trial) -> None:
         self._trials.setdefault((trial.study, trial.stage), {})[trial.config] = trial
 
     def _read(self) -> Iterator[Trial]:
-        if not os.path.lexists(self.path):
+        if self.path is None or not os.path.lexists(self.path):
             return
         try:
             for number, line in enumerate(files.read_lines(self.path, MAX_LINE_BYTES), start=1):

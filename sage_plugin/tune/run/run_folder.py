@@ -23,11 +23,12 @@ from sage_plugin.tune.run.study import Study
 
 logger = logging.getLogger(__name__)
 
-LEDGER, TRIALS, RESULTS, METADATA = (
+LEDGER, TRIALS, RESULTS, METADATA, FRONT = (
     "ledger.jsonl",
     "trials.csv",
     "results.json",
     "run_metadata.json",
+    "front.png",
 )
 MAX_HOLDER_BYTES = 4096
 LOG, LOCK, HOLDER, CRASH_MARKER = "worker.log", ".lock", ".holder.json", ".in_flight.json"
@@ -90,9 +91,13 @@ def _holder(path: Path) -> str:
 def set_aside(folder: Path) -> None:
     """Keep the ledger of an earlier run under another name, so that this one starts anew.
 
+    What earlier sessions died at is forgotten, too.
+
     Raises:
         OutputError: it cannot be renamed.
     """
+    with contextlib.suppress(OSError):
+        (folder / CRASH_MARKER).unlink()
     ledger = folder / LEDGER
     if not os.path.lexists(ledger):
         return

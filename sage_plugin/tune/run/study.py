@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sage_plugin.accuracy.gate import Gate
 from sage_plugin.replay.inputs import ReplayInputs
@@ -23,17 +23,34 @@ class Timer(JsonRecord):
 
     Attributes:
         method: a method of `measure.timing`.
-        screen_rounds: interleaved rounds of candidate and default in the screen.
-        screen_s: longest screen of one candidate, in seconds.
-        race_rounds: interleaved rounds of the finalists.
+        screen_rounds: interleaved rounds of a batch of candidates and the default in the screen.
+        screen_s: longest screen, in seconds for each candidate of the batch.
+        race_rounds: interleaved rounds after which finalists that cannot be told apart are equals.
         race_s: longest race, in seconds.
     """
 
     method: str
-    screen_rounds: int = 5
+    screen_rounds: int = 3
     screen_s: float = 2.0
     race_rounds: int = 40
     race_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a process needs to judge and time configs: a study without its space, for every job.
+
+    Attributes are those of `Study`.
+    """
+
+    id: str
+    key: CallKey
+    sources: tuple[ReplayInputs, ...]
+    timed: ReplayInputs
+    gate: Gate
+    timer: Timer
+    device: str
+    facts: DeviceFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +67,9 @@ class Study:
         device: torch's name of the device.
         facts: identity and limits of the device.
         toolchain: versions that times and errors depend on.
+        id: hash of everything else but the device's number: equal for the same command again,
+            different for any change. The place of a capture folder is not part of it, the checksums
+            of its files are.
     """
 
     key: CallKey
@@ -61,6 +81,29 @@ class Study:
     device: str
     facts: DeviceFacts
     toolchain: Toolchain
+    id: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Hash the study once: its space may have thousands of configs."""
+        parts = [
+            self.key.to_json(),
+            [(source.label, source.shape.to_json()) for source in self.sources],
+            self.timed.label,
+            [config.to_json() for config in self.space],
+            self.gate.to_json(),
+            self.timer.to_json(),
+            self.facts.to_json(),
+            self.toolchain.to_json(),
+        ]
+        object.__setattr__(self, "id", digest(parts))
+
+    @property
+    def problem(self) -> Problem:
+        """What a process needs of it."""
+        return Problem(
+            self.id, self.key, self.sources, self.timed, self.gate, self.timer, self.device,
+            self.facts,
+        )  # fmt: skip
 
     @property
     def default(self) -> LaunchConfig:
@@ -76,24 +119,6 @@ class Study:
     def kernel(self) -> str:
         """`kernel:variant`, as reports show it."""
         return f"{self.key.kernel}:{self.key.variant}"
-
-    @property
-    def id(self) -> str:
-        """Hash of everything above: equal for the same command again, different for any change.
-
-        The place of a capture folder is not part of it, the checksums of its files are.
-        """
-        parts = [
-            self.key.to_json(),
-            [(source.label, source.shape.to_json()) for source in self.sources],
-            self.timed.label,
-            [config.to_json() for config in self.space],
-            self.gate.to_json(),
-            self.timer.to_json(),
-            self.facts.to_json(),
-            self.toolchain.to_json(),
-        ]
-        return digest(parts)
 
 
 def digest(value: object) -> str:

@@ -17,13 +17,14 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from sage_plugin import settings
 from sage_plugin.errors import TuningError
 
 logger = logging.getLogger(__name__)
@@ -67,12 +68,15 @@ class WorkerProcess:
         log: Path | None = None,
         preload: str | None = None,
         jobs_per_child: int = JOBS_PER_CHILD,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.started = 0
         self._log, self._preload, self._jobs_per_child = log, preload, jobs_per_child
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
+        self._environment = dict(environment or {})
+        self._cancelled = threading.Event()
         self._jobs = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -92,10 +96,16 @@ class WorkerProcess:
 
         Raises:
             TuningError: no child can be started at all.
+            KeyboardInterrupt: another thread called `cancel`.
         """
+        if self._cancelled.is_set():
+            raise KeyboardInterrupt
         if self._jobs >= self._jobs_per_child:
             self.stop()
         process, pipe = self._child()
+        if self._cancelled.is_set():
+            self.stop()
+            raise KeyboardInterrupt
         self._jobs += 1
         try:
             pipe.send(job)
@@ -104,7 +114,10 @@ class WorkerProcess:
                 return Reply("timeout", message=f"ran longer than {self.timeout_s:g} s, was ended")
             reply: Reply = pipe.recv()
         except (EOFError, OSError):
-            return Reply("crashed", message=self._death())
+            message = self._death()
+            if self._cancelled.is_set():
+                raise KeyboardInterrupt from None
+            return Reply("crashed", message=message)
         except BaseException:  # Ctrl-C above all: the job must not run on without us
             self.stop()
             raise
@@ -124,6 +137,14 @@ class WorkerProcess:
             process.join()
             process.close()
         self._jobs = 0
+
+    def cancel(self) -> None:
+        """Kill the child for good, from another thread than the one that runs jobs."""
+        self._cancelled.set()
+        process = self._process
+        if process is not None and process.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the child and remove its folder."""
@@ -146,7 +167,9 @@ class WorkerProcess:
         ours, theirs = SPAWN.Pipe()
         log = None if self._log is None else str(self._log.resolve())
         process = SPAWN.Process(
-            target=_serve, args=(theirs, log, self._folder.name, self._preload), daemon=False
+            target=_serve,
+            args=(theirs, log, self._folder.name, self._preload, self._environment),
+            daemon=False,
         )
         process.start()
         theirs.close()
@@ -177,8 +200,15 @@ class WorkerProcess:
         return f"the worker exited with code {code}"
 
 
-def _serve(pipe: Connection, log: str | None, folder: str, preload: str | None) -> None:
+def _serve(
+    pipe: Connection,
+    log: str | None,
+    folder: str,
+    preload: str | None,
+    environment: Mapping[str, str],
+) -> None:
     """The child: run jobs until the pipe closes."""
+    settings.export(environment)
     with contextlib.suppress(OSError):
         os.setsid()
     _forbid_core_dumps()

@@ -7,7 +7,7 @@ tiles that spill least (`make compile-matrix`).
 
 from __future__ import annotations
 
-from sage_plugin.kernels.search_space import Region, Space, Tile
+from sage_plugin.kernels.search_space import Axes, Region, Space, Tile
 from sage_plugin.schema import LaunchConfig
 
 
@@ -64,8 +64,8 @@ def hopper(
 
 
 GLUON_TILES = (Tile(192, 128, 12), Tile(128, 128, 8))
-GLUON_AXES = {"num_stages": (3, 4), "exp_linear": (4, 6), "persistent": (False, True)}
-GLUON_64_AXES = {**GLUON_AXES, "overlap": (False, True)}
+GLUON_AXES: Axes = {"num_stages": (2, 3, 4), "persistent": (False, True)}
+GLUON_64_AXES: Axes = {**GLUON_AXES, "overlap": (False, True)}
 UNMASKED = ("none", "key_bias")
 HOPPER_TILES = (Tile(64, 128, 4), Tile(64, 64, 4), Tile(128, 128, 8))
 QUARTER_SM, THIRD_SM = 128, 168
@@ -73,8 +73,13 @@ QUARTER_SM, THIRD_SM = 128, 168
 DENSE = ("dense",)
 """A mask of rows and keys has configs of its own: one that adds is loaded ahead like K and V."""
 DENSE_TILES = (*HOPPER_TILES, Tile(64, 128, 8), Tile(64, 64, 8))
-HOPPER_64_AXES = {"num_stages": (2, 3), "maxnreg": (0, QUARTER_SM)}
-HOPPER_128_AXES = {"num_stages": (2, 3), "maxnreg": (0, THIRD_SM)}
+LOADS = ("descriptor", "pointer")
+HOPPER_64_AXES: Axes = {
+    "num_stages": (2, 3, 4),
+    "maxnreg": (0, QUARTER_SM, THIRD_SM),
+    "loads": LOADS,
+}
+HOPPER_128_AXES: Axes = {"num_stages": (2, 3), "maxnreg": (0, QUARTER_SM, THIRD_SM), "loads": LOADS}
 NVIDIA_TILES = (
     Tile(128, 64, 4),
     Tile(128, 64, 8),
@@ -83,11 +88,34 @@ NVIDIA_TILES = (
     Tile(128, 32, 4),
     Tile(128, 32, 8),
 )
-NVIDIA_AXES = {"num_stages": (2, 3, 4)}
+NVIDIA_AXES: Axes = {"num_stages": (2, 3, 4)}
 AMD_TILES = (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4))
 RDNA_TILES = (Tile(128, 64, 8), Tile(128, 32, 8), Tile(64, 32, 8), Tile(64, 32, 4))
-AMD_AXES = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
+AMD_AXES: Axes = {"num_stages": (1, 2), "waves_per_eu": (0, 1, 2, 3)}
+CDNA_AXES: Axes = {**AMD_AXES, "matrix_instr_nonkdim": (0, 16, 32)}
 EMULATION_TILES = (Tile(128, 64, 4), Tile(128, 128, 4), Tile(128, 256, 4))
+
+
+LARGE_TILES = (Tile(64, 32, 8), Tile(64, 64, 8), Tile(128, 32, 8), Tile(64, 32, 4), Tile(32, 32, 4))
+LARGE_AXES: Axes = {"num_stages": (1, 2, 3)}
+"""Of heads above 128 channels, whose blocks of keys are half as many for the same memory."""
+LARGE_AMD_TILES = (Tile(64, 32, 4), Tile(32, 32, 4), Tile(64, 64, 8), Tile(64, 32, 8))
+QUANTIZERS: Axes = {"smooth_k": (True, False), "hadamard": (0, 64), "q_granule": (1, 16)}
+"""How Q and K are quantized."""
+FP8_VALUES: Axes = {"smooth_v": (True, False), "pv_flush": (0, 1)}
+GLUON_FP8_VALUES: Axes = {
+    "smooth_v": (True, False),
+    "pv_flush": (4, 8, 32),
+    "exp_linear": (0, 4, 6),
+}
+SAGE_RECIPES: dict[str, Axes] = {
+    "portable": QUANTIZERS,
+    "hopper": {**QUANTIZERS, "pv_flush": (0, 8, 32)},
+}
+FP8_RECIPES: dict[str, Axes] = {
+    "portable": {**QUANTIZERS, **FP8_VALUES},
+    "hopper": {**QUANTIZERS, **GLUON_FP8_VALUES},
+}
 
 
 def common_regions(*, smooth_v: bool) -> tuple[Region, ...]:
@@ -103,15 +131,15 @@ def common_regions(*, smooth_v: bool) -> tuple[Region, ...]:
         Region("sm_1[01]*", 128, at(128, 64, 8, 2), NVIDIA_TILES, NVIDIA_AXES),
         Region("sm_*", 64, at(128, 64, 8, 3), NVIDIA_TILES, NVIDIA_AXES),
         Region("sm_*", 128, at(128, 32, 8, 2), NVIDIA_TILES, NVIDIA_AXES),
-        Region("sm_*", 256, at(64, 32, 8, 1)),
+        Region("sm_*", 256, at(64, 32, 8, 1), LARGE_TILES, LARGE_AXES),
         Region("gfx11*", 64, at(128, 32, 8, 1), RDNA_TILES, AMD_AXES),
         Region("gfx11*", 128, at(64, 32, 8, 1), RDNA_TILES, AMD_AXES),
-        Region("gfx11*", 256, at(32, 32, 16, 1)),
+        Region("gfx11*", 256, at(32, 32, 16, 1), (Tile(32, 32, 8), Tile(64, 32, 16)), AMD_AXES),
         Region("gfx12*", 64, at(128, 64, 8, 1), RDNA_TILES, AMD_AXES),
         Region("gfx12*", 128, at(64, 32, 8, 1), RDNA_TILES, AMD_AXES),
-        Region("gfx12*", 256, at(64, 32, 8, 1)),
-        Region("gfx*", 128, at(128, 64, 4, 1), AMD_TILES, AMD_AXES),
-        Region("gfx*", 256, at(64, 32, 4, 1)),
+        Region("gfx12*", 256, at(64, 32, 8, 1), LARGE_AMD_TILES, AMD_AXES),
+        Region("gfx*", 128, at(128, 64, 4, 1), AMD_TILES, CDNA_AXES),
+        Region("gfx*", 256, at(64, 32, 4, 1), LARGE_AMD_TILES, CDNA_AXES),
     )
 
 
@@ -120,7 +148,7 @@ HOPPER_128_INT8 = launch(64, 64, 4, 2, loads="descriptor", smooth_v=False, maxnr
 GLUON_64_INT8 = hopper(192, 128, 12, 4, pv_flush=32, smooth_v=False)
 GLUON_128_INT8 = hopper(192, 128, 12, 2, pv_flush=32, smooth_v=False)
 GLUON_128_INT8_TILES = (Tile(192, 128, 12), Tile(192, 64, 12), Tile(128, 64, 8))
-GLUON_INT8_AXES = {
+GLUON_INT8_AXES: Axes = {
     "num_stages": (2, 3, 4),
     "overlap": (False, True),
     "persistent": (False, True),
@@ -138,7 +166,8 @@ SAGE = Space(
             "hopper",
         ),
         *common_regions(smooth_v=False),
-    )
+    ),
+    SAGE_RECIPES,
 )  # fmt: skip
 """INT8 Q and K with FP16 P and V."""
 
@@ -160,7 +189,8 @@ def _fp8_values(*, stages_64: int) -> Space:
             Region("sm_90", 64, GLUON_64_FP8, GLUON_TILES, GLUON_64_AXES, 4, UNMASKED, "hopper"),
             Region("sm_90", 128, GLUON_128_FP8, GLUON_TILES, GLUON_AXES, 4, UNMASKED, "hopper"),
             *common_regions(smooth_v=True),
-        )
+        ),
+        FP8_RECIPES,
     )
 
 

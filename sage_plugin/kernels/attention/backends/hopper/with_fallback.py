@@ -66,7 +66,9 @@ class HopperOrPortable(QuantizedPortable):
         """One launch of attention on the quantised operands."""
         if self.reason is None and _takes(operands.problem):
             try:
-                return self._hopper.launch(operands, out_dtype=out_dtype, return_lse=return_lse)
+                return self.first_choice.launch(
+                    operands, out_dtype=out_dtype, return_lse=return_lse
+                )
             except Exception as error:
                 self.reason = build_failure(error)
                 if self.reason is None:
@@ -80,7 +82,8 @@ class HopperOrPortable(QuantizedPortable):
         return super().launch(portable, out_dtype=out_dtype, return_lse=return_lse)
 
     @functools.cached_property
-    def _hopper(self) -> Any:
+    def first_choice(self) -> Any:
+        """The Hopper variant alone, which raises where it cannot be built."""
         home = importlib.import_module("sage_plugin.kernels.attention.backends.hopper.launch")
         return home.QuantizedHopper(self.recipe)
 

@@ -1,0 +1,59 @@
+"""`sage configs diff`: in what two sets of tuned configs differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sage_plugin.cli.configs.sources import files_of
+from sage_plugin.cli.console import say, stdout
+
+if TYPE_CHECKING:
+    from sage_plugin.registry.compare import EntryPair
+    from sage_plugin.schema import RegistryEntry
+
+First = Annotated[Path, typer.Argument(metavar="A", help="File, folder of configs, or a run.")]
+Second = Annotated[Path, typer.Argument(metavar="B", help="What it is compared with.")]
+
+
+def command(first: First, second: Second) -> None:
+    """Show the calls whose configs differ between two files, folders or runs."""
+    from sage_plugin.cli.tables import grid
+    from sage_plugin.registry.compare import differences
+
+    pairs = differences(files_of(first), files_of(second))
+    renewed = [pair for pair in pairs if pair.same_config]
+    shown = [pair for pair in pairs if not pair.same_config]
+    if shown:
+        table = grid("call", padding=1)
+        table.add_column("A", no_wrap=True)
+        table.add_column("B", no_wrap=True)
+        for pair in shown:
+            table.add_row(*_cells(pair))
+        stdout.print(table)
+    only = [sum(getattr(p, side) is None for p in shown) for side in ("second", "first")]
+    say(
+        f"{only[0]} calls in A alone, {only[1]} in B alone, "
+        f"{len(shown) - sum(only)} with another config, {len(renewed)} with other evidence alone"
+    )
+    if pairs:
+        say(f"Next: sage configs merge {first} {second}, which takes what wins by the rules")
+
+
+def _cells(pair: EntryPair) -> tuple[str, str, str]:
+    from sage_plugin.families.attention.labels import describe_key
+
+    call = f"{describe_key(pair.key).replace(' ', chr(10), 1)}\n{pair.slug}"
+    return call, _side(pair.first, pair.second), _side(pair.second, pair.first)
+
+
+def _side(entry: RegistryEntry | None, other: RegistryEntry | None) -> str:
+    from sage_plugin.cli.tune_view import milliseconds
+    from sage_plugin.registry.config_words import config_lines
+
+    if entry is None:
+        return "-"
+    config = config_lines(entry.config, None if other is None else other.config)
+    return f"{config}\n{milliseconds(entry.evidence.time.median_ms)} {entry.evidence.stamp}".strip()

@@ -1,0 +1,66 @@
+"""`sage configs export`: tuned configs in the form of other tuners."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sage_plugin import files
+from sage_plugin.cli.configs.card import As, facts_of
+from sage_plugin.cli.configs.sources import files_of
+from sage_plugin.cli.console import say
+from sage_plugin.cli.options import ConfigDir, Device, one_of
+from sage_plugin.errors import UsageError
+from sage_plugin.schema import DeviceFacts, RegistryEntry
+
+FORMATS = ("seed",)
+
+Place = Annotated[
+    Path | None, typer.Argument(help="File, folder of configs, or a run (default: all in use).")
+]
+Format = Annotated[str, typer.Option("--format", help="seed: best_configs_*.json of the INT8 one.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")]
+
+
+def command(
+    path: Place = None,
+    form: Format = "seed",
+    out: Out = Path("."),
+    device: Device = None,
+    card: As = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Write tuned configs as files of another tuner."""
+    from sage_plugin.registry import seed_files
+
+    one_of("--format", form, FORMATS)
+    facts = facts_of(device, card, config_dir)
+    entries = _entries(path, facts, config_dir)
+    made, left_out = seed_files.write(entries, time.strftime("%Y%m%d_%H%M%S", time.gmtime()))
+    if left_out:
+        say(
+            f"left out: {len(left_out)} entries, which the form has no words for (other kernels, "
+            "masks, causal and grouped calls)",
+            to_stderr=True,
+        )
+    if not made:
+        raise UsageError(f"none of {len(entries)} entries can be written in this form")
+    with files.writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    for name, content in made.items():
+        files.write_json(out / name, content)
+        say(f"{out / name}: {len(content)} calls")
+    say(f"Next: sage configs import {out / next(iter(made))}, on the card that shall use them")
+
+
+def _entries(path: Path | None, facts: DeviceFacts, config_dir: Path | None) -> list[RegistryEntry]:
+    from sage_plugin.registry import load
+
+    if path is not None:
+        return [entry for file in files_of(path) for entry in file.entries]
+    places = [place for _, place in load.search_path(facts.slug, config_dir=config_dir)]
+    found = [entry for p in places if p.exists() for entry in load.read(p).entries]
+    return list({entry.key: entry for entry in reversed(found)}.values())  # the first place stands

@@ -1,0 +1,45 @@
+"""`sage configs regions`: the lengths that each config may serve, priced by the times of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sage_plugin.cli.configs.sources import destination
+from sage_plugin.cli.console import say
+from sage_plugin.cli.options import ConfigDir
+
+Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Names in tuning_runs, or folders of runs.")
+]
+MaxLoss = Annotated[float, typer.Option(min=0, help="Loss that a region may have; 0.01 is 1 %.")]
+Fewest = Annotated[
+    bool, typer.Option("--fewest", help="Drop the entries that the others' regions cover.")
+]
+
+
+def command(
+    run: Runs, config_dir: ConfigDir = None, max_loss: MaxLoss = 0.01, fewest: Fewest = False
+) -> None:
+    """Price each winner at the other lengths of the same runs, and write the regions it serves."""
+    from sage_plugin.families.attention.labels import describe_key
+    from sage_plugin.registry import load
+    from sage_plugin.registry.merge import price
+    from sage_plugin.tune.configs.plan import RUNS
+    from sage_plugin.tune.held import prices, results
+
+    folders = [path if results.is_run(path) else RUNS / path for path in run]
+    facts, times = prices.of_runs(folders)
+    path = load.file_path(destination(config_dir), facts.slug)
+    changed = price(path, times, limit=max_loss, drop=fewest)
+    entries = {entry.key: entry for entry in load.read(path).entries}
+    for key in changed:
+        if key not in entries:
+            say(f"dropped: {describe_key(key)}")
+            continue
+        low, high = entries[key].seq_q_range
+        say(f"{describe_key(key)}: {low} to {high}, at most {entries[key].regret:.1%} lost")
+    say(f"{path}: {len(changed)} entries changed, {len(entries)} are held")
+    say("Next: sage configs explain, for a length between")

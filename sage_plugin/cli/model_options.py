@@ -1,0 +1,119 @@
+"""Calls of a model that is not loaded: options that derive them from its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sage_plugin.cli.options import DrawnInputOptions, check_seed, dtype_name, lengths, one_of
+from sage_plugin.errors import UsageError
+
+if TYPE_CHECKING:
+    from sage_plugin.plugin.plan.model_calls import CallWishes
+    from sage_plugin.replay.inputs import ReplayInputs
+
+WITH_MODEL = ("--seq-len", "--batch-size", "--dtype", "--inputs-distribution")
+"""Options of shapes that change what is derived from a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """A model by its configuration, and how many devices share its calls."""
+
+    model: Annotated[
+        Path | None,
+        typer.Option(help="config.json or folder of a model: tune the calls that it makes."),
+    ] = None
+    image_size: Annotated[
+        str | None, typer.Option(metavar="WxH", help="Pixels that the model draws, as 832x480.")
+    ] = None
+    num_frames: Annotated[int | None, typer.Option(help="Frames that the model draws.")] = None
+    tp_size: Annotated[int, typer.Option(help="Devices that share a call: its part is tuned.")] = 1
+    tp_split_dim: Annotated[str, typer.Option(help="What they share: heads or seq.")] = "heads"
+
+    def inputs(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
+        """Return the inputs to draw: the model's calls, or the shapes that are spelt out.
+
+        Raises:
+            UsageError: options that exclude each other, a model whose calls are not known, or
+                something that its devices cannot share.
+        """
+        from sage_plugin.plugin.plan.model_calls import local_shape
+
+        found = self._of_model(drawn) if self.model is not None else self._spelt_out(drawn)
+        return [
+            dataclasses.replace(one, shape=local_shape(one.shape, self.tp_size, self.tp_split_dim))
+            for one in found
+        ]
+
+    def wishes(self, drawn: DrawnInputOptions) -> CallWishes:
+        """Return what is asked of the model."""
+        from sage_plugin.plugin.plan.model_calls import CallWishes
+
+        if self.num_frames is not None and self.num_frames < 1:
+            raise UsageError(f"--num-frames {self.num_frames}: must be at least 1")
+        return CallWishes(
+            tuple(lengths(drawn.seq_len)) if drawn.seq_len else (),
+            self._pixels(),
+            self.num_frames,
+            drawn.batch_size,
+            None if drawn.dtype is None else dtype_name(drawn.dtype),
+        )
+
+    def refuse_with_captures(self) -> None:
+        """Refuse what would change captures, which are replayed as they are.
+
+        Raises:
+            UsageError: such an option was given.
+        """
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) != field.default:
+                option = f"--{field.name.replace('_', '-')}"
+                raise UsageError(
+                    f"{option} does not change captures: leave it out, or the captures"
+                )
+
+    def _of_model(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
+        from sage_plugin.families import ATTENTION
+        from sage_plugin.measure.inputs import DISTRIBUTIONS
+        from sage_plugin.plugin.plan.model_calls import calls_of, read_config
+        from sage_plugin.replay.inputs import ReplayInputs
+
+        assert self.model is not None
+        if wrong := [option for option in drawn.given() if option not in WITH_MODEL]:
+            raise UsageError(f"--model has its own shapes: leave {wrong[0]} out")
+        check_seed(drawn.seed)
+        if drawn.batch_size is not None and drawn.batch_size < 1:
+            raise UsageError(f"-b {drawn.batch_size}: must be at least 1")
+        distribution = one_of(
+            "--inputs-distribution", drawn.inputs_distribution or "normal", DISTRIBUTIONS
+        )
+        calls = calls_of(read_config(self.model), self.wishes(drawn))
+        return [
+            ReplayInputs(
+                call.shape,
+                f"{call.kind} {ATTENTION.describe(call.shape)}",
+                distribution=distribution,
+                seed=drawn.seed,
+            )
+            for call in calls
+        ]
+
+    def _spelt_out(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
+        for name, value in (("image_size", self.image_size), ("num_frames", self.num_frames)):
+            if value is not None:
+                raise UsageError(f"--{name.replace('_', '-')} is of a model: add --model FOLDER")
+        return drawn.inputs()
+
+    def _pixels(self) -> tuple[int, int] | None:
+        if self.image_size is None:
+            return None
+        match = re.fullmatch(r"(\d{1,6})[x×](\d{1,6})", self.image_size.strip())
+        if match is None:
+            raise UsageError(f"--image-size {self.image_size!r}: pixels such as 832x480")
+        return int(match[1]), int(match[2])

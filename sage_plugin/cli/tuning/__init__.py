@@ -1,0 +1,1 @@
+"""What `sage tune` is asked for, and how it is followed."""

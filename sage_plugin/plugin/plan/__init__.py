@@ -1,0 +1,1 @@
+"""What a model will ask of the kernels, told before it runs."""

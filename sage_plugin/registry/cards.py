@@ -1,0 +1,47 @@
+"""Cards that are not here, by what their registry files recorded of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+
+from sage_plugin.errors import ConfigError, UsageError
+from sage_plugin.registry import load
+from sage_plugin.schema import DeviceFacts
+
+
+def recorded(slug: str, config_dir: str | Path | None = None) -> DeviceFacts:
+    """Return the facts of a card as the first of the user's and shipped files recorded them.
+
+    Args:
+        slug: name of its folder of configs, such as `nvidia-h200`.
+        config_dir: folder to ask first.
+
+    Raises:
+        UsageError: no readable file is of such a card; the message lists those that are.
+
+    Example:
+        >>> recorded("nvidia-h200").arch
+        'sm_90'
+    """
+    known = dict(_cards(config_dir))
+    if slug in known:
+        return known[slug]
+    close = difflib.get_close_matches(slug, known, n=1)
+    meant = f"did you mean {close[0]!r}? Cards" if close else "cards"
+    raise UsageError(
+        f"--as {slug!r}: {meant} with configs are {', '.join(sorted(known)) or 'none'}"
+    )
+
+
+def _cards(config_dir: str | Path | None) -> Iterator[tuple[str, DeviceFacts]]:
+    """Cards by slug, those of the first place last, so that they stand."""
+    for _, path in reversed(load.search_path("any", config_dir=config_dir)):
+        for file in load.files_under(path.parents[1]):
+            try:
+                facts = load.read(file).device
+            except ConfigError:
+                continue  # `sage configs check` says what is wrong with it
+            if facts.slug == file.parent.name:
+                yield facts.slug, facts

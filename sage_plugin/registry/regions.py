@@ -1,0 +1,129 @@
+"""What a call loses by the config of another length, and the lengths that an entry may serve so."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from sage_plugin.registry.distance import alike
+from sage_plugin.schema import CallKey, LaunchConfig, RegistryEntry
+
+LIMIT = 0.01
+"""Loss that a region may have, as a share of the best time."""
+
+Times = Mapping[int, Mapping[LaunchConfig, float]]
+"""Milliseconds by length and config; each config of a row was timed at that length."""
+
+
+def winners(times: Times) -> dict[int, LaunchConfig]:
+    """Return the fastest config of each length."""
+    return {seq: min(row, key=row.__getitem__) for seq, row in sorted(times.items())}
+
+
+def regret(times: Times, seq: int, config: LaunchConfig) -> float | None:
+    """Return what a length loses by a config; `None` where it was not timed there."""
+    row = times[seq]
+    return row[config] / min(row.values()) - 1 if config in row else None
+
+
+def prices(times: Times) -> dict[int, dict[int, float | None]]:
+    """Return the regret of each length's winner at every length."""
+    return {
+        at: {seq: regret(times, seq, config) for seq in sorted(times)}
+        for at, config in winners(times).items()
+    }
+
+
+def region(
+    times: Times, at: int, config: LaunchConfig, limit: float = LIMIT
+) -> tuple[int, int, float]:
+    """Return the lengths around one, without a gap, that lose no more than a limit by a config.
+
+    Returns:
+        The lowest, the highest, and the most that one of them loses; itself counts as it is.
+    """
+    lengths = sorted(times)
+    place = lengths.index(at)
+
+    def within(seq: int) -> bool:
+        loss = regret(times, seq, config)
+        return seq == at or (loss is not None and loss <= limit)
+
+    below = list(itertools.takewhile(within, reversed(lengths[: place + 1])))
+    above = list(itertools.takewhile(within, lengths[place:]))
+    losses = (regret(times, seq, config) for seq in (*below, *above))
+    return below[-1], above[-1], max((loss for loss in losses if loss is not None), default=0.0)
+
+
+def fewest(times: Times, limit: float = LIMIT) -> dict[int, tuple[int, int]]:
+    """Return the fewest lengths whose winners keep all within a limit, with their regions."""
+    best, lengths = winners(times), sorted(times)
+    spans = {at: region(times, at, best[at], limit)[:2] for at in lengths}
+    covered = {
+        at: {seq for seq in lengths if low <= seq <= high} for at, (low, high) in spans.items()
+    }
+    sets = (s for n in range(1, len(lengths) + 1) for s in itertools.combinations(lengths, n))
+    kept = next(s for s in sets if set().union(*(covered[at] for at in s)) == set(lengths))
+    return {at: spans[at] for at in kept}
+
+
+def priced(
+    entries: Iterable[RegistryEntry],
+    times: Mapping[CallKey, Mapping[LaunchConfig, float]],
+    limit: float = LIMIT,
+) -> tuple[RegistryEntry, ...]:
+    """Give entries the regions that were measured, and the most that a call in them loses.
+
+    Args:
+        entries: tuned configs.
+        times: milliseconds of configs by the key that they were timed at.
+        limit: loss that a region may have.
+
+    Returns:
+        The entries in their order; those whose key was not timed beside other lengths as they were.
+        Only calls of as many queries as keys are priced.
+    """
+    groups: defaultdict[object, dict[int, Mapping[LaunchConfig, float]]] = defaultdict(dict)
+    for key, row in times.items():
+        if key.seq_q == key.seq_k:
+            groups[_kind(key)][key.seq_q] = row
+    return tuple(_priced(entry, groups.get(_kind(entry.key), {}), limit) for entry in entries)
+
+
+def redundant(entries: Sequence[RegistryEntry], limit: float = LIMIT) -> tuple[RegistryEntry, ...]:
+    """List the entries without which every length of a priced region still lies in one."""
+    groups: defaultdict[object, list[RegistryEntry]] = defaultdict(list)
+    for entry in entries:
+        if entry.regret is not None and entry.regret <= limit:
+            groups[_kind(entry.key)].append(entry)
+    found: list[RegistryEntry] = []
+    for group in groups.values():
+        spans = {i: (entry.seq_q_range[0], entry.seq_q_range[1]) for i, entry in enumerate(group)}
+        kept = _fewest(spans, sorted({seq for span in spans.values() for seq in span}))
+        found += [entry for i, entry in enumerate(group) if i not in kept]
+    return tuple(found)
+
+
+def _fewest(spans: Mapping[int, tuple[int, int]], lengths: Sequence[int]) -> tuple[int, ...]:
+    """The fewest spans that together hold all lengths, each of which lies in some span."""
+    sets = (s for n in range(1, len(spans) + 1) for s in itertools.combinations(spans, n))
+    return next(
+        s for s in sets if all(any(spans[i][0] <= seq <= spans[i][1] for i in s) for seq in lengths)
+    )
+
+
+def _priced(entry: RegistryEntry, times: Times, limit: float) -> RegistryEntry:
+    at = entry.key.seq_q
+    if len(times) < 2 or at not in times or entry.key.seq_q != entry.key.seq_k:
+        return entry
+    low, high, loss = region(times, at, entry.config, limit)
+    return dataclasses.replace(
+        entry, seq_q_range=(low, high), seq_k_range=(low, high), regret=float(f"{loss:.3g}")
+    )
+
+
+def _kind(key: CallKey) -> object:
+    """What calls share whose lengths are priced against each other."""
+    return alike(key), key.batch_heads

@@ -1,0 +1,160 @@
+"""One study, searched and raced: what is tried when, and what becomes of each trial."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.tune.configs.final import MIN_BUDGET_S, run_final
+from sage_plugin.tune.configs.plan import TuningRequest
+from sage_plugin.tune.run.crash_marker import CrashMarker
+from sage_plugin.tune.run.ledger import Ledger
+from sage_plugin.tune.run.observer import Observer
+from sage_plugin.tune.run.runner import Race, Runner
+from sage_plugin.tune.run.study import Study
+from sage_plugin.tune.search.learned_order import learned
+from sage_plugin.tune.search.search import Rank, Search, ratio
+
+logger = logging.getLogger(__name__)
+
+TRIED_AGAIN = ("run_error", "timeout")
+"""Failures that may have had another cause than the config: a later session tries it again."""
+
+RACE_SHARE = 0.3
+"""Part of a study's time that is left for its race."""
+
+PENDING, PASSED_OVER = "pending", "passed_over"
+"""States of a config that no ledger holds: being tried now, and left out after ended sessions."""
+
+Trials = dict[LaunchConfig, Trial]
+
+
+@dataclass(frozen=True, slots=True)
+class Notebook:
+    """Where a session writes down what happens, and reads what happened before.
+
+    Attributes:
+        ledger: every trial.
+        observer: who follows.
+        marker: what runs right now; `None` where nothing can end the session.
+        related: trials of other studies that teach an order.
+    """
+
+    ledger: Ledger
+    observer: Observer
+    marker: CrashMarker | None = None
+    related: Callable[[Study], Iterable[Trial]] = lambda _: ()
+
+
+class StudySearch:
+    """The search of one study by one runner."""
+
+    def __init__(
+        self,
+        study: Study,
+        runner: Runner,
+        request: TuningRequest,
+        notebook: Notebook,
+        incumbent: LaunchConfig | None = None,
+    ) -> None:
+        self.study, self.runner, self.request, self.notebook = study, runner, request, notebook
+        self.search = Search(
+            study.space, incumbent, request.limits, request.error_limit, request.seed
+        )
+
+    def screen(self, budget_s: float = float("inf")) -> Trials:
+        """Judge and briefly time configs until search, limits or time end."""
+        deadline = time.monotonic() + budget_s * (1 - RACE_SHARE)
+        former = self.notebook.ledger.trials(self.study.id, "screen")
+        trials = {c: trial for c, trial in former.items() if trial.status not in TRIED_AGAIN}
+        done, total = len(trials), self.search.expected
+        self.notebook.observer.study_started(self.study, done=done, total=max(done, total))
+        while batch := self.search.propose(trials, self._rank(trials)):
+            mandatory = any(config in self.search.first for config in batch)
+            if trials and not mandatory and time.monotonic() > deadline:
+                break
+            self._try(batch, trials, float("inf") if mandatory else deadline)
+        return trials
+
+    def race(self, trials: Trials, budget_s: float = float("inf")) -> Trials:
+        """Race the finalists; from the ledger where the same ones were raced before."""
+        configs = self.search.finalists(trials)
+        if not configs:
+            return {}
+        study, request = self.study, self.request
+        known = self.notebook.ledger.trials(study.id, "final")
+        finals = {config: known[config] for config in configs if config in known}
+        races = {trial.extra.get("finished_at") for trial in finals.values()}
+        # Who cannot win much leaves early: such a race does not tell who wins a little.
+        asked = max((t.extra.get("min_gain", 0.0) for t in finals.values()), default=0.0)
+        if len(finals) == len(configs) and len(races) == 1 and asked <= request.min_gain:
+            return finals
+        self.notebook.observer.race_started(study, len(configs))
+        longest_s = min(study.timer.race_s, budget_s * RACE_SHARE, request.timeout_s / 2)
+        race = Race(
+            configs,
+            self.search.incumbent,
+            max(MIN_BUDGET_S, longest_s),
+            request.seed,
+            request.min_gain if configs[0] == study.default else None,
+        )
+        finished = {"finished_at": time.time()}
+        settled = run_final(self.runner, study, race)
+        return {
+            config: self._note(dataclasses.replace(trial, extra=trial.extra | finished))
+            for config, trial in settled.items()
+        }
+
+    def _rank(self, trials: Trials) -> Rank | None:
+        compiled = self.runner.prepare(self.study, ())
+        related = [*trials.values(), *self.notebook.related(self.study)]
+        return learned(related, compiled)
+
+    def _try(self, batch: Sequence[LaunchConfig], trials: Trials, deadline: float) -> None:
+        """Judge a batch one by one until the time is up, and time together what passes."""
+        pending = {c: Trial(self.study.id, c, "screen", PENDING) for c in batch}
+        upcoming = self.search.propose(trials | pending)
+        self.runner.prepare(self.study, [*batch, *upcoming])
+        passed: list[Trial] = []
+        for config in batch:
+            if passed and time.monotonic() > deadline:
+                break
+            trial = self._judged(config)
+            if trial.status == "ok":
+                passed.append(trial)
+            else:
+                trials[config] = trial
+                self.notebook.observer.trial_finished(self.study, trial)
+        if not passed:
+            return
+        base = self._base([*trials.values(), *passed])
+        for trial in self.runner.screen(self.study, passed, base):
+            trials[trial.config] = self._note(trial)
+            self.notebook.observer.trial_finished(self.study, trial)
+
+    def _judged(self, config: LaunchConfig) -> Trial:
+        study, marker = self.study, self.notebook.marker
+        if marker is not None and not marker.begin(study.id, config):
+            reason = "earlier sessions were ended while it ran; --fresh tries it again"
+            return Trial(study.id, config, "screen", PASSED_OVER, reason=reason)
+        try:
+            trial = self.runner.judge(study, config)
+            return trial if trial.status == "ok" else self._note(trial)
+        finally:
+            if marker is not None:
+                marker.end(study.id, config)
+
+    def _base(self, trials: Sequence[Trial]) -> LaunchConfig:
+        """What times are compared with: the default, or the first valid config without it."""
+        valid = [trial.config for trial in trials if trial.status == "ok"]
+        return self.study.default if self.study.default in valid else valid[0]
+
+    def _note(self, trial: Trial) -> Trial:
+        trial = self.notebook.ledger.append(trial)
+        text = trial.reason or (f"ratio {ratio(trial):.4f}" if trial.stage == "screen" else "")
+        logger.info("%s %s %s: %s", trial.stage, trial.status, trial.config.text(), text)
+        return trial

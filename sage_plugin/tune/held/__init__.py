@@ -1,0 +1,1 @@
+"""What was found before, taken up again: results of runs, configs that are believed in."""

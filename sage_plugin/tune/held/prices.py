@@ -1,0 +1,68 @@
+"""The times of configs in runs, by the call that they were measured at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sage_plugin import files
+from sage_plugin.errors import ConfigError
+from sage_plugin.registry import load
+from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, Trial
+from sage_plugin.tune.run import run_folder
+from sage_plugin.tune.run.ledger import Ledger
+
+Prices = dict[CallKey, dict[LaunchConfig, float]]
+
+
+def of_runs(runs: Sequence[Path]) -> tuple[DeviceFacts, Prices]:
+    """Read the times of all sound configs of some runs on one card.
+
+    Raises:
+        ConfigError: a run is missing or damaged, or the runs are of several cards.
+    """
+    cards: dict[str, DeviceFacts] = {}
+    times: Prices = {}
+    for run in runs:
+        path = run / run_folder.METADATA
+        metadata = files.read_json(path, load.MAX_FILE_BYTES, "file of a run")
+        ledger = Ledger(run / run_folder.LEDGER)
+        try:
+            facts = DeviceFacts.from_json(metadata["device"])
+            studies = [(CallKey.from_json(one["key"]), one["id"]) for one in metadata["studies"]]
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is of no run: no {error}") from None
+        cards[facts.slug] = facts
+        for key, study in studies:
+            if found := of_study(ledger, study):
+                times[key] = found
+    if len(cards) != 1:
+        raise ConfigError(f"runs of one card are needed, got {', '.join(sorted(cards)) or 'none'}")
+    return next(iter(cards.values())), times
+
+
+def of_study(ledger: Ledger, study: str) -> dict[LaunchConfig, float]:
+    """Return the times of a study's sound configs: of its race if there was one, else its screen.
+
+    A screen's times are taken at different moments: where each has its ratio to the default of the
+    same moment, that counts. Both are brought to the scale of the screen's first.
+    """
+    screens, finals = (
+        {config: trial for config, trial in ledger.trials(study, stage).items() if trial.time}
+        for stage in ("screen", "final")
+    )
+    base_ms = next((_ms(trial) for trial in screens.values()), 0.0)
+    times = {
+        config: trial.extra["ratio"] * base_ms if "ratio" in trial.extra else _ms(trial)
+        for config, trial in screens.items()
+    }
+    anchor = next((config for config in finals if config in times), None)
+    if anchor is None:
+        return times
+    scale = times[anchor] / _ms(finals[anchor])
+    return times | {config: _ms(trial) * scale for config, trial in finals.items()}
+
+
+def _ms(trial: Trial) -> float:
+    assert trial.time is not None
+    return trial.time.median_ms

@@ -1,0 +1,118 @@
+"""Configs that somebody believes in, measured again: each against the default and its gate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sage_plugin.errors import CaptureError
+from sage_plugin.families import ATTENTION
+from sage_plugin.kernels.contract import Decision
+from sage_plugin.replay.inputs import ReplayInputs
+from sage_plugin.schema import CallKey, CallShape, RegistryEntry
+from sage_plugin.tune.configs import plan as plans
+from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs
+from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
+from sage_plugin.tune.configs.space_file import SpaceFile, Value
+from sage_plugin.tune.run.study import digest
+
+
+@dataclass(frozen=True, slots=True)
+class Believed:
+    """A config to measure again.
+
+    Attributes:
+        kernel: `kernel` or `kernel:variant`.
+        shape: the call.
+        fields: fields of the launch config; those that are missing are the default's.
+        source: what says so, for notes.
+        of_captures: only recorded inputs can take its place.
+    """
+
+    kernel: str
+    shape: CallShape
+    fields: Mapping[str, Value]
+    source: str
+    of_captures: bool = False
+
+
+def held(entry: RegistryEntry, source: str) -> Believed:
+    """Return what a registry entry holds."""
+    label = f"{entry.key.kernel}:{entry.key.variant}"
+    fields = entry.config.to_json()
+    return Believed(label, shape_of(entry.key), fields, source, not entry.evidence.synthetic)
+
+
+def shape_of(key: CallKey) -> CallShape:
+    """Return a call that has a key, with one batch item."""
+    return CallShape(
+        batch=1, heads_q=key.batch_heads, heads_k=key.batch_heads // key.gqa_ratio,
+        seq_q=key.seq_q, seq_k=key.seq_k, head_dim=key.head_dim, dv=key.dv, dtype=key.dtype,
+        causal=key.causal, mask_kind=key.mask_kind, layout=key.layout, scale=key.head_dim**-0.5,
+    )  # fmt: skip
+
+
+def build(
+    believed: Sequence[Believed], request: TuningRequest, name: str = "revalidate"
+) -> TuningPlan:
+    """Plan a session of one study for each config: itself and the default.
+
+    Args:
+        believed: what is measured.
+        request: where and how; its inputs are captures that may stand for some of the calls.
+        name: first word of the run's name.
+
+    Raises:
+        CaptureError: nothing of it can be measured here.
+    """
+    built, notes = [], list(request.inputs.notes)
+    run = f"{name}-{digest([(b.kernel, b.shape.to_json(), dict(b.fields)) for b in believed])[:8]}"
+    for one in believed:
+        group = _group(one, request.inputs)
+        if group is None:
+            what = f"{one.kernel} {ATTENTION.describe(one.shape)}"
+            notes.append(f"{what}: tuned on captures, and none of such a call were given")
+            continue
+        axes = tuple((field, (value,)) for field, value in one.fields.items())
+        try:
+            built.append(
+                plans.build(
+                    dataclasses.replace(
+                        request,
+                        inputs=TuningInputs((group,)),
+                        kernels=(one.kernel,),
+                        space=SpaceFile(Path(one.source), axes),
+                        run_name=request.run_name or run,
+                        fresh=True,
+                    )
+                )
+            )
+        except CaptureError as error:
+            notes.append(str(error))
+    if not built:
+        reasons = "; ".join(dict.fromkeys(notes)) or "there are no configs"
+        raise CaptureError(f"nothing can be measured again: {reasons}")
+    studies = {study.key: (study, plan) for plan in built for study in plan.studies}
+    notes += [note for plan in built for note in plan.notes]
+    return dataclasses.replace(
+        built[0],
+        studies=tuple(study for study, _ in studies.values()),
+        calls=tuple(plan.calls[0] for _, plan in studies.values()),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _group(one: Believed, captured: TuningInputs) -> InputGroup | None:
+    """Captures of the very call if there are any, else drawn inputs where those may do."""
+    wanted = _key(one.shape)
+    for group in captured.groups:
+        if _key(group.shape) == wanted:
+            return group
+    drawn = ReplayInputs(one.shape, ATTENTION.describe(one.shape))
+    return None if one.of_captures else InputGroup((drawn,), drawn)
+
+
+def _key(shape: CallShape) -> CallKey:
+    return ATTENTION.call_key(shape, Decision("any", "any"))

@@ -1,0 +1,55 @@
+"""What a run found, read back from its folder as a file of tuned configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sage_plugin import files
+from sage_plugin.errors import ConfigError
+from sage_plugin.registry import load
+from sage_plugin.schema import (
+    ATTENTION,
+    SCHEMA_VERSION,
+    DeviceFacts,
+    RegistryEntry,
+    RegistryFile,
+    Toolchain,
+)
+from sage_plugin.tune.run import run_folder
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path is the folder of a run with results."""
+    return (path / run_folder.RESULTS).is_file()
+
+
+def read(folder: Path) -> RegistryFile:
+    """Read the winners of a run, and the card and software that it ran with.
+
+    Raises:
+        ConfigError: a file of the run is missing, damaged or holds an unsound entry.
+    """
+    path = folder / run_folder.RESULTS
+    results = _read(path)
+    metadata = _read(folder / run_folder.METADATA)
+    try:
+        rows = [row["entry"] for row in results["results"]]
+        entries = tuple(RegistryEntry.from_json(row) for row in rows if row is not None)
+        facts = DeviceFacts.from_json(metadata["device"])
+        toolchain = Toolchain.from_json(metadata["toolchain"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{folder} holds no results of a run: no {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for entry in entries:
+        for problem in load.entry_problems(entry):
+            raise ConfigError(f"{path}: {problem}")
+    return RegistryFile(SCHEMA_VERSION, ATTENTION, facts, toolchain, entries)
+
+
+def _read(path: Path) -> Any:  # noqa: ANN401
+    data = files.read_json(path, load.MAX_FILE_BYTES, "file of a run")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    return data
