@@ -97,7 +97,7 @@ def command(
         gpus=place.chosen_gpus(),
         method=search.method,
         shard=place.part(),
-        space=search.space_file(),
+        space=search.space_file(linears.op),
         config_dir=config_dir,
         run_name=run_name,
         min_gain=search.min_gain,

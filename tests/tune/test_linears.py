@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from sage_plugin import device as devices
-from sage_plugin.errors import DeviceError, UsageError
+from sage_plugin.errors import ConfigError, DeviceError, UsageError
 from sage_plugin.families import LINEAR_FAMILY
 from sage_plugin.registry import load, lookup
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import LinearKey, LinearLaunch, LinearShape
+from sage_plugin.tune.configs import space_file
 from sage_plugin.tune.configs.inputs import from_drawn
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest, build
 from sage_plugin.tune.configs.session import tune
@@ -142,3 +143,14 @@ def test_what_has_no_launch_config_is_refused(on_gpu, tmp_path, kernel, error, s
 def test_a_cpu_tunes_no_linears(tmp_path, kernel) -> None:
     with pytest.raises(DeviceError, match="linears are tuned on a GPU only"):
         planned(tmp_path, kernels=(kernel,), device="cpu")
+
+
+def test_a_search_space_of_a_file_names_fields_of_linears(on_gpu, tmp_path) -> None:
+    path = tmp_path / "space.json"
+    path.write_text('{"block_k": [64, 128], "num_warps": [4, 8]}')
+    plan = planned(tmp_path, space=space_file.read(path, "linear"))
+    assert sorted({(c.block_k, c.num_warps) for c in plan.studies[0].space}) == [
+        (64, 4), (64, 8), (128, 4), (128, 8),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="unknown field 'block_k'"):
+        space_file.read(path)
