@@ -44,7 +44,9 @@ class Place:
         return row.kernels
 
     def sampled(self, row: Row, at: int) -> tuple[str, ...]:
-        """Those that every run tries: where builds cost seconds, `fav2` and one in turn.
+        """Those that every run tries, fewer where builds cost seconds.
+
+        The interpreter tries `fav2` and one of the others in turn, a GPU the one or the other.
 
         Args:
             at: the place of the row in the table.
@@ -53,7 +55,11 @@ class Place:
         if row.everywhere or self.name in ("emulation", "torch"):
             return kernels
         others = [kernel for kernel in kernels if kernel != "fav2"]
-        return (*({*kernels} - {*others}), *others[at % max(1, len(others)) :][:1])
+        turn = at if self.name == "interpreter" else at // 2
+        one = others[turn % max(1, len(others)) :][:1]
+        if "fav2" not in kernels or (self.name == "gpu" and at % 2 and one):
+            return tuple(one)
+        return ("fav2",) if self.name == "gpu" else ("fav2", *one)
 
     def case(self, row: Row) -> Case:
         """The call of a row, the same on every device."""

@@ -129,7 +129,7 @@ TILES = [
         }.items()
     ),
     *(
-        Row(f"tiles that add, {name}", (36,), Shape(1, 2, 1, 70, 106, 32),
+        Row(f"tiles that add, {name}", (36,), Shape(1, 2, 1, 70, 106, 32), None,
             mask=masks.adding_tiles, options=options, wrong=without_bias, change=louder)
         for name, options in {
             "all": {}, "causal": CAUSAL, "a window": {"window": (40, 25)},

@@ -156,7 +156,7 @@ def test_methods_agree_on_a_long_memory_bound_call(method):
     timing = samples["copy"].timing()
     gb_per_s = 2 * x.numel() * 4 / timing.median_ms * 1e-6
     assert timing.method == method
-    assert 500 < gb_per_s < 8000
+    assert 50 < gb_per_s < 8000  # other tests may share the GPU; a wrong unit is a thousand off
 
 
 @pytest.mark.gpu

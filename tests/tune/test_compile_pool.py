@@ -100,11 +100,16 @@ def test_a_killed_compiler_costs_its_config_alone(pool, monkeypatch):
 
 
 def test_cancel_ends_who_waits(pool, monkeypatch, tmp_path):
-    study = scripted.study(2)
+    study = scripted.study(4)
     job_is(monkeypatch, lambda *_: jobs.Hang(tmp_path / "pids"))
     threading.Timer(1.0, pool.cancel).start()
+    pool.submit(study.problem, study.space)
+    for config in reversed(study.space):  # the last is queued, and never begun
+        with pytest.raises(KeyboardInterrupt):
+            pool.reply(study.problem, config)
+    assert pool.known(study.problem) == {}
     with pytest.raises(KeyboardInterrupt):
-        pool.reply(study.problem, study.default)
+        pool.submit(study.problem, study.space)
 
 
 def test_a_gpu_of_a_uuid_is_the_first_that_the_child_sees():

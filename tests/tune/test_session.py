@@ -75,6 +75,19 @@ def test_the_outputs_of_a_run_can_be_loaded(tmp_path):
     assert failed["reason"] == "timeout as the script says"
 
 
+def test_what_the_compiler_says_is_in_the_table(tmp_path):
+    class Compiled(ScriptedRunner):
+        def judge(self, study, config):
+            trial = super().judge(study, config)
+            return dataclasses.replace(trial, registers=168, spills=8, smem_bytes=4096)
+
+    plan = scripted.plan(tmp_path, scripted.study(2))
+    tune(plan, Compiled())
+    with open(plan.run_folder / run_folder.TRIALS, newline="") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["stage"] == "screen"]
+    assert {(r["registers"], r["spills"], r["smem_bytes"]) for r in rows} == {("168", "8", "4096")}
+
+
 def test_a_default_that_nothing_beats_is_confirmed(tmp_path):
     plan = scripted.plan(tmp_path)
     report = tune(plan, ScriptedRunner(noise=0.01))

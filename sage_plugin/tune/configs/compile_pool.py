@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,10 +79,17 @@ class CompilePool:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="compile")
         self._replies: dict[tuple[str, AnyLaunch], Future[Reply]] = {}
         self._lock = threading.Lock()
+        self._cancelled = False
 
     def submit(self, problem: Problem, configs: Iterable[AnyLaunch]) -> None:
-        """Queue configs that are not compiled or queued yet."""
+        """Queue configs that are not compiled or queued yet.
+
+        Raises:
+            KeyboardInterrupt: another thread called `cancel`.
+        """
         with self._lock:
+            if self._cancelled:
+                raise KeyboardInterrupt
             for config in configs:
                 if (problem.id, config) not in self._replies:
                     job = CompileJob(problem, config)
@@ -95,17 +102,23 @@ class CompilePool:
             KeyboardInterrupt: another thread called `cancel`.
         """
         self.submit(problem, [config])
-        return self._replies[problem.id, config].result()
+        try:
+            return self._replies[problem.id, config].result()
+        except CancelledError:
+            raise KeyboardInterrupt from None
 
     def known(self, problem: Problem) -> Mapping[AnyLaunch, Resources]:
         """What is compiled of a study so far."""
         with self._lock:
-            ready = [(key, f) for key, f in self._replies.items() if f.done() and not f.exception()]
+            done = [(k, f) for k, f in self._replies.items() if f.done() and not f.cancelled()]
+        ready = [(key, future) for key, future in done if future.exception() is None]
         replies = {config: f.result() for (study, config), f in ready if study == problem.id}
         return {c: reply.value for c, reply in replies.items() if reply.status == "done"}
 
     def cancel(self) -> None:
         """End what runs, from any thread."""
+        with self._lock:
+            self._cancelled = True
         for worker in self._every:
             worker.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -183,13 +183,16 @@ def _row_names(study: Study) -> Iterator[str]:
     yield from ("stage", "status", "reason", *study.default.__dataclass_fields__)
     yield from ("median_ms", "low_ms", "high_ms", "n", "method", "kernel_median_ms")
     yield from ("ratio", "gain", "gain_low", "gain_high", "aa_ratio")
+    yield from ("registers", "spills", "smem_bytes")
     yield from ("cosine", "row_cosine_p10", "worst_head_rel_l1", "centred_rel_l1", "bad_values")
 
 
 def _known(study: Study, trial: Trial) -> dict[str, object]:
     known: dict[str, object] = study.key.to_json() | trial.config.to_json() | trial.extra
     known |= {"study": trial.study, "stage": trial.stage, "status": trial.status}
-    known["reason"] = trial.reason
+    known |= {
+        name: getattr(trial, name) for name in ("reason", "registers", "spills", "smem_bytes")
+    }
     known |= trial.time.to_json() if trial.time else {}
     known["kernel_median_ms"] = trial.kernel_time.median_ms if trial.kernel_time else None
     # An error's `gain` (mean over mean) is not a trial's (time saved): the trial's stays.

@@ -97,7 +97,7 @@ def test_copies_moves_writes_and_graphs(model, x):
     first(model).weight.data -= 1.0
     compiled = torch.compile(model, fullgraph=True)
     graph, eager = compiled(x).float(), model(x).float()
-    assert float((graph - eager).norm() / eager.norm()) < 0.02
+    assert float((graph - eager).norm() / eager.norm()) < 0.05  # of rounding to FP8, 0.03
     handle.unpatch()
 
 
