@@ -7,6 +7,7 @@ touched in eager mode alone.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from sage_plugin.kernels.attention.call import KernelRequest
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin.counts import LayerCounts
@@ -102,6 +104,12 @@ class PatchOptions:
         """Whether linears are patched, by their own option or by the policy."""
         ruled = self.policy is not None and any(r.op == LINEAR for r in self.policy.rules)
         return self.linears is not None or ruled
+
+    @functools.cached_property
+    def requests(self) -> tuple[KernelRequest, KernelRequest]:
+        """What shall compute a call where no policy chooses, without and with grouped heads."""
+        ask = functools.partial(KernelRequest, self.kernel, self.variant, None, self.config_dir)
+        return ask(let_through=(self.min_seq, False)), ask(let_through=(self.min_seq, True))
 
 
 @dataclass(eq=False)  # no slots: traced code reads it

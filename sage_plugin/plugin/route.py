@@ -8,7 +8,7 @@ function gets exactly the arguments that the model passed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,7 +22,7 @@ from sage_plugin.kernels.attention.call import (
     KernelRequest,
     is_plain,
 )
-from sage_plugin.kernels.attention.executor import Executor, decide, resolve
+from sage_plugin.kernels.attention.executor import Executor, decide, known, resolve
 from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.attention.validate import FLOATS
 from sage_plugin.kernels.build_error import build_failure
@@ -136,6 +136,10 @@ def attend(
     if frame is None or frame.layer is None:
         return host()
     layer, eager = frame.layer, not torch.compiler.is_compiling()
+    if eager and blocked is None and (executor := _known(layer, call)) is not None:
+        frame.index += 1
+        result = _run_resolved(layer, call, executor, watched=False)
+        return host() if result is None else cast("torch.Tensor", result)
     if eager and layer.broken is not None:
         blocked = layer.broken
     if layer.state.options.policy is not None and not eager:
@@ -158,7 +162,7 @@ def attend(
         with torch.autocast(kind, enabled=False):  # our op is not on autocast's list, as SDPA is
             result = _run(layer, call.cast(torch.get_autocast_dtype(kind)), choice)
     elif isinstance(resolved, Executor):
-        result = _run_resolved(layer, call, resolved, choice)
+        result = _run_resolved(layer, call, resolved, choice.launch)
     else:
         result = run_op(decision, call, mask, None, layer.state.options.config_dir)
     # Only a `T` of two tensors asks for the LSE.
@@ -254,11 +258,13 @@ def _later(
     return out
 
 
-def _request(layer: LayerContext, choice: Choice) -> KernelRequest:
+def _request(layer: LayerContext, choice: Choice, grouped: bool) -> KernelRequest:
     """Return what shall compute a call of a layer."""
     changes = tuple(sorted(choice.launch.items())) if choice.launch else ()
-    config_dir = layer.state.options.config_dir
-    return KernelRequest(choice.kernel, choice.variant, None, config_dir, 0, changes)
+    options = layer.state.options
+    if options.policy is None:
+        return options.requests[bool(grouped)]
+    return KernelRequest(choice.kernel, choice.variant, None, options.config_dir, 0, changes)
 
 
 def _resolve(
@@ -277,7 +283,7 @@ def _resolve(
     if isinstance(mask, FallbackReason):
         return mask, None
     call = call._replace(attn_mask=mask)
-    request = _request(layer, choice)
+    request = _request(layer, choice, call.enable_gqa)
     if torch.compiler.is_compiling():
         return decide(call, request)[0], mask
     resolved = resolve(call, request)
@@ -300,20 +306,57 @@ def _run(layer: LayerContext, call: AttentionCall, choice: Choice) -> Result | N
         _give_way(layer, resolved)
         return None
     if isinstance(resolved, Executor):
-        return _run_resolved(layer, call, resolved, choice)
+        return _run_resolved(layer, call, resolved, choice.launch)
     return run_op(resolved, call, mask, None, layer.state.options.config_dir)
 
 
+def _known(layer: LayerContext, call: AttentionCall) -> Executor | None:
+    """Return what runs a call of a known key where nothing but the key decides; eager only.
+
+    Such a call costs one look into the memo that `attention` has. Its key was kept after `_resolve`
+    had let a call of that key through.
+    """
+    state = layer.state
+    options = state.options
+    if (
+        options.policy is not None
+        or options.check_finite
+        or state.disabled
+        or state.unbuilt
+        or state.listeners
+        or layer.broken is not None
+        or call.attn_mask is not None
+        or not can_bypass_dispatcher(call.q, call.k, call.v, call.sinks)
+        or torch.is_autocast_enabled(call.q.device.type)
+    ):
+        return None
+    answer = known(call, options.requests[bool(call.enable_gqa)])
+    return answer if isinstance(answer, Executor) and answer.decision.kernel != "sdpa" else None
+
+
 def _run_resolved(
-    layer: LayerContext, call: AttentionCall, executor: Executor, choice: Choice
+    layer: LayerContext,
+    call: AttentionCall,
+    executor: Executor,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    watched: bool = True,
 ) -> Result | None:
-    """Run the kernel and count; `None` if the host's attention shall take the call instead."""
+    """Run the kernel and count; `None` if the host's attention shall take the call instead.
+
+    Args:
+        layer: the layer.
+        call: its call.
+        executor: what runs it.
+        changes: fields of the launch config that a rule changes.
+        watched: whether something may watch what is done with these tensors.
+    """
     try:
-        if can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):
+        if not watched or can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):
             out, lse = executor.run(call)
             result = out if lse is None else (out, lse)
         else:
-            launch = executor.launch if choice.launch else None
+            launch = executor.launch if changes else None
             result = run_op(
                 executor.decision, call, call.attn_mask, launch, layer.state.options.config_dir
             )
@@ -395,11 +438,13 @@ def _surely(condition: bool) -> bool:
 
 def _tell(frame: Frame, layer: LayerContext, call: AttentionCall, decision: Decision) -> None:
     """Tell the listeners of a call before it runs."""
+    frame.index += 1
+    if not layer.state.listeners:
+        return
     event = CallEvent(
-        layer.state.component, layer.name, frame.index, call.q, call.k, call.v, call.attn_mask,
+        layer.state.component, layer.name, frame.index - 1, call.q, call.k, call.v, call.attn_mask,
         call.is_causal, call.scale, call.layout, decision,
     )  # fmt: skip
-    frame.index += 1
     for listener in layer.state.listeners:
         listener(event)
 

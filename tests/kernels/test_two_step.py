@@ -17,6 +17,7 @@ from sage_plugin.kernels.attention.api import attention
 from sage_plugin.kernels.attention.backends.emulation.quantized import QuantizedEmulation
 from sage_plugin.kernels.attention.prepare import Prepared, prepare
 from sage_plugin.kernels.attention.prepare import launch as finish
+from sage_plugin.kernels.attention.prologue.record import QkNorm
 from tests.kernels.calls import EMULATED, QUANTIZED, Shape, draw, launch
 
 EVERY = (*EMULATED, "torch", "sdpa", "auto")
@@ -131,6 +132,16 @@ def test_the_signatures_are_part_of_attentions():
     }  # fmt: skip
     assert sage_plugin.prepare is prepare
     assert sage_plugin.launch is finish
+
+
+def test_q_and_k_are_normed_and_rotated_first():
+    q, k, v = draw(GROUPED, torch.float32)
+    angles = torch.randn(q.shape[2], q.shape[3] // 2).repeat_interleave(2, 1)
+    parts = {"q_norm": QkNorm("rms", torch.rand(q.shape[3])), "kernel": "sage"}
+    if q.shape[2] == k.shape[2]:
+        parts["rope"] = (angles.cos(), angles.sin())
+    assert torch.equal(finish(prepare(q, k, v, **parts)), attention(q, k, v, **parts))
+    assert not torch.equal(finish(prepare(q, k, v, kernel="sage")), attention(q, k, v, **parts))
 
 
 @pytest.mark.parametrize("kernel", EVERY)

@@ -405,3 +405,49 @@ def test_components_may_be_any_iterable_but_not_empty():
         patch(layer, components=[])
     with patched(layer, kernel="sage", components=(name for name in ("model",))) as handle:
         assert list(handle.components) == ["model"]
+
+
+def test_a_known_call_is_looked_at_once(monkeypatch):
+    layer, handle = patched_toy()
+    q, k, v = qkv()
+    first = layer(q, k, v)
+    monkeypatch.setattr(route, "_obstacle", lambda *_: pytest.fail("a known call is known"))
+    assert torch.equal(layer(q, k, v), first)
+    assert counts(handle) == ({"sage:emulation": 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"min_seq": 4096}, Fallback.SHORTER_THAN_MIN_SEQ),
+        ({"kernel": "fav2"}, None),
+        ({"kernel": "sdpa"}, None),
+    ],
+    ids=str,
+)
+def test_a_known_call_heeds_what_a_later_patch_says(change, reason):
+    layer, _ = patched_toy()
+    q, k, v = qkv()
+    layer(q, k, v)
+    handle = patch(layer, **({"kernel": "sage", "min_seq": 0} | change))
+    layer(q, k, v)
+    calls, fallbacks = counts(handle)
+    if reason is not None:
+        assert [one.cause for one in fallbacks] == [reason]
+    else:
+        assert [label.split(":")[0] for label in calls] == [change["kernel"]]
+
+
+def test_a_known_call_heeds_switches_modes_and_gradients(monkeypatch):
+    layer, _ = patched_toy()
+    q, k, v = qkv()
+    ours = layer(q, k, v)
+    exact = F.scaled_dot_product_attention(q, k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(q, k, v).dtype == torch.bfloat16
+    assert torch.equal(layer(q.requires_grad_(), k, v).detach(), exact)
+    q.requires_grad_(False)
+    assert torch.equal(layer(q, k, v), ours)
+    monkeypatch.setenv("SAGE_PLUGIN_DISABLE", "1")
+    patch(layer, kernel="sage", min_seq=0)
+    assert torch.equal(layer(q, k, v), exact)

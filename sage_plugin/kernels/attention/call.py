@@ -36,6 +36,8 @@ class KernelRequest(NamedTuple):
         config_dir: folder of configs searched before all others.
         min_seq: calls whose shorter side is under it stay with the host's attention.
         changes: fields of the looked-up launch config that are changed, each with its value.
+        let_through: for a patched layer's call, the `min_seq` and `enable_gqa` by which it was let
+            through before it is resolved; part of the key alone.
     """
 
     kernel: str = "auto"
@@ -44,6 +46,7 @@ class KernelRequest(NamedTuple):
     config_dir: str | None = None
     min_seq: int = 0
     changes: tuple[tuple[str, object], ...] = ()
+    let_through: tuple[int, bool] | None = None
 
 
 class AttentionCall(NamedTuple):

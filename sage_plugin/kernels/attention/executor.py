@@ -97,6 +97,11 @@ HOST_REQUEST = KernelRequest("sdpa")
 """The host's attention as one of our kernels, for what SDPA does not know."""
 
 
+def known(call: AttentionCall, request: KernelRequest) -> Resolved | None:
+    """Return the answer to a call that was resolved before, `None` for any other; eager only."""
+    return _resolved.get((call.key(), request, settings.of_calls()))
+
+
 def resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
     """Return what runs a call, or why it stays with the host's attention; eager mode only.
 

@@ -13,6 +13,8 @@ from sage_plugin.kernels.attention import dispatch, validate
 from sage_plugin.kernels.attention import runtime as runs
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, resolve
+from sage_plugin.kernels.attention.prologue.apply import prepared_qk
+from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
 from sage_plugin.kernels.contract import HOST, Decision, Operands, OutputForm
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.schema import LaunchConfig
@@ -71,6 +73,9 @@ def prepare(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    rope: Rope | tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None = None,
+    q_norm: QkNorm | None = None,
+    k_norm: QkNorm | None = None,
     with_lse: bool = True,
 ) -> Prepared:
     """The first step of `attention`: quantise, so that Q, K and V may be freed before `launch`.
@@ -94,6 +99,9 @@ def prepare(
         window: keys to the left and to the right that a query sees.
         softcap: bound of the scores.
         sinks: one more logit a query head.
+        rope: rotary position embedding of Q and K.
+        q_norm: norm of Q before it.
+        k_norm: norm of K before it.
         with_lse: whether `launch` may be asked for the LSE; without it a quantised kernel has less
             to prepare, as in a call of `attention` that does not ask for it.
 
@@ -114,6 +122,8 @@ def prepare(
         >>> sage_plugin.launch(prepared).shape
         torch.Size([1, 2, 64, 32])
     """
+    if rope is not None or q_norm is not None or k_norm is not None:
+        q, k = prepared_qk(q, k, layout=layout, rope=rope, q_norm=q_norm, k_norm=k_norm)
     call = AttentionCall(
         q, k, v, attn_mask, 0.0, is_causal, scale, True, layout, softcap, sinks, with_lse, window
     )

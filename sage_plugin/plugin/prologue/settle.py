@@ -30,6 +30,9 @@ def settled(call: AttentionCall) -> AttentionCall:
     if torch.compiler.is_compiling():
         return call
     frame = STACK.frames[-1] if STACK.frames else None
+    nothing_begun = frame is None or (frame.tape is None and frame.unfused is None)
+    if nothing_begun and DeferredTensor not in (type(call.q), type(call.k), type(call.v)):
+        return call
     if frame is not None and frame.layer is not None:
         reason = _settle(frame, frame.layer, call)
         if isinstance(reason, Unfused):
