@@ -112,7 +112,8 @@ def matches_in(file: RegistryFile, key: AnyKey, path: Path, label: str) -> list[
 def _order(entry: AnyEntry, key: AnyKey) -> tuple[object, ...]:
     own, wanted = entry.key.discrete(), key.discrete()
     others = sum(a != b for a, b in zip(own, wanted, strict=True))
-    return (others, distance.log_distance(entry.key, key), entry.key.numbers(), own)
+    far = distance.log_distance(entry.key, key)
+    return (others, far, entry.key.numbers(), own)
 
 
 def explain(
