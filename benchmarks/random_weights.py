@@ -75,8 +75,20 @@ class RandomStep:
     tokens: int
 
 
+def fewer(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """Return a configuration with at most so many blocks of each kind."""
+    counts = {name: n for name, n in config.items() if name in ("num_layers", "num_single_layers")}
+    return config | {name: n if layers is None else min(n, layers) for name, n in counts.items()}
+
+
 def build(
-    variant: str, device: torch.device, dtype: torch.dtype, *, tiny: bool, seed: int
+    variant: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tiny: bool,
+    seed: int,
+    layers: int | None = None,
 ) -> RandomStep:
     """Draw weights and inputs on the device.
 
@@ -86,6 +98,7 @@ def build(
         dtype: of weights and inputs.
         tiny: the small numbers of `TINY`.
         seed: of weights and inputs.
+        layers: at most so many blocks, `None` for all.
 
     Raises:
         UsageError: a full-size model on a CPU.
@@ -96,7 +109,7 @@ def build(
             "a full-size step needs a GPU: on a CPU it takes minutes and kernels are emulated; "
             "add --tiny to try the script here"
         )
-    config = VARIANTS[variant] | (TINY if tiny else {})
+    config = fewer(VARIANTS[variant] | (TINY if tiny else {}), layers)
     try:
         return _built(config, device, dtype, torch.Generator(device).manual_seed(seed))
     except torch.OutOfMemoryError as error:

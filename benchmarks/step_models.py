@@ -7,7 +7,11 @@ from typing import Any
 
 import random_weights
 import torch
-from diffusers import FluxTransformer2DModel, WanTransformer3DModel
+from diffusers import (
+    FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
+    WanTransformer3DModel,
+)
 from random_weights import RandomStep
 
 DTYPE = torch.bfloat16
@@ -28,6 +32,7 @@ WAN_1_3B: dict[str, Any] = {
 }
 WAN_TINY = {"num_attention_heads": 2, "attention_head_dim": 32, "text_dim": 16, "ffn_dim": 32,
             "num_layers": 2, "freq_dim": 32}  # fmt: skip
+WAN_14B = WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 FLUX_DEV: dict[str, Any] = {
     "patch_size": 1,
     "in_channels": 64,
@@ -43,50 +48,94 @@ FLUX_DEV: dict[str, Any] = {
 FLUX_TINY = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32,
              "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 16,
              "axes_dims_rope": (8, 8, 16)}  # fmt: skip
+QWEN_IMAGE: dict[str, Any] = {
+    "patch_size": 2,
+    "in_channels": 64,
+    "out_channels": 16,
+    "num_layers": 60,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 3584,
+    "axes_dims_rope": (16, 56, 56),
+}
+QWEN_TINY = {"num_layers": 2, "attention_head_dim": 32, "num_attention_heads": 2,
+             "joint_attention_dim": 16, "axes_dims_rope": (8, 8, 16)}  # fmt: skip
 TEXT_TOKENS = 512
 
 
-def build(name: str, device: torch.device, *, tiny: bool = False) -> RandomStep:
+def build(
+    name: str, device: torch.device, *, tiny: bool = False, layers: int | None = None
+) -> RandomStep:
     """A model of `MODELS` and the arguments of one forward, in bf16.
 
     Args:
         name: which.
         device: where.
         tiny: small numbers, for a CPU.
+        layers: at most so many blocks of each kind, `None` for all.
     """
-    return MODELS[name](device, tiny)
+    return MODELS[name](device, tiny, layers)
 
 
-def _cogvideox(variant: str) -> Callable[[torch.device, bool], RandomStep]:
-    def build(device: torch.device, tiny: bool) -> RandomStep:
-        return random_weights.build(variant, device, DTYPE, tiny=tiny, seed=SEED)
+Build = Callable[[torch.device, bool, "int | None"], RandomStep]
+
+
+def _cogvideox(variant: str) -> Build:
+    def build(device: torch.device, tiny: bool, layers: int | None) -> RandomStep:
+        return random_weights.build(variant, device, DTYPE, tiny=tiny, seed=SEED, layers=layers)
 
     return build
 
 
-def _wan(device: torch.device, tiny: bool) -> RandomStep:
+def _wan(full: dict[str, Any]) -> Build:
     """81 frames of 480x832: latents of 21 x 60 x 104."""
-    config = WAN_1_3B | (WAN_TINY if tiny else {})
-    frames, height, width = (3, 8, 8) if tiny else (21, 60, 104)
+
+    def build(device: torch.device, tiny: bool, layers: int | None) -> RandomStep:
+        config = random_weights.fewer(full | (WAN_TINY if tiny else {}), layers)
+        frames, height, width = (3, 8, 8) if tiny else (21, 60, 104)
+        draw, generator = _drawing(device)
+        model = random_weights.with_random_weights(
+            WanTransformer3DModel, config, device, DTYPE, generator
+        )
+        _remake_rope(model, config, device)
+        arguments = {
+            "hidden_states": draw(1, config["in_channels"], frames, height, width),
+            "timestep": torch.full((1,), 500, device=device),
+            "encoder_hidden_states": draw(1, 12 if tiny else TEXT_TOKENS, config["text_dim"]),
+            "return_dict": False,
+        }
+        return RandomStep(model, arguments, config, frames * height * width // 4)
+
+    return build
+
+
+def _qwen_image(device: torch.device, tiny: bool, layers: int | None) -> RandomStep:
+    """A picture of 1328x1328: 83 x 83 patches."""
+    config = random_weights.fewer(QWEN_IMAGE | (QWEN_TINY if tiny else {}), layers)
+    across, text = (8, 12) if tiny else (83, TEXT_TOKENS)
     draw, generator = _drawing(device)
     model = random_weights.with_random_weights(
-        WanTransformer3DModel, config, device, DTYPE, generator
+        QwenImageTransformer2DModel, config, device, DTYPE, generator
     )
-    _remake_rope(model, config, device)
+    model.pos_embed = type(model.pos_embed)(
+        theta=10000, axes_dim=list(config["axes_dims_rope"]), scale_rope=True
+    )
     arguments = {
-        "hidden_states": draw(1, config["in_channels"], frames, height, width),
-        "timestep": torch.full((1,), 500, device=device),
-        "encoder_hidden_states": draw(1, 12 if tiny else TEXT_TOKENS, config["text_dim"]),
+        "hidden_states": draw(1, across * across, config["in_channels"]),
+        "encoder_hidden_states": draw(1, text, config["joint_attention_dim"]),
+        "encoder_hidden_states_mask": torch.ones(1, text, dtype=torch.bool, device=device),
+        "timestep": torch.full((1,), 0.5, device=device, dtype=DTYPE),
+        "img_shapes": [[(1, across, across)]],
         "return_dict": False,
     }
-    return RandomStep(model, arguments, config, frames * height * width // 4)
+    return RandomStep(model, arguments, config, across * across + text)
 
 
-def _flux(side: int) -> Callable[[torch.device, bool], RandomStep]:
+def _flux(side: int) -> Build:
     """Pictures of 16 times as many pixels a side."""
 
-    def build(device: torch.device, tiny: bool) -> RandomStep:
-        config = FLUX_DEV | (FLUX_TINY if tiny else {})
+    def build(device: torch.device, tiny: bool, layers: int | None) -> RandomStep:
+        config = random_weights.fewer(FLUX_DEV | (FLUX_TINY if tiny else {}), layers)
         across, text = (8, 12) if tiny else (side, TEXT_TOKENS)
         draw, generator = _drawing(device)
         model = random_weights.with_random_weights(
@@ -127,10 +176,12 @@ def _remake_rope(
     model.rope = rope.to(device)
 
 
-MODELS: dict[str, Callable[[torch.device, bool], RandomStep]] = {
+MODELS: dict[str, Build] = {
     "cogvideox-2b": _cogvideox("2b"),
     "cogvideox-5b": _cogvideox("5b"),
-    "wan-1.3b": _wan,
+    "wan-1.3b": _wan(WAN_1_3B),
+    "wan-14b": _wan(WAN_14B),
+    "qwen-image": _qwen_image,
     "flux-dev-1024": _flux(64),
     "flux-dev-2048": _flux(128),
 }

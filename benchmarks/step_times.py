@@ -5,7 +5,8 @@ its transformer at the usual size. The variants take turns; compiled ones have e
 compiled by itself, as `compile_repeated_blocks` does, and are compared with the compiled unpatched
 one.
 
-    python benchmarks/step_times.py --output step_times.json [--models flux-dev,...] [--compiled]
+    python benchmarks/step_times.py --output step_times.json [--models flux-dev-1024,...]
+        [--kernels auto,auto+fp8_row] [--layers 8] [--compiled]
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from gpu_options import gpu_parser, on_gpu
 
 Facts = dict[str, Any]
 
+LINEARS = ("auto", "fp8_row", "int8_row", "fp8_tensor")
+
 GRAPHS = 64
 """Of a block: each variant has its own, where a user has one."""
 
@@ -31,7 +34,7 @@ GRAPHS = 64
 def measured(name: str, args: argparse.Namespace) -> Facts:
     """Times of one model."""
     torch._dynamo.reset()
-    step = step_models.build(name, torch.device(args.device), tiny=args.tiny)
+    step = step_models.build(name, torch.device(args.device), tiny=args.tiny, layers=args.layers)
     times = step_timing.time_steps(
         step.model, step.arguments, args.kernels, min_seq=0 if args.tiny else 1024,
         budget_s=args.budget, compiled=args.compiled,
@@ -53,6 +56,7 @@ def lines_of(facts: Facts) -> list[str]:
         lines.append(
             f"  {row['name']:24} {row['time']['median_ms']:9.2f} ms{ratio}{held}  "
             f"{row['kernel_calls']} of {row['attention_calls']} calls on a kernel"
+            + (f", {sum(row['linear_calls'].values())} linears" if row["linear_calls"] else "")
         )
     return lines
 
@@ -62,7 +66,13 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = gpu_parser(__doc__)
     add = parser.add_argument
     add("--models", type=models, default=list(step_models.MODELS))
-    add("--kernels", type=kernels, default=["auto", "fav3_sage", "fav3_fp8"])
+    add(
+        "--kernels",
+        type=kernels_and_linears,
+        default=["auto", "auto+fp8_row"],
+        help="kernels of attention, each with +KERNEL for the linears too",
+    )
+    add("--layers", type=int, help="at most so many blocks of each kind")
     add("--budget", type=float, default=20.0, help="seconds of timing a model")
     add("--compiled", action="store_true", help="with compiled blocks too")
     add("--tiny", action="store_true", help="tiny models, for a CPU")
@@ -71,6 +81,19 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         args.device = "cpu"
         return args
     return on_gpu(parser, args, "a full-size step takes minutes on a CPU; try --tiny there")
+
+
+def kernels_and_linears(text: str) -> list[str]:
+    """Kernels of attention, each with one of linears behind a plus if there is one."""
+    names = text.split(",")
+    for name in names:
+        attention, plus, linears = name.partition("+")
+        kernels(attention)
+        if plus and linears not in LINEARS:
+            raise argparse.ArgumentTypeError(
+                f"{name!r}: {linears!r} is no kernel of linears; choose from {', '.join(LINEARS)}"
+            )
+    return names
 
 
 def models(text: str) -> list[str]:

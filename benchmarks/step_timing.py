@@ -38,6 +38,7 @@ class StepTime(JsonRecord):
         ratio_high: upper end.
         attention_calls: attention calls of the step.
         kernel_calls: those that ran on a kernel, not on the host's attention.
+        linear_calls: calls of linears that ran on a kernel, by kernel and backend.
         ran: calls by what they ran on: kernel and variant, or the reason for the host's attention.
         config_sources: calls by where their launch config came from.
         peak_memory_bytes: most memory that torch held during the step; `None` on a CPU.
@@ -50,6 +51,7 @@ class StepTime(JsonRecord):
     ratio_high: float | None
     attention_calls: int
     kernel_calls: int
+    linear_calls: dict[str, int]
     ran: dict[str, int]
     config_sources: dict[str, int]
     peak_memory_bytes: int | None
@@ -57,7 +59,7 @@ class StepTime(JsonRecord):
     @property
     def emulated(self) -> bool:
         """Whether a kernel was emulated, so that its time says nothing."""
-        return any("emulation" in label for label in self.ran)
+        return any("emulation" in label for label in (*self.ran, *self.linear_calls))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,14 @@ def time_steps(
 ) -> StepTimes:
     """Time a denoiser unpatched, and patched with each kernel.
 
-    Every kernel gets a copy of the modules that shares the weights, so nothing is patched or
-    unpatched between two timed calls. Emulated kernels run once, untimed.
+    Every kernel gets a copy of the modules, so nothing is patched or unpatched between two timed
+    calls. A copy shares the weights, unless its linears are patched: those leave the device.
+    Emulated kernels run once, untimed.
 
     Args:
         model: the denoiser, unpatched.
         arguments: keyword arguments of its forward.
-        kernels: kernels as `patch` takes them.
+        kernels: kernels as `patch` takes them; `auto+fp8_row` has the linears on `fp8_row` too.
         min_seq: as `patch` takes it.
         budget_s: seconds that timing may take, `None` for those of `BUDGET_S`.
         compiled: time each of them with its blocks compiled too.
@@ -104,10 +107,9 @@ def time_steps(
     steps: dict[str, Callable[[], object]] = {}
     rows: dict[str, StepTime] = {}
     for name in (UNPATCHED, *dict.fromkeys(kernels)):
-        twin = sharing_copy(model)
         # Patching with `sdpa` changes no bit; it counts the calls of the unpatched step.
-        kernel = "sdpa" if name == UNPATCHED else name
-        handle = sage_plugin.patch(twin, kernel=kernel, min_seq=min_seq)
+        asked = "sdpa" if name == UNPATCHED else name
+        twin, handle = _patched_copy(model, asked, min_seq)
         rows[name] = _counted(name, twin, arguments, handle)
         if name == UNPATCHED:
             handle.unpatch()
@@ -116,8 +118,8 @@ def time_steps(
         if compiled:
             name += COMPILED
             faster = sharing_copy(model)
-            if kernel != "sdpa":
-                sage_plugin.patch(faster, kernel=kernel, min_seq=min_seq)
+            if asked != "sdpa":
+                faster, _ = _patched_copy(model, asked, min_seq)
             compile_blocks(faster)
             steps[name] = _step(faster, arguments)
             rows[name] = replace(
@@ -132,6 +134,13 @@ def time_steps(
     aa_ratio = timed[AGAIN].timing().median_ms / timed[UNPATCHED].timing().median_ms
     result = tuple(_with_time(row, timed) for row in rows.values())
     return StepTimes(result, aa_ratio, stamp(aa_ratio, before, snapshot(device)))
+
+
+def _patched_copy(model: nn.Module, asked: str, min_seq: int) -> tuple[nn.Module, PatchHandle]:
+    kernel, _, linears = asked.partition("+")
+    twin = copy.deepcopy(model) if linears else sharing_copy(model)
+    options = {"linears": linears, "keep_originals": False} if linears else {}
+    return twin, sage_plugin.patch(twin, kernel=kernel, min_seq=min_seq, **options)
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
@@ -188,7 +197,7 @@ def _counted(
         if gpu:
             run()  # compiles, so that the next one shows the step alone
             torch.cuda.reset_peak_memory_stats(device)
-        before = _counts(handle.report())
+        before, linears = _counts(handle.report()), _linear_calls(handle.report())
         out = run()
     except torch.OutOfMemoryError as error:
         raise DeviceError(f"a step on {name} does not fit into the memory of {device}") from error
@@ -204,6 +213,7 @@ def _counted(
         ratio_high=None,
         attention_calls=ran.total(),
         kernel_calls=ran.total() - on_host - ran["sdpa:host"],
+        linear_calls=dict(_linear_calls(handle.report()) - linears),
         ran=dict(ran),
         config_sources=dict(sources),
         peak_memory_bytes=torch.cuda.max_memory_allocated(device) if gpu else None,
@@ -219,6 +229,13 @@ def _counts(report: PluginReport) -> tuple[Counter[str], Counter[str]]:
         ran.update({f"host: {reason}": count for reason, count in row.fallbacks.items()})
         sources.update(row.config_sources)
     return ran, sources
+
+
+def _linear_calls(report: PluginReport) -> Counter[str]:
+    calls: Counter[str] = Counter()
+    for row in report.linears:
+        calls.update(row.calls)
+    return calls
 
 
 def _with_time(row: StepTime, timed: Mapping[str, Samples]) -> StepTime:

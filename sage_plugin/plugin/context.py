@@ -85,6 +85,7 @@ class PatchOptions:
         policy: rules that choose the kernel of each call, `None` where `kernel` does.
         linears: kernel of the linears that no rule of the policy names, `None` to leave them.
         keep_originals: the original weights of linears are kept in CPU memory.
+        requests: what shall compute a call where no policy chooses, without and with grouped heads.
     """
 
     kernel: str
@@ -98,6 +99,7 @@ class PatchOptions:
     policy: Policy | None = None
     linears: str | None = None
     keep_originals: bool = True
+    requests: tuple[KernelRequest, KernelRequest] = field(init=False, compare=False, repr=False)
 
     @property
     def has_linears(self) -> bool:
@@ -105,11 +107,11 @@ class PatchOptions:
         ruled = self.policy is not None and any(r.op == LINEAR for r in self.policy.rules)
         return self.linears is not None or ruled
 
-    @functools.cached_property
-    def requests(self) -> tuple[KernelRequest, KernelRequest]:
-        """What shall compute a call where no policy chooses, without and with grouped heads."""
+    def __post_init__(self) -> None:
+        # Traced code reads it, and cannot enter the lock of a cached property.
         ask = functools.partial(KernelRequest, self.kernel, self.variant, None, self.config_dir)
-        return ask(let_through=(self.min_seq, False)), ask(let_through=(self.min_seq, True))
+        requests = (ask(let_through=(self.min_seq, grouped)) for grouped in (False, True))
+        object.__setattr__(self, "requests", tuple(requests))
 
 
 @dataclass(eq=False)  # no slots: traced code reads it

@@ -14,9 +14,10 @@ import torch
 pytest.importorskip("diffusers")
 
 PARAMETERS = {"cogvideox-2b": 1.69e9, "cogvideox-5b": 5.57e9, "wan-1.3b": 1.42e9,
-              "flux-dev-1024": 11.9e9}  # fmt: skip
+              "wan-14b": 14.3e9, "flux-dev-1024": 11.9e9, "qwen-image": 20.4e9}  # fmt: skip
 """As their model cards say."""
-CALLS = {"cogvideox-2b": 2, "cogvideox-5b": 2, "wan-1.3b": 4, "flux-dev-1024": 4}
+CALLS = {"cogvideox-2b": 2, "cogvideox-5b": 2, "wan-1.3b": 4, "flux-dev-1024": 4,
+         "qwen-image": 2}  # fmt: skip
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_full_size_models_have_the_size_of_their_names(
 @pytest.mark.parametrize("name", CALLS)
 def test_every_attention_call_of_a_step_is_counted(step_times: ModuleType, name: str) -> None:
     asked = argparse.Namespace(
-        device="cpu", tiny=True, kernels=["sage", "auto"], budget=0.1, compiled=False
+        device="cpu", tiny=True, kernels=["sage", "auto"], budget=0.1, compiled=False, layers=None
     )
     facts = step_times.measured(name, asked)
     unpatched, sage, auto = facts["rows"]
@@ -70,7 +71,8 @@ def test_every_attention_call_of_a_step_is_counted(step_times: ModuleType, name:
 def test_report_77_compiled_steps_are_compared_with_the_compiled_one(
     step_times: ModuleType,
 ) -> None:
-    asked = argparse.Namespace(device="cpu", tiny=True, kernels=["auto"], budget=0.5, compiled=True)
+    asked = argparse.Namespace(device="cpu", tiny=True, kernels=["auto"], budget=0.5, compiled=True,
+                               layers=None)  # fmt: skip
     rows = {row["name"]: row for row in step_times.measured("wan-1.3b", asked)["rows"]}
     assert list(rows) == ["unpatched", "unpatched, compiled", "auto", "auto, compiled"]
     assert rows["unpatched, compiled"]["ratio"] is None
@@ -97,8 +99,8 @@ def test_a_model_that_fails_costs_its_own_row_alone(
 
 def test_an_unknown_model_is_refused(step_times: ModuleType, capsys) -> None:
     with pytest.raises(SystemExit):
-        step_times.parsed(["--output", "x.json", "--models", "wan-14b", "--tiny"])
-    assert "'wan-14b' is no model; choose from cogvideox-2b" in capsys.readouterr().err
+        step_times.parsed(["--output", "x.json", "--models", "wan-99b", "--tiny"])
+    assert "'wan-99b' is no model; choose from cogvideox-2b" in capsys.readouterr().err
 
 
 def test_the_full_size_is_that_of_cogvideox(step_models: ModuleType) -> None:
@@ -131,3 +133,16 @@ def test_a_sharing_copy_is_patched_alone(step_times: ModuleType, step_models: Mo
             assert torch.equal(step.model(**step.arguments)[0], before)
     assert not torch.equal(ours, before)
     assert torch.isfinite(ours).all()
+
+
+def test_linears_beside_attention_are_counted_and_of_fewer_blocks(step_times: ModuleType) -> None:
+    asked = argparse.Namespace(
+        device="cpu", tiny=True, kernels=["sdpa+int8_row"], budget=0.1, compiled=False, layers=1
+    )
+    unpatched, linears = step_times.measured("wan-1.3b", asked)["rows"]
+    assert unpatched["linear_calls"] == {}
+    assert linears["linear_calls"] == {"int8_row:emulation": 9, "int8_row:emulation+gelu_tanh": 1}
+    assert linears["attention_calls"] == 2, "self and cross attention of one block"
+    assert linears["time"] is None
+    with pytest.raises(argparse.ArgumentTypeError, match="no kernel of linears"):
+        step_times.kernels_and_linears("auto,auto+int9")
