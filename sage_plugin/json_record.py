@@ -6,6 +6,7 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Self, get_args, get_origin
 
 from sage_plugin.errors import ConfigError
@@ -51,6 +52,15 @@ class JsonRecord:
     def text(self) -> str:
         """Canonical JSON text, the form in which it crosses the torch op."""
         return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+
+
+def record_from_json(data: object, kinds: Iterable[Any]) -> Any:  # noqa: ANN401
+    """Check and build a record that may be of several kinds: the one with most of its fields.
+
+    Raises:
+        ConfigError: as `JsonRecord.from_json` of that kind.
+    """
+    return _fitting(data, list(kinds)).from_json(data)
 
 
 def _required(spec: dataclasses.Field[Any]) -> bool:

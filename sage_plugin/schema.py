@@ -6,8 +6,8 @@ names it. Units stand in the field names. Importing this module loads neither to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from sage_plugin.json_record import JsonRecord as JsonRecord
 
@@ -16,8 +16,7 @@ SCHEMA_VERSION = 1
 ATTENTION = "attention"
 LINEAR = "linear"
 FAMILIES = (ATTENTION,)
-"""Names of the op families whose calls are captured and tuned, as manifests and registry files
-spell them."""
+"""Names of the op families whose calls are captured, as manifests spell them."""
 
 KERNELS = ("torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
 """Kernel names of the attention family, plainest first."""
@@ -115,12 +114,27 @@ class LinearLaunch(JsonRecord):
     matrix_instr_nonkdim: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CallKey(JsonRecord):
-    """What is known of an attention call without its data.
+class NumbersOfKey:
+    """Say in which numbers a near match may differ, and which of them its entry has ranges of."""
 
-    The first nine fields are discrete: two keys that differ in one never share a config. The last
-    three are numbers: a near match may differ in them.
+    __slots__ = ()
+    family: ClassVar[str]
+    NUMBERS: ClassVar[tuple[str, ...]]
+    LENGTHS: ClassVar[tuple[str, ...]]
+
+    def discrete(self) -> tuple[Any, ...]:
+        """The fields that must be equal for a config to be shared."""
+        names = (one.name for one in fields(self))  # type: ignore[arg-type]
+        return tuple(getattr(self, name) for name in names if name not in self.NUMBERS)
+
+    def numbers(self) -> tuple[int, ...]:
+        """The fields in which a near match may differ."""
+        return tuple(getattr(self, name) for name in self.NUMBERS)
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey(NumbersOfKey, JsonRecord):
+    """What is known of an attention call without its data.
 
     Attributes:
         kernel: kernel name (`KERNELS`).
@@ -137,6 +151,10 @@ class CallKey(JsonRecord):
         batch_heads: batch times query heads.
     """
 
+    family: ClassVar[str] = ATTENTION
+    NUMBERS: ClassVar[tuple[str, ...]] = ("seq_q", "seq_k", "batch_heads")
+    LENGTHS: ClassVar[tuple[str, ...]] = ("seq_q", "seq_k")
+
     kernel: str
     variant: str
     head_dim: int
@@ -149,24 +167,6 @@ class CallKey(JsonRecord):
     seq_q: int
     seq_k: int
     batch_heads: int
-
-    def discrete(self) -> tuple[Any, ...]:
-        """The fields that must be equal for a config to be shared."""
-        return (
-            self.kernel,
-            self.variant,
-            self.head_dim,
-            self.dv,
-            self.dtype,
-            self.gqa_ratio,
-            self.causal,
-            self.mask_kind,
-            self.layout,
-        )
-
-    def numbers(self) -> tuple[int, int, int]:
-        """The fields in which a near match may differ."""
-        return (self.seq_q, self.seq_k, self.batch_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class LinearShape(JsonRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearKey(JsonRecord):
+class LinearKey(NumbersOfKey, JsonRecord):
     """What is known of a linear call without its data.
 
     Attributes:
@@ -219,6 +219,10 @@ class LinearKey(JsonRecord):
         rows: rows of the input.
     """
 
+    family: ClassVar[str] = LINEAR
+    NUMBERS: ClassVar[tuple[str, ...]] = ("rows",)
+    LENGTHS: ClassVar[tuple[str, ...]] = ("rows",)
+
     kernel: str
     variant: str
     in_features: int
@@ -228,6 +232,7 @@ class LinearKey(JsonRecord):
 
 
 AnyShape = CallShape | LinearShape
+AnyKey = CallKey | LinearKey
 AnyLaunch = LaunchConfig | LinearLaunch
 
 
@@ -369,7 +374,7 @@ class EntryEvidence(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry(JsonRecord):
-    """One tuned config: the key it was measured at and the lengths for which it may be used.
+    """One tuned config of attention: the key it was measured at, and the lengths that it serves.
 
     Attributes:
         key: the call.
@@ -389,6 +394,20 @@ class RegistryEntry(JsonRecord):
 
 
 @dataclass(frozen=True, slots=True)
+class LinearEntry(JsonRecord):
+    """One tuned config of a linear; as `RegistryEntry`, with the rows that it serves."""
+
+    key: LinearKey
+    rows_range: tuple[int, ...]
+    config: LinearLaunch
+    evidence: EntryEvidence
+    regret: float | None = None
+
+
+AnyEntry = RegistryEntry | LinearEntry
+
+
+@dataclass(frozen=True, slots=True)
 class RegistryFile(JsonRecord):
     """A whole `<device_slug>/<family>.json`."""
 
@@ -396,7 +415,7 @@ class RegistryFile(JsonRecord):
     family: str
     device: DeviceFacts
     toolchain: Toolchain
-    entries: tuple[RegistryEntry, ...]
+    entries: tuple[AnyEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,7 +485,7 @@ class Trial(JsonRecord):
     """
 
     study: str
-    config: LaunchConfig
+    config: AnyLaunch
     stage: str
     status: str
     reason: str = ""

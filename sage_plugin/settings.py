@@ -16,6 +16,7 @@ _OF_CALLS = (
     "SAGE_PLUGIN_VARIANT",
     "SAGE_PLUGIN_CONFIG_DIR",
     "SAGE_PLUGIN_LAUNCH",
+    "SAGE_PLUGIN_LINEAR_LAUNCH",
 )
 _NOTHING_GIVEN: tuple[str | None, ...] = (None,) * len(_OF_CALLS)
 
@@ -34,6 +35,7 @@ class Settings:
         variant: `SAGE_PLUGIN_VARIANT`, replaces `variant="auto"`.
         config_dir: `SAGE_PLUGIN_CONFIG_DIR`, searched before the user's and the shipped configs.
         launch: `SAGE_PLUGIN_LAUNCH`, a JSON object that overrides fields of every launch config.
+        linear_launch: `SAGE_PLUGIN_LINEAR_LAUNCH`, likewise of those of linears.
         disabled: `SAGE_PLUGIN_DISABLE=1`, every patched call goes to the host's attention.
     """
 
@@ -41,6 +43,7 @@ class Settings:
     variant: str | None
     config_dir: Path | None
     launch: str | None
+    linear_launch: str | None
     disabled: bool
 
 
@@ -53,8 +56,8 @@ def of_calls() -> tuple[str | None, ...]:
     """What calls depend on, as it is now and not yet read: part of the key of a memo of answers."""
     if _KNOWN is not None and _KNOWN.keys().isdisjoint(_NAMES):
         return _NOTHING_GIVEN
-    kernel, variant, folder, launch = map(os.environ.get, _OF_CALLS)
-    return kernel, variant, folder and os.path.expanduser(folder.strip()), launch
+    kernel, variant, folder, *launches = map(os.environ.get, _OF_CALLS)
+    return kernel, variant, folder and os.path.expanduser(folder.strip()), *launches
 
 
 def given() -> dict[str, str]:
@@ -75,11 +78,14 @@ def triton_interpreted() -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _settings(*raw: str | None) -> Settings:
-    kernel, variant, folder, launch, disabled = ((value or "").strip() for value in raw)
+    kernel, variant, folder, launch, linear_launch, disabled = (
+        (value or "").strip() for value in raw
+    )
     return Settings(
         kernel=kernel or None,
         variant=variant or None,
         config_dir=Path(folder) if folder else None,
         launch=launch or None,
+        linear_launch=linear_launch or None,
         disabled=(disabled or "0").lower() not in ("0", "false", "no", "off"),
     )

@@ -11,7 +11,7 @@ import torch
 from sage_plugin import device
 from sage_plugin.kernels.linear import launch_space
 from sage_plugin.kernels.support import ARCHITECTURES
-from sage_plugin.schema import DeviceFacts, LinearLaunch
+from sage_plugin.schema import DeviceFacts, LinearKey, LinearLaunch
 
 SMEM_KIB = {name: row.smem_kib for row in ARCHITECTURES for name in row.names}
 
@@ -57,7 +57,10 @@ class LinearBuild:
 
     def config(self) -> LinearLaunch:
         """The architecture's default, with the call's own changes."""
-        return launch_space.default_launch(self.rows, self.facts()).replaced(**self.launch)
+        key = LinearKey(
+            self.linear, "triton", self.in_features, self.out_features, self.dtype, self.rows
+        )
+        return launch_space.default_launch(key, self.facts()).replaced(**self.launch)
 
     def bound_bytes(self) -> int:
         """Shared memory that it needs at least."""

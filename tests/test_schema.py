@@ -24,6 +24,7 @@ from sage_plugin.schema import (
     ErrorMetrics,
     JsonRecord,
     LaunchConfig,
+    LinearEntry,
     LinearKey,
     LinearLaunch,
     LinearShape,
@@ -33,10 +34,21 @@ from sage_plugin.schema import (
     Toolchain,
     Trial,
 )
-from tests.registry.samples import CONFIG, ERRORS, FACTS, KEY, TOOLCHAIN, entry, file, timing
+from tests.registry.samples import (
+    CONFIG,
+    ERRORS,
+    FACTS,
+    KEY,
+    TOOLCHAIN,
+    entry,
+    file,
+    linear_entry,
+    timing,
+)
 
 RECORDS = (
     LaunchConfig,
+    LinearEntry,
     LinearKey,
     LinearLaunch,
     LinearShape,
@@ -132,6 +144,7 @@ SAMPLE = {
     ErrorMetrics: ERRORS,
     EntryEvidence: entry().evidence,
     RegistryEntry: entry(),
+    LinearEntry: linear_entry(),
     RegistryFile: file(entry()),
     CallShape: CallShape(1, 2, 2, 64, 64, 64, 64, "bfloat16", False, "none", "bhsd", 0.125),
     Trial: Trial("study", CONFIG, "final", "ok", time=timing(), errors=ERRORS),

@@ -102,8 +102,8 @@ def _tunable_kernel(kernel: str, facts: DeviceFacts) -> str:
         UsageError: it has nothing to tune, or its variant does not run here.
     """
     from sage_plugin.families import ATTENTION
+    from sage_plugin.families.attention.entry import refuse_gpu_variant
     from sage_plugin.kernels.attention.dispatch import environment_choice
-    from sage_plugin.tune.configs.plan import refuse_gpu_variant
 
     name, variant = ATTENTION.parse_kernel(kernel)
     if name == "auto":

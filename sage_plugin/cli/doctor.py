@@ -155,10 +155,11 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
     from sage_plugin import device as devices
     from sage_plugin.registry import load, staleness
 
+    found = load.files_in_use(facts.slug)
     for label, path in load.search_path(facts.slug):
-        if not path.exists():
-            yield f"{label}: none ({path})"
-            continue
+        if label not in dict(found):
+            yield f"{label}: none ({path.parent})"
+    for label, path in found:
         try:
             entries = load.read(path).entries
         except ConfigError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.options import DrawnInputOptions, dtype_name, lengths, one_of
+from sage_plugin.cli.options import DrawnInputOptions, ShapeOptions, dtype_name, lengths, one_of
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import ATTENTION, LINEAR, LinearShape
 
@@ -22,8 +22,8 @@ PANEL = "Linears (--op linear)"
 
 
 @dataclass(frozen=True, slots=True)
-class LinearOptions:
-    """Linears as options spell them; `None` for what was not given."""
+class LinearCallOptions:
+    """Linears as options spell them, whole; `None` for what was not given."""
 
     op: Annotated[str, typer.Option(help="attention (default) or linear.")] = ATTENTION
     out_in_features: Annotated[
@@ -42,12 +42,6 @@ class LinearOptions:
     w_q_dtype: Annotated[
         str | None, typer.Option(help="Of the weight, the same.", rich_help_panel=PANEL)
     ] = None
-    tp_size: Annotated[
-        int, typer.Option(min=1, help="Devices that share a linear.", rich_help_panel=PANEL)
-    ] = 1
-    tp_split_dim: Annotated[
-        str, typer.Option(help="What they share: out (default) or in.", rich_help_panel=PANEL)
-    ] = "out"
 
     def given(self) -> list[str]:
         """List the options of linears that were given, by their names."""
@@ -70,6 +64,16 @@ class LinearOptions:
             raise UsageError(f"{given[0]} belongs to linears: add --op linear")
         return False
 
+    @staticmethod
+    def refuse_captures(given: object) -> None:
+        """Refuse a recording, which holds no linears.
+
+        Raises:
+            UsageError: one was given.
+        """
+        if given is not None:
+            raise UsageError(f"--op linear: linears are drawn, not captured; leave {given} out")
+
     def kernels(self) -> tuple[str, ...]:
         """Return the kernel that the number formats name; none without them.
 
@@ -87,6 +91,23 @@ class LinearOptions:
             )
         return tuple(KERNELS[f] for f in formats[:1])
 
+    def on(self, tp_size: int, tp_split_dim: str) -> LinearOptions:
+        """Return the linears of one of several devices."""
+        own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return LinearOptions(**own, tp_size=tp_size, tp_split_dim=tp_split_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearOptions(LinearCallOptions):
+    """Linears as options spell them, and how many devices share each."""
+
+    tp_size: Annotated[
+        int, typer.Option(min=1, help="Devices that share a linear.", rich_help_panel=PANEL)
+    ] = 1
+    tp_split_dim: Annotated[
+        str, typer.Option(help="What they share: out (default) or in.", rich_help_panel=PANEL)
+    ] = "out"
+
     def inputs(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
         """Return the inputs to draw.
 
@@ -97,30 +118,38 @@ class LinearOptions:
         from sage_plugin.measure.inputs import DISTRIBUTIONS
         from sage_plugin.replay.inputs import ReplayInputs
 
+        distribution = one_of(
+            "--inputs-distribution", drawn.inputs_distribution or "normal", DISTRIBUTIONS
+        )
+        return [
+            ReplayInputs(
+                shape, describe(shape), distribution=distribution, seed=drawn.seed,
+                drawn_family=LINEAR,
+            )
+            for shape in self.shapes(drawn)
+        ]  # fmt: skip
+
+    def shapes(self, others: ShapeOptions) -> list[LinearShape]:
+        """Return the shapes that are spelt out, of the dtype that is shared with attention.
+
+        Raises:
+            UsageError: no shape, one that is no pair or does not divide, or an option of attention.
+        """
         shared = ("--dtype", "--inputs-distribution")
-        if other := [option for option in drawn.given() if option not in shared]:
+        if other := [option for option in others.given() if option not in shared]:
             raise UsageError(f"{other[0]} belongs to attention: leave it out, or --op linear")
         if not self.out_in_features or not self.batch_sizes:
             raise UsageError(
                 "--op linear needs --out-in-features OUT/IN and --batch-sizes ROWS, as "
                 "--out-in-features 12288/3072 --batch-sizes 16,4608"
             )
-        distribution = one_of(
-            "--inputs-distribution", drawn.inputs_distribution or "normal", DISTRIBUTIONS
-        )
-        dtype = dtype_name(drawn.dtype or "bf16")
+        dtype = dtype_name(others.dtype or "bf16")
         shapes = [
             LinearShape(rows, channels, out, dtype)
             for out, channels in self._features()
             for rows in lengths(self.batch_sizes, "--batch-sizes")
         ]
-        return [
-            ReplayInputs(
-                shape, describe(shape), distribution=distribution, seed=drawn.seed,
-                drawn_family=LINEAR,
-            )
-            for shape in dict.fromkeys(shapes)
-        ]  # fmt: skip
+        return list(dict.fromkeys(shapes))
 
     def _features(self) -> list[tuple[int, int]]:
         """Local features of one device: output and input of each pair."""

@@ -14,6 +14,7 @@ from sage_plugin.cli.options import DrawnInputOptions, check_seed, dtype_name, l
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
+    from sage_plugin.cli.linear_options import LinearCallOptions, LinearOptions
     from sage_plugin.plugin.plan.model_calls import CallWishes
     from sage_plugin.replay.inputs import ReplayInputs
 
@@ -34,7 +35,9 @@ class ModelOptions:
     ] = None
     num_frames: Annotated[int | None, typer.Option(help="Frames that the model draws.")] = None
     tp_size: Annotated[int, typer.Option(help="Devices that share a call: its part is tuned.")] = 1
-    tp_split_dim: Annotated[str, typer.Option(help="What they share: heads or seq.")] = "heads"
+    tp_split_dim: Annotated[
+        str, typer.Option(help="What they share: heads or seq; of linears out (default) or in.")
+    ] = "heads"
 
     def inputs(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
         """Return the inputs to draw: the model's calls, or the shapes that are spelt out.
@@ -50,6 +53,18 @@ class ModelOptions:
             dataclasses.replace(one, shape=local_shape(one.shape, self.tp_size, self.tp_split_dim))
             for one in found
         ]
+
+    def linears(self, whole: LinearCallOptions) -> LinearOptions:
+        """Return the linears that one of the devices has.
+
+        Raises:
+            UsageError: a model is named too.
+        """
+        for name in ("model", "image_size", "num_frames"):
+            if getattr(self, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option} belongs to attention: leave it out, or --op linear")
+        return whole.on(self.tp_size, "out" if self.tp_split_dim == "heads" else self.tp_split_dim)
 
     def wishes(self, drawn: DrawnInputOptions) -> CallWishes:
         """Return what is asked of the model."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.console import say, say_left_out, stderr, stdout
+from sage_plugin.cli.linear_options import LinearCallOptions
 from sage_plugin.cli.model_options import ModelOptions
 from sage_plugin.cli.options import (
     DEFAULT_FOLDER,
@@ -26,6 +27,7 @@ from sage_plugin.cli.options import (
 )
 from sage_plugin.cli.tuning.options import PlaceOptions, SearchOptions
 from sage_plugin.errors import UsageError
+from sage_plugin.schema import ATTENTION
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.inputs import TuningInputs
@@ -64,6 +66,7 @@ EXAMPLES = (
 def command(
     inputs: DrawnInputOptions,
     model: ModelOptions,
+    linears: LinearCallOptions,
     search: SearchOptions,
     place: PlaceOptions,
     words: Words = None,
@@ -79,6 +82,7 @@ def command(
     simulate: Simulate = None,
 ) -> None:
     """Search launch configs under an accuracy gate, and write the winners for the next patch()."""
+    from sage_plugin.families import family
     from sage_plugin.tune.configs.plan import TuningRequest, build
 
     if simulate:
@@ -86,14 +90,14 @@ def command(
         return
     request = TuningRequest(
         inputs=_inputs(
-            inputs, model, folder_of(words, inputs), from_captures, max_captures_per_key
+            inputs, model, linears, folder_of(words, inputs), from_captures, max_captures_per_key
         ),
-        kernels=tuple(kernel or ()),
+        kernels=tuple(kernel or linears.kernels()),
         device=device,
         gpus=place.chosen_gpus(),
         method=search.method,
         shard=place.part(),
-        space=search.space_file(),
+        space=search.space_file(linears.op),
         config_dir=config_dir,
         run_name=run_name,
         min_gain=search.min_gain,
@@ -103,6 +107,7 @@ def command(
         seed=inputs.seed,
         fresh=fresh,
         update=update,
+        family=family(linears.op),
     )
     plan = build(request)
     if dry_run:
@@ -141,6 +146,7 @@ def _simulate(runs: Sequence[Path], search: SearchOptions) -> None:
 def _inputs(
     inputs: DrawnInputOptions,
     model: ModelOptions,
+    linears: LinearCallOptions,
     folder: Path | None,
     from_captures: bool,
     max_per_key: int,
@@ -148,6 +154,9 @@ def _inputs(
     """What is tuned on: drawn inputs if some are spelt out, else captures."""
     from sage_plugin.tune.configs import inputs as tuning_inputs
 
+    if linears.chosen:
+        linears.refuse_captures("--from-captures" if from_captures else folder)
+        return tuning_inputs.from_drawn(model.linears(linears).inputs(inputs))
     if not from_captures and folder is None and (drawn := model.inputs(inputs)):
         return tuning_inputs.from_drawn(drawn)
     inputs.refuse_with_captures()
@@ -221,5 +230,6 @@ def _next_command(plan: TuningPlan) -> str:
     chosen = plan.request.config_dir
     where = "" if chosen is None else f" --config-dir {shlex.quote(str(chosen))}"
     if study.synthetic:
-        return f"sage configs list{where}, or your pipeline: sage_plugin.patch(pipe) uses them"
+        patch = "patch(pipe)" if study.key.family == ATTENTION else "patch(pipe, linears='auto')"
+        return f"sage configs list{where}, or your pipeline: sage_plugin.{patch} uses them"
     return f"sage bench {shlex.quote(study.timed.folder)}{where}"

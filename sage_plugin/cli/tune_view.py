@@ -10,10 +10,9 @@ from rich.text import Text
 
 from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.cli import tables
-from sage_plugin.families import ATTENTION
-from sage_plugin.families.attention.labels import lines
+from sage_plugin.families import describe
 from sage_plugin.registry.config_words import config_lines
-from sage_plugin.schema import LaunchConfig, RegistryEntry
+from sage_plugin.schema import AnyEntry, AnyLaunch
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.outcome import Outcome
@@ -30,7 +29,7 @@ WRITTEN_WORDS = {"added": "entry written", "replaced": "entry replaced", "kept":
 def outcome_table(outcomes: Sequence[Outcome], *, width: int) -> Group:
     """Show per study what the default takes, what the winner takes, and what became of it."""
 
-    def of_entry(cell: Callable[[RegistryEntry], str]) -> Callable[[Outcome], str]:
+    def of_entry(cell: Callable[[AnyEntry], str]) -> Callable[[Outcome], str]:
         return lambda outcome: "-" if outcome.entry is None else cell(outcome.entry)
 
     times: list[tables.Column[Outcome]] = [
@@ -68,7 +67,7 @@ def outcome_notes(outcomes: Sequence[Outcome], *, min_gain: float) -> list[str]:
     if outcomes and all(outcome.verdict == "confirmed" for outcome in outcomes):
         notes.append(f"No config was surely faster than the default by {100 * min_gain:g} %.")
     for outcome in outcomes:
-        where = f"{outcome.study.kernel} {ATTENTION.describe(outcome.study.timed.shape)}"
+        where = f"{outcome.study.kernel} {describe(outcome.study.timed.shape)}"
         notes += [f"{where}: {note}" for note in outcome.notes]
         if outcome.written.startswith("kept") and not outcome.written.endswith("already there"):
             notes.append(f"{where}: {outcome.written}")
@@ -88,7 +87,7 @@ def front_lines(outcomes: Sequence[Outcome]) -> list[str]:
         if len(outcome.front) < 2:
             continue
         study = outcome.study
-        lines.append(f"{study.kernel} {ATTENTION.describe(study.timed.shape)}: time and error")
+        lines.append(f"{study.kernel} {describe(study.timed.shape)}: time and error")
         for point in outcome.front:
             note = "" if point.allowed else "  (too inexact to win: --max-error-ratio)"
             changes = changes_text(point.config, study.default)
@@ -101,7 +100,7 @@ def best_lines(unfinished: Sequence[Outcome]) -> list[str]:
     lines = []
     for outcome in unfinished:
         study, tried = outcome.study, sum(outcome.trials.values())
-        where = f"{study.kernel} {ATTENTION.describe(study.timed.shape)}"
+        where = f"{study.kernel} {describe(study.timed.shape)}"
         if outcome.best is None:
             lines.append(f"{where}: nothing valid among {tried} so far")
             continue
@@ -145,17 +144,17 @@ def _kind(study: Study) -> str:
 
 def _call(study: Study) -> str:
     """A study's kernel and call, a line each, for narrow columns."""
-    return f"{study.kernel}\n{lines(study.timed.shape)}"
+    return f"{study.kernel}\n{study.timed.family.lines(study.timed.shape)}"
 
 
-def changes_text(config: LaunchConfig, default: LaunchConfig) -> str:
+def changes_text(config: AnyLaunch, default: AnyLaunch) -> str:
     """Write the fields of a launch config that are not those of the default."""
     own, other = config.to_json(), default.to_json()
     changed = [f"{name} {value}" for name, value in own.items() if value != other[name]]
     return ", ".join(changed) or "the default"
 
 
-def gain_text(entry: RegistryEntry) -> str:
+def gain_text(entry: AnyEntry) -> str:
     """Write the gain over the default with its sure part, or why there is none."""
     evidence = entry.evidence
     if evidence.confirmed:

@@ -10,9 +10,9 @@ from sage_plugin.errors import UsageError
 from sage_plugin.families.attention.entry import ATTENTION
 from sage_plugin.families.family import Family
 from sage_plugin.families.linear.entry import LINEAR_FAMILY
-from sage_plugin.schema import AnyShape, LinearShape
+from sage_plugin.schema import AnyKey, AnyShape, LinearShape
 
-__all__ = ["ATTENTION", "LINEAR_FAMILY", "Family", "describe", "family"]
+__all__ = ["ATTENTION", "LINEAR_FAMILY", "Family", "describe", "describe_key", "family"]
 
 _FAMILIES = {entry.name: entry for entry in (ATTENTION, LINEAR_FAMILY)}
 
@@ -30,6 +30,11 @@ def family(name: str) -> Family:
     if name not in _FAMILIES:
         raise UsageError(f"op family {name!r} is not known: choose one of {', '.join(_FAMILIES)}")
     return _FAMILIES[name]
+
+
+def describe_key(key: AnyKey) -> str:
+    """Write the key of a call of any family in a few words."""
+    return family(key.family).describe_key(key)
 
 
 def describe(shape: AnyShape) -> str:

@@ -88,6 +88,7 @@ class Family:
         automatic_kernel: the kernel that `auto` stands for on a device.
         decide: kernel and variant of a call, or why it falls back.
         call_key: the key under which a call's launch config is looked up.
+        shape_of: a shape that has a key.
         default_launch: the architecture's default config of a key.
         search_space: configs to search for a key, legal or not, the default first.
         illegal_reason: why a config cannot run a key on a device, or `None`.
@@ -98,7 +99,11 @@ class Family:
         captured: a capture of a folder, on a device.
         drawn: drawn values of a shape: device, seed, distribution.
         saved_shape: the shape of what a capture holds of its call.
+        refuse_untuned: raise for a kernel as it was named and its decision on a device where there
+            is no launch config to tune.
         describe: a shape in a few words, for tables.
+        describe_key: a key in a few words.
+        lines: a shape or a key on a few short lines.
         flops: operations of a call of a shape, without its mask.
     """
 
@@ -108,6 +113,7 @@ class Family:
     automatic_kernel: Callable[[DeviceFacts], str]
     decide: Callable[..., Decision]
     call_key: Callable[[Any, Decision], Any]
+    shape_of: Callable[[Any], Any]
     default_launch: Callable[[Any, DeviceFacts], Any]
     search_space: Callable[[Any, DeviceFacts], tuple[Any, ...]]
     illegal_reason: Callable[[Any, Any, DeviceFacts], str | None]
@@ -118,5 +124,8 @@ class Family:
     captured: Callable[[CaptureFolder, Any, Any], ReplayCall]
     drawn: Callable[[Any, Any, int, str], ReplayCall]
     saved_shape: Callable[[Any], Any]
+    refuse_untuned: Callable[[str, Decision, DeviceFacts], None]
     describe: Callable[[Any], str]
+    describe_key: Callable[[Any], str]
+    lines: Callable[[Any], str]
     flops: Callable[[Any], int]

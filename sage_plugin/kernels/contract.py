@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -40,7 +40,7 @@ class ResolvedConfig:
     """A launch config and where it came from.
 
     Attributes:
-        config: the launch config.
+        config: the launch config, of its op family's record.
         source: `"env"`, `"exact"`, `"near"` or `"default"`.
         detail: one sentence that names the file or the table.
         saved_ms: milliseconds that a call of this shape saves over the host's attention, by the
@@ -48,7 +48,7 @@ class ResolvedConfig:
         stale: in what the software differs from that of its tuning (`registry.staleness`).
     """
 
-    config: LaunchConfig
+    config: Any
     source: str
     detail: str
     saved_ms: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,13 @@ from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.notice import warn_once
 from sage_plugin.schema import (
+    ATTENTION,
+    LINEAR,
     NO_SPEEDS,
-    CallKey,
+    AnyEntry,
+    AnyKey,
+    AnyLaunch,
     DeviceFacts,
-    LaunchConfig,
-    LinearLaunch,
-    RegistryEntry,
 )
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,9 @@ RECORDING = Path("captured_inputs")
 """Where `sage capture` records unless told otherwise."""
 MEMO_LIMIT = 65_536
 """Keys remembered before the memo starts anew: language models see a new length a token."""
+
+OVERRIDES = {ATTENTION: "SAGE_PLUGIN_LAUNCH", LINEAR: "SAGE_PLUGIN_LINEAR_LAUNCH"}
+"""The variable that overrides fields of launch configs, by op family."""
 
 Answer = TypeVar("Answer")
 
@@ -39,11 +44,15 @@ class LaunchRules(NamedTuple):
         default: the architecture's default config of a key.
         illegal_reason: why a config cannot run a key on a device, or `None`.
         tune_command: the `sage tune` command that fills a miss.
+        words: what a call is, for logs, the most telling first.
+        fill: what a command fills, for the warning.
     """
 
-    default: Callable[[CallKey, DeviceFacts], LaunchConfig]
-    illegal_reason: Callable[[LaunchConfig, CallKey, DeviceFacts], str | None]
-    tune_command: Callable[[CallKey], str]
+    default: Callable[[Any, DeviceFacts], Any]
+    illegal_reason: Callable[[Any, Any, DeviceFacts], str | None]
+    tune_command: Callable[[Any], str]
+    words: Callable[[Any], tuple[str, ...]]
+    fill: Callable[[Any], str]
 
 
 class Memo(dict[tuple[object, ...], Answer]):
@@ -69,7 +78,7 @@ _missed: set[tuple[object, ...]] = set()
 
 
 def find(
-    key: CallKey, facts: DeviceFacts, rules: LaunchRules, *, config_dir: str | None = None
+    key: AnyKey, facts: DeviceFacts, rules: LaunchRules, *, config_dir: str | None = None
 ) -> ResolvedConfig:
     """Return the launch config of a call: environment, registry, or architecture default.
 
@@ -78,10 +87,11 @@ def find(
     that fills all of them; each has a line among the log's details.
 
     Raises:
-        ConfigError: `SAGE_PLUGIN_LAUNCH` is not a JSON object of launch config fields.
+        ConfigError: the family's variable (`OVERRIDES`) is not a JSON object of launch config
+            fields, or its config is not legal.
     """
     now = settings.current()
-    at = (key, facts.slug, config_dir or "", now.config_dir, now.launch)
+    at = (key, facts.slug, config_dir or "", now.config_dir, now.launch, now.linear_launch)
     found = _memo.get(at)
     if found is None:
         found = _look_up(key, facts, rules, config_dir)
@@ -89,7 +99,7 @@ def find(
     return found
 
 
-def compiler_options(config: LaunchConfig | LinearLaunch) -> dict[str, int]:
+def compiler_options(config: AnyLaunch) -> dict[str, int]:
     """The fields of a launch config that are options of the compiler, set ones only.
 
     Fusing products with sums is Triton's default up to 3.9 and what all figures were taken with.
@@ -117,11 +127,11 @@ def forget() -> None:
 
 
 def _look_up(
-    key: CallKey, facts: DeviceFacts, rules: LaunchRules, config_dir: str | None
+    key: AnyKey, facts: DeviceFacts, rules: LaunchRules, config_dir: str | None
 ) -> ResolvedConfig:
     from sage_plugin.registry import lookup, staleness
 
-    def legal(config: LaunchConfig) -> bool:
+    def legal(config: AnyLaunch) -> bool:
         return rules.illegal_reason(config, key, facts) is None
 
     found = lookup.find(key, facts=facts, config_dir=config_dir, is_legal=legal)
@@ -136,37 +146,33 @@ def _look_up(
     else:
         base = ResolvedConfig(rules.default(key, facts), "default", f"default of {facts.arch}")
         _note_miss(key, facts, rules)
-    override = settings.current().launch
+    now, variable = settings.current(), OVERRIDES[key.family]
+    override = now.launch if key.family == ATTENTION else now.linear_launch
     if override is None:
         return base
-    config = _overridden(base.config, override)
+    config = _overridden(base.config, override, variable)
     if reason := rules.illegal_reason(config, key, facts):
-        raise ConfigError(
-            f"SAGE_PLUGIN_LAUNCH gives a config that {facts.name} cannot run: {reason}"
-        )
-    return ResolvedConfig(config, "env", f"SAGE_PLUGIN_LAUNCH over {base.detail}")
+        raise ConfigError(f"{variable} gives a config that {facts.name} cannot run: {reason}")
+    return ResolvedConfig(config, "env", f"{variable} over {base.detail}")
 
 
-def _saved_ms(entry: RegistryEntry, key: CallKey) -> float | None:
+def _saved_ms(entry: AnyEntry, key: AnyKey) -> float | None:
     """What a call saves by the times of an entry, which go by the work where lengths differ."""
     host, own = entry.evidence.host_time, entry.evidence.time
     if host is None or key.variant in NO_SPEEDS:
         return None
-    return (host.median_ms - own.median_ms) * _pairs(key) / _pairs(entry.key)
+    more = math.prod(key.numbers()) / max(1, math.prod(entry.key.numbers()))
+    return (host.median_ms - own.median_ms) * more
 
 
-def _pairs(key: CallKey) -> int:
-    return max(1, key.batch_heads * key.seq_q * key.seq_k)
-
-
-def _overridden(config: LaunchConfig, text: str) -> LaunchConfig:
-    fields = files.loads(text, "SAGE_PLUGIN_LAUNCH")
+def _overridden(config: AnyLaunch, text: str, variable: str) -> AnyLaunch:
+    fields = files.loads(text, variable)
     if not isinstance(fields, dict):
-        raise ConfigError(f"SAGE_PLUGIN_LAUNCH is {type(fields).__name__}, expected a JSON object")
+        raise ConfigError(f"{variable} is {type(fields).__name__}, expected a JSON object")
     try:
-        return LaunchConfig.from_json({**config.to_json(), **fields})
+        return type(config).from_json({**config.to_json(), **fields})
     except ConfigError as error:
-        raise ConfigError(f"SAGE_PLUGIN_LAUNCH: {error}") from None
+        raise ConfigError(f"{variable}: {error}") from None
 
 
 def fill_command() -> str:
@@ -175,7 +181,7 @@ def fill_command() -> str:
     return f"{'' if recorded else 'sage capture SCRIPT.py && '}sage tune {RECORDING}"
 
 
-def _note_miss(key: CallKey, facts: DeviceFacts, rules: LaunchRules) -> None:
+def _note_miss(key: AnyKey, facts: DeviceFacts, rules: LaunchRules) -> None:
     """Say once that calls run untuned, and log each; silent on a CPU, where speed is no aim."""
     if facts.kind == "cpu":
         return
@@ -185,14 +191,12 @@ def _note_miss(key: CallKey, facts: DeviceFacts, rules: LaunchRules) -> None:
             return
         _missed.add(at)
     logger.info(
-        "no tuned config for %s:%s (head dim %d, Sq %d, Sk %d, %s) on %s: using the default; "
-        "`%s` fills it",
-        key.kernel, key.variant, key.head_dim, key.seq_q, key.seq_k, key.dtype, facts.name,
-        rules.tune_command(key),
+        "no tuned config for %s:%s (%s) on %s: using the default; `%s` fills it",
+        key.kernel, key.variant, ", ".join(rules.words(key)), facts.name, rules.tune_command(key),
     )  # fmt: skip
     warn_once(
-        logger, UNTUNED,
-        "no tuned config for some calls on %s, the first of them of %s:%s with head dim %d: using "
-        "defaults; `%s` fills all (said once, report() counts them)",
-        facts.name, key.kernel, key.variant, key.head_dim, fill_command(),
+        logger, (UNTUNED, key.family),
+        "no tuned config for some calls on %s, the first of them of %s:%s with %s: using defaults; "
+        "%s (said once)",
+        facts.name, key.kernel, key.variant, rules.words(key)[0], rules.fill(key),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sage_plugin.schema import CallKey, RegistryEntry, RegistryFile
+from sage_plugin.schema import AnyEntry, AnyKey, RegistryFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +13,9 @@ class EntryPair:
     """The entries of one card and call on both sides, `None` where a side has none."""
 
     slug: str
-    key: CallKey
-    first: RegistryEntry | None
-    second: RegistryEntry | None
+    key: AnyKey
+    first: AnyEntry | None
+    second: AnyEntry | None
 
     @property
     def same_config(self) -> bool:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 
-from sage_plugin.schema import LaunchConfig
+from sage_plugin.schema import AnyLaunch
 
-TILE = ("block_m", "block_n", "num_warps", "num_stages")
+BLOCKS = ("block_m", "block_n", "block_k")
+TILE = (*BLOCKS, "num_warps", "num_stages")
 OFF = {"loads": "pointer", "smooth_k": False, "smooth_v": False, "pv_flush": 0, "q_granule": 1}
 """Values that stand for nothing special, of the fields whose zero does not."""
 WIDTH = 24
 """Of a column of configs."""
 
 
-def config_text(config: LaunchConfig, default: LaunchConfig | None = None) -> str:
+def config_text(config: AnyLaunch, default: AnyLaunch | None = None) -> str:
     """Write a launch config on one line: tile, warps, stages, then each field that differs.
 
     Args:
@@ -31,7 +32,7 @@ def config_text(config: LaunchConfig, default: LaunchConfig | None = None) -> st
     return " ".join((_tile(config), *_differences(config, default)))
 
 
-def config_lines(config: LaunchConfig, default: LaunchConfig | None = None) -> str:
+def config_lines(config: AnyLaunch, default: AnyLaunch | None = None) -> str:
     """Write what `config_text` does on a few lines, for narrow columns."""
     # A field and its value stay on one line.
     parts = " ".join(part.replace(" ", "\0") for part in _differences(config, default))
@@ -39,17 +40,19 @@ def config_lines(config: LaunchConfig, default: LaunchConfig | None = None) -> s
     return "\n".join((_tile(config), *(line.replace("\0", " ") for line in rest)))
 
 
-def _tile(config: LaunchConfig) -> str:
-    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}"
+def _tile(config: AnyLaunch) -> str:
+    blocks = "x".join(f"{getattr(config, name)}" for name in BLOCKS if hasattr(config, name))
+    return f"{blocks} w{config.num_warps} s{config.num_stages}"
 
 
-def _differences(config: LaunchConfig, default: LaunchConfig | None) -> list[str]:
+def _differences(config: AnyLaunch, default: AnyLaunch | None) -> list[str]:
     found = []
-    for field in dataclasses.fields(LaunchConfig):
+    for field in dataclasses.fields(config):
         if field.name in TILE:
             continue
         value = getattr(config, field.name)
-        usual = OFF.get(field.name, 0) if default is None else getattr(default, field.name)
+        off = OFF.get(field.name, 0 if field.default is dataclasses.MISSING else field.default)
+        usual = off if default is None else getattr(default, field.name)
         if value != usual:
             found.append(_words(field.name, value))
     return found

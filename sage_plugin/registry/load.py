@@ -7,14 +7,15 @@ from pathlib import Path
 
 from sage_plugin import files, settings
 from sage_plugin.errors import ConfigError
+from sage_plugin.registry.entries import RECORDS, ranges
 from sage_plugin.schema import (
     LAYOUTS,
     MASK_KINDS,
     SCHEMA_VERSION,
-    CallKey,
+    AnyEntry,
+    AnyKey,
+    AnyLaunch,
     DeviceFacts,
-    LaunchConfig,
-    RegistryEntry,
     RegistryFile,
 )
 
@@ -24,9 +25,14 @@ MAX_FILE_BYTES = 4 * 2**20
 SPACES = "spaces"
 """Folder of the search spaces that come with the package, beside the configs of cards."""
 
-POSITIVE_KEY_FIELDS = ("head_dim", "dv", "gqa_ratio", "seq_q", "seq_k", "batch_heads")
-POSITIVE_CONFIG_FIELDS = ("block_m", "block_n", "num_warps", "num_stages")
-OPTIONAL_CONFIG_FIELDS = ("pv_flush", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")
+POSITIVE_KEY_FIELDS = (
+    "head_dim", "dv", "gqa_ratio", "seq_q", "seq_k", "batch_heads", "in_features", "out_features",
+    "rows",
+)  # fmt: skip
+POSITIVE_CONFIG_FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "group_m")
+OPTIONAL_CONFIG_FIELDS = ("pv_flush", "programs", "maxnreg", "waves_per_eu", "matrix_instr_nonkdim")
+"""Fields of keys and configs of any family that has them."""
+KEY_WORDS = {"mask_kind": MASK_KINDS, "layout": LAYOUTS}
 
 
 def read(path: str | Path) -> RegistryFile:
@@ -59,24 +65,28 @@ def parse(text: str, where: str) -> RegistryFile:
     for number, entry in enumerate(file.entries, start=1):
         for problem in entry_problems(entry):
             raise ConfigError(f"{where}: entry {number}: {problem}")
+        if file.family in RECORDS and file.family != entry.key.family:
+            raise ConfigError(
+                f"{where}: entry {number}: is of {entry.key.family}, the file of {file.family}"
+            )
         if entry.key in seen:
             raise ConfigError(f"{where}: entry {number}: its key stands twice in the file")
         seen.add(entry.key)
     return file
 
 
-def entry_problems(entry: RegistryEntry) -> list[str]:
+def entry_problems(entry: AnyEntry) -> list[str]:
     """List what contradicts itself in an entry, a sentence each; empty for a sound one."""
     key, time = entry.key, entry.evidence.time
     problems = _size_problems(key, POSITIVE_KEY_FIELDS, 1)
     problems += _size_problems(entry.config, POSITIVE_CONFIG_FIELDS, 1)
     problems += _size_problems(entry.config, OPTIONAL_CONFIG_FIELDS, 0)
-    if key.mask_kind not in MASK_KINDS:
-        problems.append(f"mask_kind is {key.mask_kind!r}, expected one of {', '.join(MASK_KINDS)}")
-    if key.layout not in LAYOUTS:
-        problems.append(f"layout is {key.layout!r}, expected one of {', '.join(LAYOUTS)}")
-    ranges = {"seq_q": (entry.seq_q_range, key.seq_q), "seq_k": (entry.seq_k_range, key.seq_k)}
-    for name, (bounds, length) in ranges.items():
+    for name, words in KEY_WORDS.items():
+        word = getattr(key, name, words[0])
+        if word not in words:
+            problems.append(f"{name} is {word!r}, expected one of {', '.join(words)}")
+    for name, bounds in ranges(entry).items():
+        length = getattr(key, name)
         if len(bounds) != 2 or not bounds[0] <= length <= bounds[1]:
             problems.append(f"{name}_range is {list(bounds)}, expected [low, high] around {length}")
     if entry.regret is not None and not 0 <= entry.regret < 1e6:
@@ -89,8 +99,8 @@ def entry_problems(entry: RegistryEntry) -> list[str]:
     return problems
 
 
-def _size_problems(record: CallKey | LaunchConfig, names: tuple[str, ...], low: int) -> list[str]:
-    sizes = {name: getattr(record, name) for name in names}
+def _size_problems(record: AnyKey | AnyLaunch, names: tuple[str, ...], low: int) -> list[str]:
+    sizes = {name: getattr(record, name) for name in names if hasattr(record, name)}
     return [f"{n} is {size}, expected at least {low}" for n, size in sizes.items() if size < low]
 
 
@@ -119,6 +129,16 @@ def search_path(
         "shipped": shipped_dir(),
     }
     return [(label, file_path(root, slug, family)) for label, root in roots.items() if root]
+
+
+def files_in_use(slug: str, config_dir: str | Path | None = None) -> list[tuple[str, Path]]:
+    """List the files that there are for a device, of all families, place by place."""
+    return [
+        (label, file)
+        for label, path in search_path(slug, config_dir=config_dir)
+        for file in (path.with_name(f"{family}.json") for family in RECORDS)
+        if file.exists()
+    ]
 
 
 def file_path(root: str | Path, slug: str, family: str = "attention") -> Path:

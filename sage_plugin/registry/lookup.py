@@ -10,18 +10,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sage_plugin import files, settings
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import distance, load
-from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, RegistryEntry, RegistryFile
+from sage_plugin.schema import AnyEntry, AnyKey, DeviceFacts, RegistryFile
 
 logger = logging.getLogger(__name__)
 
 MEMO_LIMIT = 65_536
 """Keys remembered before the memo starts anew: language models see a new length a prompt."""
 
-IsLegal = Callable[[LaunchConfig], bool]
+IsLegal = Callable[[Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Match:
         label: which place that file is (`"argument"`, `"env"`, `"user"`, `"shipped"`).
     """
 
-    entry: RegistryEntry
+    entry: AnyEntry
     source: str
     nearness: distance.Nearness
     path: Path
@@ -49,16 +50,15 @@ _ranked: dict[tuple[object, ...], tuple[Match, ...]] = {}
 
 
 def find(
-    key: CallKey,
+    key: AnyKey,
     *,
     facts: DeviceFacts,
-    family: str = "attention",
     config_dir: str | Path | None = None,
     is_legal: IsLegal | None = None,
 ) -> Match | None:
     """Find the config for a call on a device.
 
-    An entry serves a call that differs in lengths, batch x heads, layout and 16-bit dtype
+    An entry serves a call that differs in numbers of its key, layout and 16-bit dtype
     (`distance.py`). The exact key comes first, then entries whose measured range holds the lengths,
     then those that reach them; of equals, places come in the order of `load.search_path`, so that a
     far entry of an early place does not hide an exact one of a later. Within a place, the same
@@ -68,7 +68,6 @@ def find(
     Args:
         key: the call.
         facts: the device; another device's configs are never used.
-        family: op family.
         config_dir: folder to ask first.
         is_legal: whether a config may run this call; an illegal one is passed over.
 
@@ -78,11 +77,11 @@ def find(
     Example:
         >>> match = find(key, facts=device.facts(), is_legal=lambda config: True)  # doctest: +SKIP
     """
-    memo_key = (key, facts.slug, facts.arch, family, config_dir, settings.current().config_dir)
+    memo_key = (key, facts.slug, facts.arch, config_dir, settings.current().config_dir)
     ranked = _ranked.get(memo_key)
     if ranked is None:
         with _lock:
-            ranked = _rank(key, facts, family, config_dir)
+            ranked = _rank(key, facts, config_dir)
             if len(_ranked) >= MEMO_LIMIT:
                 _ranked.clear()
             _ranked[memo_key] = ranked
@@ -99,7 +98,7 @@ def clear() -> None:
         _ranked.clear()
 
 
-def matches_in(file: RegistryFile, key: CallKey, path: Path, label: str) -> list[Match]:
+def matches_in(file: RegistryFile, key: AnyKey, path: Path, label: str) -> list[Match]:
     """The entries of one file that may serve a key, best first."""
     found = [(distance.nearness(entry, key), entry) for entry in file.entries]
     matches = [
@@ -110,17 +109,17 @@ def matches_in(file: RegistryFile, key: CallKey, path: Path, label: str) -> list
     return sorted(matches, key=lambda match: (match.nearness, *_order(match.entry, key)))
 
 
-def _order(entry: RegistryEntry, key: CallKey) -> tuple[object, ...]:
-    same = (entry.key.dtype == key.dtype, entry.key.layout == key.layout)
+def _order(entry: AnyEntry, key: AnyKey) -> tuple[object, ...]:
+    own, wanted = entry.key.discrete(), key.discrete()
+    others = sum(a != b for a, b in zip(own, wanted, strict=True))
     far = distance.log_distance(entry.key, key)
-    return (same.count(False), far, entry.key.numbers(), entry.key.dtype, entry.key.layout)
+    return (others, far, entry.key.numbers(), own)
 
 
 def explain(
-    key: CallKey,
+    key: AnyKey,
     *,
     facts: DeviceFacts,
-    family: str = "attention",
     config_dir: str | Path | None = None,
     is_legal: IsLegal | None = None,
 ) -> list[str]:
@@ -131,15 +130,14 @@ def explain(
         field in which that differs.
     """
     return [
-        f"{label}: {path}: {_place_sentence(key, facts, family, path, label, is_legal)}"
-        for label, path in load.search_path(facts.slug, family, config_dir)
+        f"{label}: {path}: {_place_sentence(key, facts, path, label, is_legal)}"
+        for label, path in load.search_path(facts.slug, key.family, config_dir)
     ]
 
 
 def _place_sentence(
-    key: CallKey,
+    key: AnyKey,
     facts: DeviceFacts,
-    family: str,
     path: Path,
     label: str,
     is_legal: IsLegal | None,
@@ -149,7 +147,7 @@ def _place_sentence(
     except ConfigError as error:
         reason = str(error).removeprefix(f"{path}: ")
         return reason if reason == files.NO_SUCH_FILE else f"passed over, {reason}"
-    if foreign := load.foreign_reason(file, facts, family):
+    if foreign := load.foreign_reason(file, facts, key.family):
         return f"passed over, it {foreign}"
     matches = matches_in(file, key, path, label)
     legal = [m for m in matches if is_legal is None or is_legal(m.entry.config)]
@@ -163,13 +161,13 @@ def _place_sentence(
     return f"no match; in the closest entry {distance.first_difference(nearest, key)}"
 
 
-def _near_words(match: Match, key: CallKey) -> str:
+def _near_words(match: Match, key: AnyKey) -> str:
     """At what a near match was measured, and what is known of the loss."""
     if match.source == "exact":
         return ""
     measured = match.entry.key
-    numbers = dict(zip(distance.NUMBER_FIELDS, measured.numbers(), strict=True))
-    forms = {n: getattr(measured, n) for n in ("dtype", "layout")}
+    numbers = dict(zip(measured.NUMBERS, measured.numbers(), strict=True))
+    forms = {n: value for n, value in measured.to_json().items() if n not in numbers}
     other = {n: form for n, form in forms.items() if form != getattr(key, n)}
     if match.nearness != distance.Nearness.MEASURED:
         loss = f"within {distance.REACH} times its lengths, loss not measured"
@@ -181,12 +179,10 @@ def _near_words(match: Match, key: CallKey) -> str:
     return f", measured at {numbers | other}{where}; {loss}"
 
 
-def _rank(
-    key: CallKey, facts: DeviceFacts, family: str, config_dir: str | Path | None
-) -> tuple[Match, ...]:
+def _rank(key: AnyKey, facts: DeviceFacts, config_dir: str | Path | None) -> tuple[Match, ...]:
     ranked: list[Match] = []
-    for label, path in load.search_path(facts.slug, family, config_dir):
-        file = _file(path, facts, family)
+    for label, path in load.search_path(facts.slug, key.family, config_dir):
+        file = _file(path, facts, key.family)
         if file is not None:
             ranked += matches_in(file, key, path, label)
     ranked.sort(key=lambda match: match.nearness)  # stable: places stay in their order

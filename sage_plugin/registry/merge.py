@@ -12,13 +12,14 @@ from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load, lookup, regions, store
 from sage_plugin.registry.distance import REACH
+from sage_plugin.registry.entries import lengths, ranges, with_ranges
 from sage_plugin.schema import (
     NO_SPEEDS,
     SCHEMA_VERSION,
-    CallKey,
+    AnyEntry,
+    AnyKey,
+    AnyLaunch,
     DeviceFacts,
-    LaunchConfig,
-    RegistryEntry,
     RegistryFile,
     Toolchain,
 )
@@ -27,8 +28,8 @@ TRUSTED = ("", "clean")
 """Stamps of times that may take an entry's place; earlier releases had none."""
 
 ALREADY_THERE = "already there"
-Prices = Mapping[CallKey, Mapping[LaunchConfig, float]]
-KeyNote = tuple[CallKey, str]
+Prices = Mapping[AnyKey, Mapping[AnyLaunch, float]]
+KeyNote = tuple[AnyKey, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class MergeReport:
 
 def merge(
     path: str | Path,
-    entries: Sequence[RegistryEntry],
+    entries: Sequence[AnyEntry],
     *,
     family: str,
     facts: DeviceFacts,
@@ -83,7 +84,7 @@ def merge(
     return report
 
 
-def price(path: str | Path, times: Prices, *, limit: float, drop: bool) -> tuple[CallKey, ...]:
+def price(path: str | Path, times: Prices, *, limit: float, drop: bool) -> tuple[AnyKey, ...]:
     """Write the measured regions of a registry file's entries into it, under its lock.
 
     Args:
@@ -123,8 +124,8 @@ def _current(path: Path, family: str, facts: DeviceFacts) -> RegistryFile | None
 
 
 def _merged(
-    held: dict[CallKey, RegistryEntry], entries: Iterable[RegistryEntry], min_gain: float
-) -> tuple[list[RegistryEntry], MergeReport]:
+    held: dict[AnyKey, AnyEntry], entries: Iterable[AnyEntry], min_gain: float
+) -> tuple[list[AnyEntry], MergeReport]:
     merged = dict(held)
     added, replaced, kept = [], [], []
     for entry in entries:
@@ -142,7 +143,7 @@ def _merged(
     return list(merged.values()), report
 
 
-def _refusal(entry: RegistryEntry, old: RegistryEntry | None, min_gain: float) -> str | None:
+def _refusal(entry: AnyEntry, old: AnyEntry | None, min_gain: float) -> str | None:
     evidence = entry.evidence
     if not evidence.confirmed and not evidence.gain_low > min_gain:
         return (
@@ -160,26 +161,30 @@ def _refusal(entry: RegistryEntry, old: RegistryEntry | None, min_gain: float) -
     return None
 
 
-def _with_ranges(entries: list[RegistryEntry]) -> tuple[RegistryEntry, ...]:
+def _with_ranges(entries: list[AnyEntry]) -> tuple[AnyEntry, ...]:
     """Widen the lengths that entries may serve: towards measured neighbours, at most by `REACH`.
 
     The outermost measured lengths of the same discrete fields are never passed, so that one
     measurement alone serves its own length only.
     """
-    groups: dict[tuple[object, ...], list[RegistryEntry]] = {}
+    groups: dict[tuple[object, ...], list[AnyEntry]] = {}
     for entry in entries:
         groups.setdefault(entry.key.discrete(), []).append(entry)
     return tuple(
         entry
         if entry.regret is not None  # its region was measured
-        else dataclasses.replace(
-            entry,
-            seq_q_range=_reach(entry.key.seq_q, entry.seq_q_range, [e.seq_q_range for e in group]),
-            seq_k_range=_reach(entry.key.seq_k, entry.seq_k_range, [e.seq_k_range for e in group]),
-        )
+        else with_ranges(entry, _reached(entry, group))
         for group in groups.values()
         for entry in group
     )
+
+
+def _reached(entry: AnyEntry, group: Sequence[AnyEntry]) -> dict[str, tuple[int, int]]:
+    own = ranges(entry)
+    return {
+        name: _reach(length, own[name], [ranges(other)[name] for other in group])
+        for name, length in lengths(entry.key).items()
+    }
 
 
 def _reach(length: int, own: tuple[int, ...], measured: list[tuple[int, ...]]) -> tuple[int, int]:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from sage_plugin.registry.distance import alike
-from sage_plugin.schema import CallKey, LaunchConfig, RegistryEntry
+from sage_plugin.registry.entries import lengths, ranges, with_ranges
+from sage_plugin.schema import AnyEntry, AnyKey, AnyLaunch
 
 LIMIT = 0.01
 """Loss that a region may have, as a share of the best time."""
 
-Times = Mapping[int, Mapping[LaunchConfig, float]]
+Times = Mapping[int, Mapping[AnyLaunch, float]]
 """Milliseconds by length and config; each config of a row was timed at that length."""
 
 
-def winners(times: Times) -> dict[int, LaunchConfig]:
+def winners(times: Times) -> dict[int, AnyLaunch]:
     """Return the fastest config of each length."""
     return {seq: min(row, key=row.__getitem__) for seq, row in sorted(times.items())}
 
 
-def regret(times: Times, seq: int, config: LaunchConfig) -> float | None:
+def regret(times: Times, seq: int, config: AnyLaunch) -> float | None:
     """Return what a length loses by a config; `None` where it was not timed there."""
     row = times[seq]
     return row[config] / min(row.values()) - 1 if config in row else None
@@ -37,7 +37,7 @@ def prices(times: Times) -> dict[int, dict[int, float | None]]:
 
 
 def region(
-    times: Times, at: int, config: LaunchConfig, limit: float = LIMIT
+    times: Times, at: int, config: AnyLaunch, limit: float = LIMIT
 ) -> tuple[int, int, float]:
     """Return the lengths around one, without a gap, that lose no more than a limit by a config.
 
@@ -70,10 +70,10 @@ def fewest(times: Times, limit: float = LIMIT) -> dict[int, tuple[int, int]]:
 
 
 def priced(
-    entries: Iterable[RegistryEntry],
-    times: Mapping[CallKey, Mapping[LaunchConfig, float]],
+    entries: Iterable[AnyEntry],
+    times: Mapping[AnyKey, Mapping[AnyLaunch, float]],
     limit: float = LIMIT,
-) -> tuple[RegistryEntry, ...]:
+) -> tuple[AnyEntry, ...]:
     """Give entries the regions that were measured, and the most that a call in them loses.
 
     Args:
@@ -85,22 +85,22 @@ def priced(
         The entries in their order; those whose key was not timed beside other lengths as they were.
         Only calls of as many queries as keys are priced.
     """
-    groups: defaultdict[object, dict[int, Mapping[LaunchConfig, float]]] = defaultdict(dict)
+    groups: defaultdict[object, dict[int, Mapping[AnyLaunch, float]]] = defaultdict(dict)
     for key, row in times.items():
-        if key.seq_q == key.seq_k:
-            groups[_kind(key)][key.seq_q] = row
+        if (length := _length(key)) is not None:
+            groups[_kind(key)][length] = row
     return tuple(_priced(entry, groups.get(_kind(entry.key), {}), limit) for entry in entries)
 
 
-def redundant(entries: Sequence[RegistryEntry], limit: float = LIMIT) -> tuple[RegistryEntry, ...]:
+def redundant(entries: Sequence[AnyEntry], limit: float = LIMIT) -> tuple[AnyEntry, ...]:
     """List the entries without which every length of a priced region still lies in one."""
-    groups: defaultdict[object, list[RegistryEntry]] = defaultdict(list)
+    groups: defaultdict[object, list[AnyEntry]] = defaultdict(list)
     for entry in entries:
         if entry.regret is not None and entry.regret <= limit:
             groups[_kind(entry.key)].append(entry)
-    found: list[RegistryEntry] = []
+    found: list[AnyEntry] = []
     for group in groups.values():
-        spans = {i: (entry.seq_q_range[0], entry.seq_q_range[1]) for i, entry in enumerate(group)}
+        spans = {i: next(iter(ranges(entry).values())) for i, entry in enumerate(group)}
         kept = _fewest(spans, sorted({seq for span in spans.values() for seq in span}))
         found += [entry for i, entry in enumerate(group) if i not in kept]
     return tuple(found)
@@ -114,16 +114,22 @@ def _fewest(spans: Mapping[int, tuple[int, int]], lengths: Sequence[int]) -> tup
     )
 
 
-def _priced(entry: RegistryEntry, times: Times, limit: float) -> RegistryEntry:
-    at = entry.key.seq_q
-    if len(times) < 2 or at not in times or entry.key.seq_q != entry.key.seq_k:
+def _priced(entry: AnyEntry, times: Times, limit: float) -> AnyEntry:
+    at = _length(entry.key)
+    if len(times) < 2 or at is None or at not in times:
         return entry
     low, high, loss = region(times, at, entry.config, limit)
-    return dataclasses.replace(
-        entry, seq_q_range=(low, high), seq_k_range=(low, high), regret=float(f"{loss:.3g}")
-    )
+    spans = dict.fromkeys(entry.key.LENGTHS, (low, high))
+    return with_ranges(entry, spans, regret=float(f"{loss:.3g}"))
 
 
-def _kind(key: CallKey) -> object:
+def _length(key: AnyKey) -> int | None:
+    """The one length of a call; `None` where it has two."""
+    found = set(lengths(key).values())
+    return found.pop() if len(found) == 1 else None
+
+
+def _kind(key: AnyKey) -> object:
     """What calls share whose lengths are priced against each other."""
-    return alike(key), key.batch_heads
+    others = (name for name in key.NUMBERS if name not in key.LENGTHS)
+    return alike(key), *(getattr(key, name) for name in others)

@@ -15,7 +15,7 @@ from typing import Any
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.schema import RegistryEntry
+from sage_plugin.schema import AnyEntry, RegistryEntry
 
 KERNEL = "sage"
 FIELDS = {
@@ -65,8 +65,8 @@ def read(path: Path) -> list[BestConfig]:
 
 
 def write(
-    entries: Iterable[RegistryEntry], stamp: str
-) -> tuple[dict[str, dict[str, Any]], list[RegistryEntry]]:
+    entries: Iterable[AnyEntry], stamp: str
+) -> tuple[dict[str, dict[str, Any]], list[AnyEntry]]:
     """Make files of entries, one for each number of heads and channels.
 
     Args:
@@ -79,13 +79,12 @@ def write(
         captures stands, then the fastest.
     """
     groups: defaultdict[tuple[int, int], dict[int, RegistryEntry]] = defaultdict(dict)
-    left_out = []
+    left_out: list[AnyEntry] = []
     for entry in sorted(entries, key=lambda e: (e.evidence.synthetic, e.evidence.time.median_ms)):
-        key = entry.key
-        plain = key.kernel == KERNEL and not key.causal and key.mask_kind == "none"
-        if not plain or key.gqa_ratio != 1 or key.seq_q != key.seq_k:
+        if not isinstance(entry, RegistryEntry) or not _has_words(entry):
             left_out.append(entry)
             continue
+        key = entry.key
         groups[key.batch_heads, key.head_dim].setdefault(key.seq_q, entry)
     return {
         _name(heads, head_dim, sorted(rows), stamp): {
@@ -93,6 +92,13 @@ def write(
         }
         for (heads, head_dim), rows in sorted(groups.items())
     }, left_out
+
+
+def _has_words(entry: RegistryEntry) -> bool:
+    """Whether such files can tell of the call of an entry."""
+    key = entry.key
+    plain = key.kernel == KERNEL and not key.causal and key.mask_kind == "none"
+    return plain and key.gqa_ratio == 1 and key.seq_q == key.seq_k
 
 
 def _name(heads: int, head_dim: int, lengths: list[int], stamp: str) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from sage_plugin.schema import NO_SPEEDS, RegistryEntry, Toolchain
+from sage_plugin.schema import NO_SPEEDS, AnyEntry, Toolchain
 
 COMPILERS = ("torch", "triton")
 """Packages that build or launch kernels; a patch release of one changes neither."""
 
 
-def changes(entry: RegistryEntry, here: Toolchain) -> tuple[str, ...]:
+def changes(entry: AnyEntry, here: Toolchain) -> tuple[str, ...]:
     """Name what changed since an entry was tuned, so that another config may be the fastest now.
 
     What is not known of either side, such as the kernels' hash in entries of earlier releases, is

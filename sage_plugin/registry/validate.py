@@ -5,20 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load
 from sage_plugin.schema import (
+    ATTENTION,
     KERNELS,
+    LINEAR,
+    LINEAR_BACKENDS,
+    LINEAR_KERNELS,
     VARIANTS,
-    CallKey,
+    AnyEntry,
+    AnyKey,
     DeviceFacts,
-    LaunchConfig,
-    RegistryEntry,
+    LinearKey,
     RegistryFile,
 )
 
-IllegalReason = Callable[[LaunchConfig, CallKey, DeviceFacts], str | None]
+IllegalReason = Callable[[Any, Any, DeviceFacts], str | None]
+NAMES = {ATTENTION: (KERNELS, VARIANTS), LINEAR: (LINEAR_KERNELS, LINEAR_BACKENDS)}
+"""Kernels and variants of each family."""
 
 
 def problems(
@@ -80,14 +87,13 @@ def _header_problems(file: RegistryFile, path: Path, facts: DeviceFacts | None) 
     return found
 
 
-def _entry_reasons(
-    entry: RegistryEntry, file: RegistryFile, illegal: IllegalReason | None
-) -> list[str]:
+def _entry_reasons(entry: AnyEntry, file: RegistryFile, illegal: IllegalReason | None) -> list[str]:
     key, reasons = entry.key, []
-    if key.kernel not in KERNELS:
-        return [f"unreachable, unknown kernel {key.kernel!r}; known: {', '.join(KERNELS)}"]
-    if key.variant not in VARIANTS:
-        return [f"unreachable, unknown variant {key.variant!r}; known: {', '.join(VARIANTS)}"]
+    kernels, variants = NAMES[key.family]
+    if key.kernel not in kernels:
+        return [f"unreachable, unknown kernel {key.kernel!r}; known: {', '.join(kernels)}"]
+    if key.variant not in variants:
+        return [f"unreachable, unknown variant {key.variant!r}; known: {', '.join(variants)}"]
     evidence = entry.evidence
     if not evidence.inputs:
         reasons.append("its evidence names no inputs")
@@ -100,7 +106,10 @@ def _entry_reasons(
     return reasons
 
 
-def _short(key: CallKey) -> str:
+def _short(key: AnyKey) -> str:
+    if isinstance(key, LinearKey):
+        sizes = f"{key.rows}x{key.in_features}->{key.out_features}"
+        return f"{key.kernel}:{key.variant} {sizes} {key.dtype}"
     return (
         f"{key.kernel}:{key.variant} seq {key.seq_q}x{key.seq_k} head_dim {key.head_dim} "
         f"{key.dtype}{' causal' if key.causal else ''} {key.layout}"

@@ -1,15 +1,23 @@
-"""`sage bench --op linear`: shapes, formats and parallelism as options spell them."""
+"""`--op linear`: shapes, formats and parallelism as options spell them."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
+from sage_plugin import device as devices
 from sage_plugin.cli.linear_options import LinearOptions
 from sage_plugin.cli.options import DrawnInputOptions
 from sage_plugin.errors import UsageError
+from sage_plugin.registry import load
+from sage_plugin.schema import LinearLaunch
+from sage_plugin.tune.configs import subprocess_runner
 from tests.cli.program import sage
+from tests.registry.samples import FACTS
+from tests.tune.scripted import ScriptedRunner
 
 SMALL = ("--op", "linear", "--out-in-features", "96/128", "--batch-sizes", "32")
 
@@ -83,3 +91,72 @@ def test_what_is_wrong_is_named(words, message: str) -> None:
 def test_options_of_linears_need_the_family() -> None:
     with pytest.raises(UsageError, match="add --op linear"):
         LinearOptions(batch_sizes=["2"]).chosen  # noqa: B018
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands work for a card that is not here, with a scripted runner in place of it."""
+    monkeypatch.setattr(devices, "chosen", lambda _: (torch.device("cuda:0"), FACTS))
+    monkeypatch.setattr(subprocess_runner, "SubprocessRunner", lambda **_: ScriptedRunner(speed))
+
+
+def speed(config: LinearLaunch) -> float:
+    return 1.0 - 0.2 * (config.block_n == 32)
+
+
+FEW = ("--op", "linear", "--out-in-features", "4096/4096", "--batch-sizes", "16,256")
+INT8 = ("--kernel", "int8_row:triton")
+
+
+def test_a_dry_run_shows_what_would_be_tuned(on_gpu) -> None:
+    done = sage("tune", *FEW, *INT8, "--tp-size", "2", "--dry-run", "--config-dir", "c")
+    assert done.exit_code == 0, done.stderr
+    assert "4,096->2,048" in done.stdout
+    assert "256 rows" in done.stdout
+    assert "64x64x128 w4 s4" in done.stdout  # the default of 16 rows
+    assert f"winners to c/{FACTS.slug}/linear.json" in " ".join(done.stdout.split())
+    assert not Path("tuning_runs").exists()
+
+
+def test_what_was_tuned_is_shown_listed_and_explained(on_gpu) -> None:
+    done = sage("tune", *FEW, *INT8, "--config-dir", "c")
+    assert done.exit_code == 0, done.stderr
+    for words in ("4,096->4,096", "64x32x128 w4", "20.0%", "entry written"):
+        assert words in done.stdout
+    assert "patch(pipe, linears='auto') uses them" in " ".join(done.stdout.split())
+    path = Path("c") / FACTS.slug / "linear.json"
+    assert {entry.key.rows for entry in load.read(path).entries} == {16, 256}
+    listed = sage("configs", "list", "--config-dir", "c", "--as", FACTS.slug).stdout
+    assert "int8_row:triton" in listed
+    assert "16 rows" in listed
+    assert "64x32x128 w4" in listed
+    assert sage("configs", "check", path).exit_code == 0
+    about = ("--config-dir", "c", "--as", FACTS.slug, "--op", "linear", "--batch-sizes", "20")
+    told = sage("configs", "explain", *about, "--out-in-features", "4096/4096", *INT8)
+    assert "near match, measured at {'rows': 16}" in " ".join(told.stdout.split())
+    assert "It gets 64x32x128 w4" in told.stdout
+    other = sage("configs", "explain", *about, "--out-in-features", "1024/4096", *INT8).stdout
+    assert "out_features is 4096 there, 1024 here" in " ".join(other.split())
+    assert "sage tune --kernel int8_row:triton --op linear" in " ".join(other.split())
+
+
+def test_a_product_of_torch_has_no_config_to_explain() -> None:
+    about = ("--op", "linear", "--batch-sizes", "4096", "--out-in-features", "4096/4096")
+    told = sage("configs", "explain", *about, "--as", "nvidia-h200").stdout
+    assert "torch has no launch config." in told
+    assert "--kernel fp8_row:triton" in told
+
+
+REFUSED = (
+    ((*FEW, *INT8), 3, "linears are tuned on a GPU only"),
+    ((*FEW, "--from-captures"), 2, "linears are drawn, not captured; leave --from-captures out"),
+    ((*FEW, "--num-frames", "4"), 2, "--num-frames belongs to attention"),
+    (FEW[2:], 2, "--out-in-features belongs to linears: add --op linear"),
+)
+
+
+@pytest.mark.parametrize(("words", "code", "says"), REFUSED)
+def test_what_tune_cannot_do_with_linears(words, code, says) -> None:
+    done = sage("tune", *words)
+    assert done.exit_code == code
+    assert says in " ".join(done.stderr.split())

@@ -10,6 +10,9 @@ from sage_plugin.schema import (
     EntryEvidence,
     ErrorMetrics,
     LaunchConfig,
+    LinearEntry,
+    LinearKey,
+    LinearLaunch,
     RegistryEntry,
     RegistryFile,
     Timing,
@@ -118,6 +121,21 @@ def entry(
     )
 
 
-def file(*entries: RegistryEntry, facts: DeviceFacts = FACTS) -> RegistryFile:
+LINEAR_KEY = LinearKey("int8_row", "triton", 512, 1024, "bfloat16", 1024)
+LINEAR_CONFIG = LinearLaunch(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3)
+
+
+def linear_entry(
+    of: LinearKey = LINEAR_KEY,
+    launch: LinearLaunch = LINEAR_CONFIG,
+    *,
+    rows_range: tuple[int, int] | None = None,
+) -> LinearEntry:
+    """An entry of a linear that serves its own rows unless a range is given."""
+    return LinearEntry(of, rows_range or (of.rows, of.rows), launch, evidence())
+
+
+def file(*entries: RegistryEntry | LinearEntry, facts: DeviceFacts = FACTS) -> RegistryFile:
     """A registry file of one device."""
-    return RegistryFile(1, "attention", facts, TOOLCHAIN, entries)
+    family = entries[0].key.family if entries else "attention"
+    return RegistryFile(1, family, facts, TOOLCHAIN, entries)

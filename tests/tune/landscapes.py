@@ -13,10 +13,11 @@ from sage_plugin.kernels.attention import launch_space
 from sage_plugin.schema import LaunchConfig, Timing, Trial
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
-from sage_plugin.tune.search.search import FREE, RECIPE, TOO_LARGE
+from sage_plugin.tune.search.search import RECIPE, TILE, TOO_LARGE
 from tests.kernels.devices import facts
 from tests.registry import samples
 
+FREE = [name for name in LaunchConfig.__dataclass_fields__ if name not in TILE]
 AXES = ("tile", *FREE)
 SPACES = {
     "sage:portable sm_89": ("sage", "portable", "sm_89", 128),

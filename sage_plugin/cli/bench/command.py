@@ -159,8 +159,8 @@ def _suite(
     """What is compared on: drawn inputs if some are spelt out, else captures."""
     from sage_plugin.bench import suite
 
-    if linears.chosen and folder is not None:
-        raise UsageError(f"--op linear: linears are drawn, not captured; leave {folder} out")
+    if linears.chosen:
+        linears.refuse_captures(folder)
     drawn = linears.inputs(inputs) if linears.chosen else []
     if drawn or (folder is None and (drawn := inputs.inputs())):
         if max_inputs is not None:

@@ -13,7 +13,7 @@ import typer
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import ConfigDir, Device
 from sage_plugin.errors import ConfigError, UsageError
-from sage_plugin.schema import DeviceFacts
+from sage_plugin.schema import AnyKey, AnyLaunch, DeviceFacts
 
 STALE, PROBLEMS = 1, 2
 
@@ -55,12 +55,15 @@ def command(
 
 def _problems_of(file: Path, facts: DeviceFacts) -> list[str]:
     """What is wrong with a file of launch configs, or with a policy."""
-    from sage_plugin.families import ATTENTION
+    from sage_plugin.families import family
     from sage_plugin.plugin.policy import rules as policy
     from sage_plugin.registry.validate import problems
 
+    def illegal(config: AnyLaunch, key: AnyKey, facts: DeviceFacts) -> str | None:
+        return family(key.family).illegal_reason(config, key, facts)
+
     if not policy.is_policy(file):
-        return list(problems(file, facts, illegal=ATTENTION.illegal_reason))
+        return list(problems(file, facts, illegal=illegal))
     try:
         policy.read(file)
     except ConfigError as error:
@@ -100,6 +103,4 @@ def _files_to_check(
             )
         yield from registry_files(path)
         return
-    for _, place in load.search_path(facts.slug, config_dir=config_dir):
-        if place.exists():
-            yield place
+    yield from (file for _, file in load.files_in_use(facts.slug, config_dir))

@@ -12,7 +12,7 @@ from sage_plugin.cli.console import say, stdout
 
 if TYPE_CHECKING:
     from sage_plugin.registry.compare import EntryPair
-    from sage_plugin.schema import RegistryEntry
+    from sage_plugin.schema import AnyEntry
 
 First = Annotated[Path, typer.Argument(metavar="A", help="File, folder of configs, or a run.")]
 Second = Annotated[Path, typer.Argument(metavar="B", help="What it is compared with.")]
@@ -43,13 +43,13 @@ def command(first: First, second: Second) -> None:
 
 
 def _cells(pair: EntryPair) -> tuple[str, str, str]:
-    from sage_plugin.families.attention.labels import describe_key
+    from sage_plugin.families import describe_key
 
     call = f"{describe_key(pair.key).replace(' ', chr(10), 1)}\n{pair.slug}"
     return call, _side(pair.first, pair.second), _side(pair.second, pair.first)
 
 
-def _side(entry: RegistryEntry | None, other: RegistryEntry | None) -> str:
+def _side(entry: AnyEntry | None, other: AnyEntry | None) -> str:
     from sage_plugin.cli.tune_view import milliseconds
     from sage_plugin.registry.config_words import config_lines
 

@@ -14,7 +14,7 @@ from sage_plugin.cli.configs.sources import files_of
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import ConfigDir, Device, one_of
 from sage_plugin.errors import UsageError
-from sage_plugin.schema import DeviceFacts, RegistryEntry
+from sage_plugin.schema import AnyEntry, DeviceFacts
 
 FORMATS = ("seed",)
 
@@ -56,7 +56,7 @@ def command(
     say(f"Next: sage configs import {out / next(iter(made))}, on the card that shall use them")
 
 
-def _entries(path: Path | None, facts: DeviceFacts, config_dir: Path | None) -> list[RegistryEntry]:
+def _entries(path: Path | None, facts: DeviceFacts, config_dir: Path | None) -> list[AnyEntry]:
     from sage_plugin.registry import load
 
     if path is not None:

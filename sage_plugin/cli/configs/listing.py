@@ -15,7 +15,7 @@ from sage_plugin.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from sage_plugin.schema import LaunchConfig, RegistryEntry, RegistryFile
+    from sage_plugin.schema import AnyEntry, AnyLaunch, RegistryFile
 
 All = Annotated[bool, typer.Option("--all", help="Configs of all devices.")]
 
@@ -28,20 +28,19 @@ def command(
 
     check_config_dir(config_dir)
     facts = facts_of(device, card, config_dir)
-    shown = 0
     places = load.search_path(facts.slug, config_dir=config_dir)
-    for label, path in places:
-        for file_path in load.files_under(path.parents[1]) if every else [path]:
-            if file_path.exists():
-                _show_file(label, file_path)
-                shown += 1
-    if not shown:
+    found = load.files_in_use(facts.slug, config_dir)
+    if every:
+        found = [(label, f) for label, path in places for f in load.files_under(path.parents[1])]
+    for label, file_path in found:
+        _show_file(label, file_path)
+    if not found:
         whose = "any device" if every else f"{facts.name} ({facts.slug})"
         say(f"No tuned configs for {whose}; calls use the defaults. Looked in:")
         say(*(f"  {label}: {path.parents[1] if every else path}" for label, path in places))
     say(
         "Next: your pipeline; sage_plugin.patch(pipe) uses them"
-        if shown
+        if found
         else "Next: sage tune captured_inputs, of a recording that sage capture made"
     )
 
@@ -66,24 +65,26 @@ def _table(file: RegistryFile) -> Group:
     from sage_plugin import device as devices
     from sage_plugin.cli.tables import Column, fitted
     from sage_plugin.cli.tune_view import gain_text, milliseconds
-    from sage_plugin.families.attention.labels import lines
+    from sage_plugin.families import family
     from sage_plugin.registry import staleness
     from sage_plugin.registry.config_words import config_lines
 
-    def gain(entry: RegistryEntry) -> str:
+    kind = family(file.family)
+
+    def gain(entry: AnyEntry) -> str:
         return "default\nkept" if entry.evidence.confirmed else gain_text(entry)
 
-    def origin(entry: RegistryEntry) -> str:
+    def origin(entry: AnyEntry) -> str:
         kind = "synthetic" if entry.evidence.synthetic else "captures"
         stale = ", stale" if staleness.changes(entry, devices.toolchain()) else ""
         triton = entry.evidence.toolchain.triton or "-"
         return f"{kind} {entry.evidence.date}\ntriton {triton}{stale}"
 
-    label: Column[RegistryEntry] = (
+    label: Column[AnyEntry] = (
         "call",
-        lambda entry: f"{entry.key.kernel}:{entry.key.variant}\n{lines(entry.key)}",
+        lambda entry: f"{entry.key.kernel}:{entry.key.variant}\n{kind.lines(entry.key)}",
     )
-    columns: list[Column[RegistryEntry]] = [
+    columns: list[Column[AnyEntry]] = [
         ("config", lambda entry: config_lines(entry.config, _default(entry, file))),
         ("time", lambda entry: milliseconds(entry.evidence.time.median_ms)),
         ("gain", gain),
@@ -92,11 +93,12 @@ def _table(file: RegistryFile) -> Group:
     return Group(*fitted(file.entries, label, [columns], stdout.width, padding=1))
 
 
-def _default(entry: RegistryEntry, file: RegistryFile) -> LaunchConfig | None:
+def _default(entry: AnyEntry, file: RegistryFile) -> AnyLaunch | None:
     """What an entry's config is compared with; `None` where there is no default."""
-    from sage_plugin.families import ATTENTION
+    from sage_plugin.families import family
 
     try:
-        return ATTENTION.default_launch(entry.key, file.device)
+        default: AnyLaunch = family(file.family).default_launch(entry.key, file.device)
+        return default
     except (ConfigError, KeyError):  # a kernel that is no more
         return None

@@ -10,7 +10,7 @@ import typer
 
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import SOME_FAILED, ConfigDir, Device, dtype_name, one_of
-from sage_plugin.schema import LAYOUTS, CallShape, DeviceFacts
+from sage_plugin.schema import LAYOUTS, CallShape, DeviceFacts, RegistryEntry
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.plan import TuningPlan
@@ -94,7 +94,7 @@ def _in_use(facts: DeviceFacts, config_dir: Path | None, stale: bool) -> Iterato
     seen = set()
     for _, path in load.search_path(facts.slug, config_dir=config_dir):
         for entry in load.read(path).entries if path.exists() else ():
-            if entry.key in seen:
+            if entry.key in seen or not isinstance(entry, RegistryEntry):
                 continue
             seen.add(entry.key)
             if not stale or staleness.changes(entry, devices.toolchain()):

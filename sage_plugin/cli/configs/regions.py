@@ -10,6 +10,8 @@ import typer
 from sage_plugin.cli.configs.sources import destination
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import ConfigDir
+from sage_plugin.errors import UsageError
+from sage_plugin.schema import ATTENTION
 
 Runs = Annotated[
     list[Path], typer.Argument(metavar="RUN...", help="Names in tuning_runs, or folders of runs.")
@@ -24,22 +26,27 @@ def command(
     run: Runs, config_dir: ConfigDir = None, max_loss: MaxLoss = 0.01, fewest: Fewest = False
 ) -> None:
     """Price each winner at the other lengths of the same runs, and write the regions it serves."""
-    from sage_plugin.families.attention.labels import describe_key
+    from sage_plugin.families import describe_key
     from sage_plugin.registry import load
+    from sage_plugin.registry.entries import ranges
     from sage_plugin.registry.merge import price
     from sage_plugin.tune.configs.plan import RUNS
     from sage_plugin.tune.held import prices, results
 
     folders = [path if results.is_run(path) else RUNS / path for path in run]
     facts, times = prices.of_runs(folders)
-    path = load.file_path(destination(config_dir), facts.slug)
+    families = {key.family for key in times}
+    if len(families) > 1:
+        raise UsageError(f"runs of one op family are needed, got {', '.join(sorted(families))}")
+    family = families.pop() if families else ATTENTION
+    path = load.file_path(destination(config_dir), facts.slug, family)
     changed = price(path, times, limit=max_loss, drop=fewest)
     entries = {entry.key: entry for entry in load.read(path).entries}
     for key in changed:
         if key not in entries:
             say(f"dropped: {describe_key(key)}")
             continue
-        low, high = entries[key].seq_q_range
+        low, high = next(iter(ranges(entries[key]).values()))
         say(f"{describe_key(key)}: {low} to {high}, at most {entries[key].regret:.1%} lost")
     say(f"{path}: {len(changed)} entries changed, {len(entries)} are held")
     say("Next: sage configs explain, for a length between")

@@ -70,7 +70,7 @@ def destination(config_dir: Path | None) -> Path:
 
 
 def _say_report(path: Path, report: MergeReport) -> None:
-    from sage_plugin.families.attention.labels import describe_key
+    from sage_plugin.families import describe_key
     from sage_plugin.registry.merge import ALREADY_THERE
 
     groups = {"added": report.added, "replaced": report.replaced, "kept": report.kept}

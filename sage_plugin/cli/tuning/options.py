@@ -74,7 +74,7 @@ class SearchOptions:
 
         return ErrorLimit(self.max_error_ratio, self.max_error)
 
-    def space_file(self) -> SpaceFile | None:
+    def space_file(self, family: str) -> SpaceFile | None:
         """Return the user's own space.
 
         Raises:
@@ -82,7 +82,7 @@ class SearchOptions:
         """
         from sage_plugin.tune.configs import space_file
 
-        return None if self.space is None else space_file.read(self.space)
+        return None if self.space is None else space_file.read(self.space, family)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from sage_plugin.cli.tune_view import RESULT_WORDS, milliseconds
-from sage_plugin.families import ATTENTION
+from sage_plugin.families import describe
 from sage_plugin.schema import Trial
 from sage_plugin.tune.run.observer import Observer
 from sage_plugin.tune.run.study import Study
@@ -30,7 +30,7 @@ class _Call:
     """How the search of one call goes."""
 
     def __init__(self, study: Study, done: int, total: int) -> None:
-        self.name = f"{study.key.kernel} {ATTENTION.describe(study.timed.shape)}"
+        self.name = f"{study.key.kernel} {describe(study.timed.shape)}"
         self.tried, self.total, self.failed = done, total, 0
         self.best = float("inf")
         self.task: TaskID | None = None

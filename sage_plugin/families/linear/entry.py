@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
-from sage_plugin.errors import CaptureError, UnknownKernelError
+from sage_plugin.errors import CaptureError, DeviceError, UnknownKernelError, UsageError
 from sage_plugin.families.family import Family
 from sage_plugin.families.linear import ahead_of_time, cost, gates, labels, replay
 from sage_plugin.kernels import launch_config
@@ -21,9 +21,11 @@ from sage_plugin.schema import (
     LINEAR_KERNELS,
     DeviceFacts,
     LinearKey,
-    LinearLaunch,
     LinearShape,
 )
+
+TUNED = "triton"
+"""The backend whose launch configs are tuned."""
 
 
 def parse_kernel(text: str) -> tuple[str, str]:
@@ -74,29 +76,38 @@ def call_key(shape: LinearShape, decision: Decision) -> LinearKey:
     )  # fmt: skip
 
 
-def default_launch(key: LinearKey, facts: DeviceFacts) -> LinearLaunch:
-    """Return the architecture's default config of a key."""
-    return launch_space.runnable(launch_space.default_launch(key.rows, facts), key.in_features)
-
-
-def search_space(key: LinearKey, facts: DeviceFacts) -> tuple[LinearLaunch, ...]:
-    """Return the legal configs of a key, the default first."""
-    return launch_space.candidates(key.rows, key.in_features, facts)
-
-
-def illegal_reason(config: LinearLaunch, key: LinearKey, facts: DeviceFacts) -> str | None:
-    """Return why a config cannot run a key on a device, or `None`."""
-    return launch_space.illegal_reason(config, key.in_features, facts)
+def shape_of(key: LinearKey) -> LinearShape:
+    """Return a call that has a key, without a bias."""
+    return LinearShape(key.rows, key.in_features, key.out_features, key.dtype)
 
 
 def find_launch(
     key: LinearKey, facts: DeviceFacts, *, config_dir: str | None = None
 ) -> ResolvedConfig | None:
-    """Return the config that the runtime would use; `None` where torch multiplies."""
-    if key.variant != "triton":
+    """Return the config that the runtime would use; `None` where ours does not multiply."""
+    if key.variant != TUNED:
         return None
-    config: Any = default_launch(key, facts)
-    return ResolvedConfig(config, "default", f"default of {facts.arch}")
+    return launch_space.find_launch(key, facts, config_dir=config_dir)
+
+
+def refuse_untuned(text: str, decision: Decision, facts: DeviceFacts) -> None:
+    """Refuse what has no launch config.
+
+    Raises:
+        DeviceError: the device is a CPU, whose emulation has none.
+        UsageError: torch multiplies.
+    """
+    if facts.kind == "cpu":
+        raise DeviceError(
+            "linears are tuned on a GPU only: their emulation has no launch config; run this where "
+            "there is a GPU"
+        )
+    if decision.reason is None and decision.variant != TUNED:
+        ours = [name for name in kernels_of(facts) if name != dispatch.BASELINE]
+        raise UsageError(
+            f"kernel {text!r} is {decision.label} on {facts.name}, torch's own product, which has "
+            f"no launch config: name one of {', '.join(f'{name}:{TUNED}' for name in ours)}"
+        )
 
 
 def captured(*_: object) -> NoReturn:
@@ -115,9 +126,10 @@ LINEAR_FAMILY = Family(
     automatic_kernel=dispatch.automatic_kernel,
     decide=decide,
     call_key=call_key,
-    default_launch=default_launch,
-    search_space=search_space,
-    illegal_reason=illegal_reason,
+    shape_of=shape_of,
+    default_launch=launch_space.default_launch,
+    search_space=launch_space.search_space,
+    illegal_reason=launch_space.illegal_reason,
     find_launch=find_launch,
     forget=launch_config.forget,
     compile_call=ahead_of_time.compile_call,
@@ -125,6 +137,9 @@ LINEAR_FAMILY = Family(
     captured=captured,
     drawn=replay.drawn,
     saved_shape=captured,
+    refuse_untuned=refuse_untuned,
     describe=labels.describe,
+    describe_key=labels.describe_key,
+    lines=labels.lines,
     flops=cost.flops,
 )

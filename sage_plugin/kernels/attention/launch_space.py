@@ -207,7 +207,15 @@ def tune_command(key: CallKey) -> str:
     return " ".join(parts)
 
 
-RULES = LaunchRules(default_launch, illegal_reason, tune_command)
+def _words(key: CallKey) -> tuple[str, ...]:
+    return f"head dim {key.head_dim}", f"Sq {key.seq_q}", f"Sk {key.seq_k}", key.dtype
+
+
+def _fill(_: CallKey) -> str:
+    return f"`{launch_config.fill_command()}` fills all, report() counts them"
+
+
+RULES = LaunchRules(default_launch, illegal_reason, tune_command, _words, _fill)
 
 
 def _block(size: int, smallest: int) -> bool:

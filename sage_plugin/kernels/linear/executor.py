@@ -16,14 +16,14 @@ from sage_plugin.kernels.linear.backends.emulation import LinearEmulation
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
 from sage_plugin.kernels.linear.call import LinearCall, LinearRequest, check_call
 from sage_plugin.kernels.linear.dispatch import decide
-from sage_plugin.kernels.linear.launch_space import default_launch, illegal_reason, runnable
+from sage_plugin.kernels.linear.launch_space import find_launch, illegal_reason
 from sage_plugin.kernels.linear.quantizer import RowQuantizer, quantizer_of
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.linear.weight_memo import quantized_once
 from sage_plugin.kernels.surroundings import on_device, without_autocast
-from sage_plugin.schema import DeviceFacts
+from sage_plugin.schema import DeviceFacts, LinearKey
 
 
 class LinearBackend(Protocol):
@@ -115,8 +115,9 @@ def resolve(call: LinearCall, request: LinearRequest) -> ResolvedLinear:
     Raises:
         UnsupportedInputError: tensors that do not fit together.
         UnknownKernelError: no kernel or backend of that name.
+        ConfigError: the environment's launch config is not legal.
     """
-    key = (call.key(), request)
+    key = (call.key(), request, settings.of_calls())
     answer = _resolved.get(key)
     if answer is None:
         answer = _resolve(call, request)
@@ -154,9 +155,11 @@ def _built(
             f"kernel {decision.label} needs a GPU and the tensors are on the CPU; use "
             "backend='emulation', or set TRITON_INTERPRET=1 before Triton is imported"
         )
-    channels = call.matrix.shape[1]
-    launch = request.launch or runnable(default_launch(call.rows, facts), channels)
-    reason = illegal_reason(launch, channels, facts)
+    out_features, in_features = call.matrix.shape
+    dtype = str(call.x.dtype).removeprefix("torch.")
+    key = LinearKey(decision.kernel, decision.variant, in_features, out_features, dtype, call.rows)
+    launch = request.launch or find_launch(key, facts).config
+    reason = illegal_reason(launch, key, facts)
     if reason is not None:
         raise UnsupportedInputError(f"launch config {launch.text()}: {reason}")
     from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts

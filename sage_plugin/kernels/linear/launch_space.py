@@ -6,9 +6,12 @@ import itertools
 from fnmatch import fnmatchcase
 
 from sage_plugin.errors import ConfigError
+from sage_plugin.kernels import launch_config
+from sage_plugin.kernels.contract import ResolvedConfig
+from sage_plugin.kernels.launch_config import LaunchRules
 from sage_plugin.kernels.linear.search_space import REGIONS, LinearRegion
 from sage_plugin.kernels.support import TMA_ARCHS
-from sage_plugin.schema import DeviceFacts, LinearLaunch
+from sage_plugin.schema import DeviceFacts, LinearKey, LinearLaunch
 
 BLOCKS_M, BLOCKS_N, BLOCKS_K = (16, 32, 64, 128, 256), (32, 64, 128, 256), (32, 64, 128, 256)
 DESCRIBED_BYTES = 16
@@ -18,19 +21,30 @@ LARGEST_TILE = 128 * 256
 """Sums of a tile that eight warps hold in registers."""
 
 
-def default_launch(rows: int, facts: DeviceFacts) -> LinearLaunch:
-    """Return the architecture default of calls with so many rows.
+def find_launch(
+    key: LinearKey, facts: DeviceFacts, *, config_dir: str | None = None
+) -> ResolvedConfig:
+    """Return the launch config of our product of a call, see `kernels.launch_config.find`.
+
+    Raises:
+        ConfigError: `SAGE_PLUGIN_LINEAR_LAUNCH` is not a JSON object of launch config fields.
+    """
+    return launch_config.find(key, facts, RULES, config_dir=config_dir)
+
+
+def default_launch(key: LinearKey, facts: DeviceFacts) -> LinearLaunch:
+    """Return the architecture default of a call.
 
     Raises:
         ConfigError: no kernel runs on this hardware.
     """
-    return _region(rows, facts).default
+    return _runnable(_region(key.rows, facts).default, key.in_features)
 
 
-def candidates(rows: int, in_features: int, facts: DeviceFacts) -> tuple[LinearLaunch, ...]:
-    """Return the legal launch configs to search, the default first."""
-    region = _region(rows, facts)
-    found = [region.default]
+def search_space(key: LinearKey, facts: DeviceFacts) -> tuple[LinearLaunch, ...]:
+    """Return the launch configs to search, legal or not, the default first."""
+    region = _region(key.rows, facts)
+    found = [default_launch(key, facts)]
     for (m, n, k, warps), values in itertools.product(
         region.tiles, itertools.product(*region.axes.values())
     ):
@@ -38,20 +52,20 @@ def candidates(rows: int, in_features: int, facts: DeviceFacts) -> tuple[LinearL
             block_m=m, block_n=n, block_k=k, num_warps=warps,
             **dict(zip(region.axes, values, strict=True)),
         )  # fmt: skip
-        if config not in found:
-            found.append(config)
-    return tuple(c for c in found if illegal_reason(c, in_features, facts) is None)
+        found.append(config)
+    return tuple(dict.fromkeys(_runnable(config, key.in_features) for config in found))
 
 
-def runnable(config: LinearLaunch, in_features: int) -> LinearLaunch:
-    """Return a default config for a call whose rows no descriptor may describe, too."""
+def _runnable(config: LinearLaunch, in_features: int) -> LinearLaunch:
+    """Return a config for a call whose rows no descriptor may describe, too."""
     if config.loads == "descriptor" and in_features % DESCRIBED_BYTES:
         return config.replaced(loads="pointer")
     return config
 
 
-def illegal_reason(config: LinearLaunch, in_features: int, facts: DeviceFacts) -> str | None:
+def illegal_reason(config: LinearLaunch, key: LinearKey, facts: DeviceFacts) -> str | None:
     """Return why a launch config cannot run a call on a device, in one sentence, or `None`."""
+    in_features = key.in_features
     tma = config.loads == "descriptor"
     checks = (
         *(
@@ -98,6 +112,25 @@ def illegal_reason(config: LinearLaunch, in_features: int, facts: DeviceFacts) -
 def smem_lower_bound(config: LinearLaunch) -> int:
     """Return the bytes of shared memory that a launch needs at least: its pipelined blocks."""
     return (config.num_stages - 1) * (config.block_m + config.block_n) * config.block_k
+
+
+def tune_command(key: LinearKey) -> str:
+    """Return the `sage tune` command that would fill a miss."""
+    return (
+        f"sage tune --op linear --kernel {key.kernel}:{key.variant} --dtype {key.dtype} "
+        f"--out-in-features {key.out_features}/{key.in_features} --batch-sizes {key.rows}"
+    )
+
+
+def _words(key: LinearKey) -> tuple[str, ...]:
+    return f"{key.out_features} x {key.in_features} features", f"{key.rows} rows", key.dtype
+
+
+def _fill(key: LinearKey) -> str:
+    return f"`{tune_command(key)}` tunes it, and others alike"
+
+
+RULES = LaunchRules(default_launch, illegal_reason, tune_command, _words, _fill)
 
 
 def _region(rows: int, facts: DeviceFacts) -> LinearRegion:

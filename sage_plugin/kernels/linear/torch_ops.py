@@ -7,23 +7,24 @@ a call does not have is an empty tensor in their results.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sage_plugin import device
+from sage_plugin import device, settings
+from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.linear.activation import MOST_REMEMBERED
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
-from sage_plugin.kernels.linear.launch_space import default_launch, runnable
+from sage_plugin.kernels.linear.launch_space import find_launch
 from sage_plugin.kernels.linear.quantizer import quantizer_of
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.surroundings import on_device, without_autocast
+from sage_plugin.schema import LinearKey
 
 if TYPE_CHECKING:
     from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
@@ -167,18 +168,31 @@ def _multiply(
     rows = QuantizedRows(x, scale, offset, sums)
     weight = QuantizedWeight(w, w_scale, kernel, None, 0, w_offset, w_sums)
     with on_device(x.device), without_autocast(x.device):
-        return _products(x.device, *x.shape).multiply(rows, weight, bias, out_dtype)
+        dtype = str(out_dtype).removeprefix("torch.")
+        key = LinearKey(kernel, "triton", x.shape[1], w.shape[0], dtype, x.shape[0])
+        return _products_of(x.device, key).multiply(rows, weight, bias, out_dtype)
 
 
-@functools.lru_cache(maxsize=1024)
-def _products(where: torch.device, rows: int, channels: int) -> TorchProducts | TritonProducts:
-    """What multiplies so many rows on a device."""
+_products: Memo[TorchProducts | TritonProducts] = Memo(1024)
+
+
+def _products_of(where: torch.device, key: LinearKey) -> TorchProducts | TritonProducts:
+    """What multiplies the calls of a key on a device."""
+    at = (where, key, settings.of_calls())
+    found = _products.get(at)
+    if found is None:
+        found = _new_products(where, key)
+        _products.keep(at, found)
+    return found
+
+
+def _new_products(where: torch.device, key: LinearKey) -> TorchProducts | TritonProducts:
     if where.type == "cpu" or not device.triton_version():
         return TorchProducts()
     from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
 
     facts = device.facts_of(where.type, where.index)
-    return TritonProducts(runnable(default_launch(rows, facts), channels))
+    return TritonProducts(find_launch(key, facts).config)
 
 
 def _fake_multiply(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sage_plugin.kernels import absent_device
 from sage_plugin.kernels.contract import Decision
-from sage_plugin.schema import DeviceFacts, LaunchConfig
+from sage_plugin.schema import AnyLaunch, DeviceFacts
 from sage_plugin.tune.run.runner import Resources
 from sage_plugin.tune.run.study import Problem
 from sage_plugin.tune.run.worker import Reply, WorkerProcess
@@ -33,7 +33,7 @@ class CompileJob:
     """Compile what one config launches for the inputs of a study."""
 
     problem: Problem
-    config: LaunchConfig
+    config: AnyLaunch
 
     def __call__(self) -> Resources:
         """Run in a child without a GPU; what the kernel with the most shared memory takes."""
@@ -77,11 +77,11 @@ class CompilePool:
         for worker in self._every:
             self._workers.put(worker)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="compile")
-        self._replies: dict[tuple[str, LaunchConfig], Future[Reply]] = {}
+        self._replies: dict[tuple[str, AnyLaunch], Future[Reply]] = {}
         self._lock = threading.Lock()
         self._cancelled = False
 
-    def submit(self, problem: Problem, configs: Iterable[LaunchConfig]) -> None:
+    def submit(self, problem: Problem, configs: Iterable[AnyLaunch]) -> None:
         """Queue configs that are not compiled or queued yet.
 
         Raises:
@@ -95,7 +95,7 @@ class CompilePool:
                     job = CompileJob(problem, config)
                     self._replies[problem.id, config] = self._threads.submit(self._compiled, job)
 
-    def reply(self, problem: Problem, config: LaunchConfig) -> Reply:
+    def reply(self, problem: Problem, config: AnyLaunch) -> Reply:
         """Wait until a config is compiled.
 
         Raises:
@@ -107,7 +107,7 @@ class CompilePool:
         except CancelledError:
             raise KeyboardInterrupt from None
 
-    def known(self, problem: Problem) -> Mapping[LaunchConfig, Resources]:
+    def known(self, problem: Problem) -> Mapping[AnyLaunch, Resources]:
         """What is compiled of a study so far."""
         with self._lock:
             done = [(k, f) for k, f in self._replies.items() if f.done() and not f.cancelled()]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.schema import AnyLaunch, Trial
 from sage_plugin.tune.run.runner import Race, Runner
 from sage_plugin.tune.run.study import Study
 
 MIN_BUDGET_S = 1.0
 
 
-def run_final(runner: Runner, study: Study, race: Race) -> dict[LaunchConfig, Trial]:
+def run_final(runner: Runner, study: Study, race: Race) -> dict[AnyLaunch, Trial]:
     """Race the finalists; where the race breaks, race each one alone with the first.
 
     A process that dies says nothing about which of its configs was to blame. Pairs do, and a pair
@@ -34,5 +34,5 @@ def run_final(runner: Runner, study: Study, race: Race) -> dict[LaunchConfig, Tr
     return settled
 
 
-def _raced(runner: Runner, study: Study, race: Race) -> dict[LaunchConfig, Trial]:
+def _raced(runner: Runner, study: Study, race: Race) -> dict[AnyLaunch, Trial]:
     return {trial.config: trial for trial in runner.race(study, race)}

@@ -16,7 +16,7 @@ GPU_FLOPS_PER_S = 3e14
 EMULATION = 6.0
 """Time of an emulated call over that of plain matrix products of its size."""
 
-COMPILE_S = {"hopper": 30.0, "portable": 12.0}
+COMPILE_S = {"hopper": 30.0, "portable": 12.0, "triton": 6.0}
 """One core's time for one config."""
 
 START_S = 15.0

@@ -11,11 +11,14 @@ from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError
 from sage_plugin.families import ATTENTION
+from sage_plugin.families.family import Shape
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import CallKey, CallShape, CaptureRecord
+from sage_plugin.schema import AnyKey, CallShape, CaptureRecord
 
 MAX_CAPTURES_PER_KEY = 3
+ANY = Decision("any", "any")
+"""Stands for all kernels in the key of a shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +36,14 @@ class InputGroup:
     calls: int = 0
 
     @property
-    def shape(self) -> CallShape:
+    def shape(self) -> Shape:
         """The full call."""
         return self.timed.shape
 
     @property
     def cost(self) -> int:
         """What this key costs a model: its calls times the operations of one."""
-        return max(1, self.calls) * ATTENTION.flops(self.shape)
+        return max(1, self.calls) * self.timed.family.flops(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,10 @@ def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY
         CaptureError: the folder is missing, empty or foreign, or every capture in it is damaged.
     """
     captures = open_captures(folder)
-    groups: dict[CallKey, list[CaptureRecord]] = {}
+    groups: dict[AnyKey, list[CaptureRecord]] = {}
     for record in captures.records:
         groups.setdefault(_shape_key(record.shape), []).append(record)
-    calls: Counter[CallKey] = Counter()
+    calls: Counter[AnyKey] = Counter()
     for count in captures.call_counts.shapes:
         calls[_shape_key(count.shape)] += count.calls
     place = str(captures.path.resolve())
@@ -114,9 +117,14 @@ def from_drawn(inputs: Iterable[ReplayInputs]) -> TuningInputs:
     return TuningInputs(_by_cost([InputGroup((one,), one) for one in by_shape.values()]))
 
 
-def _shape_key(shape: CallShape) -> CallKey:
-    return ATTENTION.call_key(shape, Decision("any", "any"))
+def _shape_key(shape: CallShape) -> AnyKey:
+    key: AnyKey = ATTENTION.call_key(shape, ANY)
+    return key
 
 
 def _by_cost(groups: Sequence[InputGroup]) -> tuple[InputGroup, ...]:
-    return tuple(sorted(groups, key=lambda g: (-g.cost, _shape_key(g.shape).discrete())))
+    def place(group: InputGroup) -> tuple[object, ...]:
+        key = group.timed.family.call_key(group.shape, ANY)
+        return -group.cost, key.discrete()
+
+    return tuple(sorted(groups, key=place))

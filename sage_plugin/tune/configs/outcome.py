@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sage_plugin import files
-from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
+from sage_plugin.schema import AnyEntry, AnyLaunch, Trial
 from sage_plugin.tune.configs import promote
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
 from sage_plugin.tune.run import run_folder
@@ -34,13 +34,13 @@ class Outcome:
 
     study: Study
     verdict: str
-    entry: RegistryEntry | None
+    entry: AnyEntry | None
     written: str
     trials: dict[str, int]
     kernel_ms: float | None = None
     notes: tuple[str, ...] = ()
     front: tuple[FrontPoint, ...] = ()
-    best: tuple[LaunchConfig, float] | None = None
+    best: tuple[AnyLaunch, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ def outcome_of(
     study: Study,
     verdict: promote.StudyVerdict,
     written: str,
-    trials: Mapping[LaunchConfig, Trial],
-    finals: Mapping[LaunchConfig, Trial],
+    trials: Mapping[AnyLaunch, Trial],
+    finals: Mapping[AnyLaunch, Trial],
 ) -> Outcome:
     """Put together what a study came to."""
     screened = Outcome(
@@ -94,9 +94,7 @@ def outcome_of(
     )
 
 
-def unfinished(
-    study: Study, request: TuningRequest, trials: Mapping[LaunchConfig, Trial]
-) -> Outcome:
+def unfinished(study: Study, request: TuningRequest, trials: Mapping[AnyLaunch, Trial]) -> Outcome:
     """Put together what is known of a study that was begun and not decided."""
     tried = Search(study.space, error_limit=request.error_limit)
     return Outcome(
@@ -110,7 +108,7 @@ def unfinished(
     )
 
 
-def _counts(tried: Search, trials: Mapping[LaunchConfig, Trial]) -> dict[str, int]:
+def _counts(tried: Search, trials: Mapping[AnyLaunch, Trial]) -> dict[str, int]:
     """Configs by what became of them."""
     allowed = {trial.config for trial in tried.allowed(trials)}
     counts = Counter(
@@ -121,13 +119,13 @@ def _counts(tried: Search, trials: Mapping[LaunchConfig, Trial]) -> dict[str, in
     return {status: count for status, count in counts.items() if count}
 
 
-def _best(tried: Search, trials: Mapping[LaunchConfig, Trial]) -> tuple[LaunchConfig, float] | None:
+def _best(tried: Search, trials: Mapping[AnyLaunch, Trial]) -> tuple[AnyLaunch, float] | None:
     allowed = tried.allowed(trials)
     return (allowed[0].config, search.ratio(allowed[0])) if allowed else None
 
 
 def _winner_notes(
-    study: Study, verdict: promote.StudyVerdict, config: LaunchConfig
+    study: Study, verdict: promote.StudyVerdict, config: AnyLaunch
 ) -> tuple[str, ...]:
     notes = search.edges(config, study.space) if verdict.kind == promote.TUNED else ()
     saved = study.timed.saved_shape

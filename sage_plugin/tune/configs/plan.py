@@ -13,10 +13,9 @@ from sage_plugin import device as devices
 from sage_plugin.device import Gpu
 from sage_plugin.errors import CaptureError, ConfigError, OutputError, UsageError
 from sage_plugin.families import ATTENTION, Family
-from sage_plugin.kernels.contract import HOST
 from sage_plugin.measure.timers import check_method
 from sage_plugin.registry import load
-from sage_plugin.schema import KERNELS, CallKey, DeviceFacts, LaunchConfig
+from sage_plugin.schema import AnyKey, AnyLaunch, DeviceFacts
 from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs
 from sage_plugin.tune.configs.space_file import SpaceFile
 from sage_plugin.tune.run import run_folder
@@ -153,15 +152,11 @@ def _study(
     if decision.reason is not None and decision.reason.cause.left_by_auto:  # tuned all the same
         kernel = family.automatic_kernel(facts)
         decision = family.decide(shape, facts, kernel=kernel, variant=variant)
-    refuse_gpu_variant(decision.kernel, decision.variant, facts)
-    what = f"{text} on {shape.batch}x{shape.heads_q}x{shape.seq_q}x{shape.seq_k}x{shape.head_dim}"
-    what += "" if shape.mask_kind == "none" else f" with a {shape.mask_kind} mask"
+    family.refuse_untuned(text, decision, facts)
+    what = f"{text} on {family.describe(shape)}"
     if decision.reason is not None:
-        notes.append(f"{what}: goes to the host's attention, {decision.reason}")
+        notes.append(f"{what}: goes to the host's {family.name}, {decision.reason}")
         return None
-    if decision.variant == HOST:
-        tuned = ", ".join(name for name in KERNELS if name not in ("torch", "sdpa"))
-        raise UsageError(f"kernel {text!r} has no launch config: name one of {tuned}")
     key = family.call_key(shape, decision)
     try:
         space = _space(request, key, facts, notes)
@@ -189,22 +184,9 @@ def _timer(request: TuningRequest, device: str, facts: DeviceFacts) -> Timer:
     return dataclasses.replace(timer, method=request.method)
 
 
-def refuse_gpu_variant(kernel: str, variant: str, facts: DeviceFacts) -> None:
-    """Refuse a variant that is tuned on a GPU only, before anything runs on a CPU.
-
-    Raises:
-        UsageError: the device is a CPU and the variant is of a GPU.
-    """
-    if facts.kind == "cpu" and variant not in ("auto", HOST, "emulation"):
-        raise UsageError(
-            f"variant {variant!r} of kernel {kernel!r} needs a GPU: on a CPU leave the variant "
-            f"out, or name {kernel}:emulation"
-        )
-
-
 def _space(
-    request: TuningRequest, key: CallKey, facts: DeviceFacts, notes: list[str]
-) -> tuple[LaunchConfig, ...]:
+    request: TuningRequest, key: AnyKey, facts: DeviceFacts, notes: list[str]
+) -> tuple[AnyLaunch, ...]:
     """Legal configs, the default first; what cannot run is left out before it is compiled."""
     given, family = request.space, request.family
     if given is None:

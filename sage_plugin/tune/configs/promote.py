@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 
 from sage_plugin.errors import ConfigError
 from sage_plugin.measure.clocks import stamp
-from sage_plugin.schema import EntryEvidence, LaunchConfig, RegistryEntry, Trial
+from sage_plugin.registry.entries import entry_of
+from sage_plugin.schema import AnyEntry, AnyLaunch, EntryEvidence, Trial
 from sage_plugin.tune.run.study import Study
 
 TUNED, CONFIRMED, FAILED = "tuned", "confirmed", "failed"
@@ -27,14 +28,14 @@ class StudyVerdict:
     """
 
     kind: str
-    entry: RegistryEntry | None = None
+    entry: AnyEntry | None = None
     reason: str = ""
 
 
 def decide(
     study: Study,
-    screens: Mapping[LaunchConfig, Trial],
-    finals: Mapping[LaunchConfig, Trial],
+    screens: Mapping[AnyLaunch, Trial],
+    finals: Mapping[AnyLaunch, Trial],
     *,
     min_gain: float,
     run: str,
@@ -85,9 +86,9 @@ def _entry(
     study: Study,
     winner: Trial,
     default: Trial | None,
-    screens: Mapping[LaunchConfig, Trial],
+    screens: Mapping[AnyLaunch, Trial],
     run: str,
-) -> RegistryEntry:
+) -> AnyEntry:
     confirmed = winner is default
     key, time, errors = study.key, winner.time, screens[winner.config].errors
     assert time is not None
@@ -113,13 +114,8 @@ def _entry(
         stamp="throttled" if throttled else stamp(winner.extra.get("aa_ratio"), None, None),
         host_time=winner.host_time,
     )
-    return RegistryEntry(
-        key=key,
-        seq_q_range=(key.seq_q, key.seq_q),
-        seq_k_range=(key.seq_k, key.seq_k),
-        config=winner.config,
-        evidence=EntryEvidence.from_json(_rounded(evidence.to_json())),
-    )
+    rounded = EntryEvidence.from_json(_rounded(evidence.to_json()))
+    return entry_of(key, winner.config, rounded)
 
 
 def _rounded(value: object) -> object:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sage_plugin import device as devices
 from sage_plugin.errors import DeviceError, UsageError
-from sage_plugin.schema import DeviceFacts, LaunchConfig, Trial
+from sage_plugin.schema import AnyLaunch, DeviceFacts, Trial
 from sage_plugin.tune.configs.compile_pool import CompilePool, default_workers
 from sage_plugin.tune.configs.plan import TuningPlan
 from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner
@@ -48,20 +48,18 @@ class RayRunner:
         self._cancelled = False
         self._sent: tuple[str, Any] = ("", None)
 
-    def prepare(
-        self, study: Study, configs: Sequence[LaunchConfig]
-    ) -> Mapping[LaunchConfig, Resources]:
+    def prepare(self, study: Study, configs: Sequence[AnyLaunch]) -> Mapping[AnyLaunch, Resources]:
         """Take note as `Runner` says."""
-        found: Mapping[LaunchConfig, Resources] | str = self._call("prepare", study, tuple(configs))
+        found: Mapping[AnyLaunch, Resources] | str = self._call("prepare", study, tuple(configs))
         return {} if isinstance(found, str) else found
 
-    def judge(self, study: Study, config: LaunchConfig) -> Trial:
+    def judge(self, study: Study, config: AnyLaunch) -> Trial:
         """Judge as `Runner` says."""
         found: Trial | str = self._call("judge", study, config)
         return _lost(study, config, "screen", found) if isinstance(found, str) else found
 
     def screen(
-        self, study: Study, judged: Sequence[Trial], base: LaunchConfig | None
+        self, study: Study, judged: Sequence[Trial], base: AnyLaunch | None
     ) -> tuple[Trial, ...]:
         """Screen as `Runner` says."""
         found: tuple[Trial, ...] | str = self._call("screen", study, tuple(judged), base)
@@ -127,5 +125,5 @@ def lanes(plan: TuningPlan, num_workers: int | None = None) -> tuple[Runner, ...
     return tuple(RayRunner(ray, one) for one in actors)
 
 
-def _lost(study: Study, config: LaunchConfig, stage: str, why: str) -> Trial:
+def _lost(study: Study, config: AnyLaunch, stage: str, why: str) -> Trial:
     return Trial(study.id, config, stage, "crashed", reason=why)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from sage_plugin.errors import TuningError
 from sage_plugin.registry import lookup
 from sage_plugin.registry.merge import merge
-from sage_plugin.schema import LaunchConfig, RegistryEntry, Trial
+from sage_plugin.schema import AnyEntry, AnyLaunch, Trial
 from sage_plugin.tune.configs import promote
 from sage_plugin.tune.configs.outcome import (
     Outcome,
@@ -166,7 +166,7 @@ class _Session:
         left_s = max(0.0, budget_s - (time.monotonic() - self._started))
         return left_s / max(1.0, len(self._left) / self._lanes)
 
-    def _incumbent(self, study: Study) -> LaunchConfig | None:
+    def _incumbent(self, study: Study) -> AnyLaunch | None:
         """The config that a call like this gets now, if one was tuned for exactly this key."""
         family = self.plan.request.family
         match = lookup.find(
@@ -184,7 +184,7 @@ class _Session:
         return [t for other in others for t in ledger.trials(other.id, "screen").values()]
 
 
-def _merge(plan: TuningPlan, entries: tuple[RegistryEntry, ...]) -> str:
+def _merge(plan: TuningPlan, entries: tuple[AnyEntry, ...]) -> str:
     """Merge into the registry; without entries this shows that it can be read and written."""
     if not plan.request.update:
         return "kept: measured only"

@@ -19,14 +19,15 @@ from typing import Any
 from sage_plugin import files
 from sage_plugin.accuracy.gate import Gate
 from sage_plugin.errors import ConfigError, UsageError
+from sage_plugin.families import family
 from sage_plugin.measure.timing import Keep, Samples, TimingLimits, interleave
+from sage_plugin.registry import entries
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import (
-    CallKey,
-    CallShape,
+    AnyKey,
+    AnyLaunch,
     DeviceFacts,
     JsonRecord,
-    LaunchConfig,
     Timing,
     Toolchain,
     Trial,
@@ -70,8 +71,8 @@ class SimulatedRunner:
 
     def __init__(
         self,
-        recorded: Mapping[LaunchConfig, Trial],
-        times: Mapping[LaunchConfig, float],
+        recorded: Mapping[AnyLaunch, Trial],
+        times: Mapping[AnyLaunch, float],
         noise: float,
         seed: int,
     ) -> None:
@@ -79,20 +80,18 @@ class SimulatedRunner:
         self._recorded, self._times, self._noise = recorded, times, noise
         self._random = random.Random(seed)
 
-    def prepare(
-        self, study: Study, configs: Sequence[LaunchConfig]
-    ) -> Mapping[LaunchConfig, Resources]:
+    def prepare(self, study: Study, configs: Sequence[AnyLaunch]) -> Mapping[AnyLaunch, Resources]:
         """Do nothing: what was recorded is compiled."""
         return {}
 
-    def judge(self, study: Study, config: LaunchConfig) -> Trial:
+    def judge(self, study: Study, config: AnyLaunch) -> Trial:
         """Answer with what was recorded, but for its time."""
         trial = self._recorded[config]
         extra = {name: value for name, value in trial.extra.items() if name != "ratio"}
         return dataclasses.replace(trial, study=study.id, time=None, extra=extra)
 
     def screen(
-        self, study: Study, judged: Sequence[Trial], base: LaunchConfig | None
+        self, study: Study, judged: Sequence[Trial], base: AnyLaunch | None
     ) -> tuple[Trial, ...]:
         """Draw times for a batch."""
         configs = {f"{i}": trial.config for i, trial in enumerate(judged)}
@@ -115,7 +114,7 @@ class SimulatedRunner:
         """Do nothing: nothing was started."""
 
     def _drawn(
-        self, configs: Mapping[str, LaunchConfig], rounds: int, keep: Keep | None = None
+        self, configs: Mapping[str, AnyLaunch], rounds: int, keep: Keep | None = None
     ) -> dict[str, Samples]:
         def run_round(names: Sequence[str]) -> list[float]:
             self.launches += len(names)
@@ -140,11 +139,11 @@ class RecordedStudy:
     """
 
     study: Study
-    trials: dict[LaunchConfig, Trial]
+    trials: dict[AnyLaunch, Trial]
     noise: float
 
     @property
-    def times(self) -> dict[LaunchConfig, float]:
+    def times(self) -> dict[AnyLaunch, float]:
         """Recorded time of each valid config over that of the default."""
         return {config: ratio(t) for config, t in self.trials.items() if t.status == "ok"}
 
@@ -205,7 +204,7 @@ def read(path: str | Path) -> list[RecordedStudy]:
             trials = ledger.trials(one["id"], "screen")
             valid = [t for t in trials.values() if 0 < ratio(t) < math.inf]
             if len(valid) >= FEWEST:
-                key, gate = CallKey.from_json(one["key"]), Gate.from_json(one["gate"])
+                key, gate = entries.key_from_json(one["key"]), Gate.from_json(one["gate"])
                 found.append(_recorded(key, gate, facts, toolchain, trials))
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{folder / run_folder.METADATA}: no run's metadata ({error})") from None
@@ -260,10 +259,10 @@ def request_of(**changes: Any) -> TuningRequest:  # noqa: ANN401
 
 def _searched(
     recorded: RecordedStudy,
-    times: Mapping[LaunchConfig, float],
+    times: Mapping[AnyLaunch, float],
     request: TuningRequest,
     seed: int,
-) -> tuple[LaunchConfig, dict[LaunchConfig, Trial], SimulatedRunner]:
+) -> tuple[AnyLaunch, dict[AnyLaunch, Trial], SimulatedRunner]:
     """One search: what it chose, what it tried, and who counted."""
     runner = SimulatedRunner(recorded.trials, times, recorded.noise, seed)
     own = dataclasses.replace(request, seed=seed)
@@ -276,19 +275,14 @@ def _searched(
 
 
 def _recorded(
-    key: CallKey,
+    key: AnyKey,
     gate: Gate,
     facts: DeviceFacts,
     toolchain: Toolchain,
-    trials: dict[LaunchConfig, Trial],
+    trials: dict[AnyLaunch, Trial],
 ) -> RecordedStudy:
-    heads = key.batch_heads
-    shape = CallShape(
-        batch=1, heads_q=heads, heads_k=heads // key.gqa_ratio, seq_q=key.seq_q, seq_k=key.seq_k,
-        head_dim=key.head_dim, dv=key.dv, dtype=key.dtype, causal=key.causal,
-        mask_kind=key.mask_kind, layout=key.layout, scale=1.0,
-    )  # fmt: skip
-    inputs = ReplayInputs(shape)
+    shape = family(key.family).shape_of(key)
+    inputs = ReplayInputs(shape, drawn_family=key.family)
     study = Study(
         key, (inputs,), inputs, tuple(trials), gate, Timer("simulated"), "cpu", facts, toolchain
     )

@@ -1,7 +1,7 @@
 """A search space given by the user: a JSON object of lists, whose product is searched.
 
-Keys are fields of `LaunchConfig`, or the older spelling `block_size_m` and `block_size_n`. A field
-without a list keeps the default's value.
+Keys are fields of the family's launch configs, or the older spelling `block_size_m` and
+`block_size_n`. A field without a list keeps the default's value.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from pathlib import Path
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load
-from sage_plugin.schema import LaunchConfig
+from sage_plugin.schema import ATTENTION, LINEAR, AnyLaunch, LaunchConfig, LinearLaunch
 
 logger = logging.getLogger(__name__)
 
 MAX_CONFIGS = 100_000
 MAX_FILE_BYTES = 2**20
 RENAMED = {"block_size_m": "block_m", "block_size_n": "block_n"}
+RECORDS: dict[str, type[AnyLaunch]] = {ATTENTION: LaunchConfig, LINEAR: LinearLaunch}
+"""The record of a launch config by its family."""
 IGNORED = {"stage": "no kernel reads it"}
 
 Value = int | bool | str
@@ -42,7 +44,7 @@ class SpaceFile:
     axes: tuple[tuple[str, tuple[Value, ...]], ...]
     notes: tuple[str, ...] = ()
 
-    def configs(self, default: LaunchConfig) -> list[LaunchConfig]:
+    def configs(self, default: AnyLaunch) -> list[AnyLaunch]:
         """List the default, then every other combination."""
         names = [name for name, _ in self.axes]
         combinations = itertools.product(*(values for _, values in self.axes))
@@ -50,8 +52,12 @@ class SpaceFile:
         return list(dict.fromkeys((default, *found)))
 
 
-def read(path: str | Path) -> SpaceFile:
+def read(path: str | Path, family: str = ATTENTION) -> SpaceFile:
     """Read a search space; the name of one that comes with the package will do.
+
+    Args:
+        path: the file.
+        family: op family of the configs.
 
     Raises:
         ConfigError: missing, not strict JSON, an unknown field, a value of a wrong type, an empty
@@ -71,25 +77,25 @@ def read(path: str | Path) -> SpaceFile:
             notes.append(f"{path}: {key!r} is ignored: {IGNORED[key.lower()]}")
             logger.warning(notes[-1])
             continue
-        name = _field(path, key)
+        name = _field(path, key, RECORDS[family])
         if name in axes:
             raise ConfigError(f"{path}: {key!r} names {name} a second time")
-        axes[name] = _values(path, key, name, values)
+        axes[name] = _values(path, key, RECORDS[family].__annotations__[name], values)
     if (count := math.prod(map(len, axes.values()))) > MAX_CONFIGS:
         raise ConfigError(f"{path}: {count} combinations, at most {MAX_CONFIGS}; shorten its lists")
     return SpaceFile(path, tuple(axes.items()), tuple(notes))
 
 
-def _field(path: Path, key: str) -> str:
+def _field(path: Path, key: str, record: type[AnyLaunch]) -> str:
     name = RENAMED.get(key.lower(), key.lower())
-    fields = [field.name for field in dataclasses.fields(LaunchConfig)]
+    fields = [field.name for field in dataclasses.fields(record)]
     if name not in fields:
         raise ConfigError(f"{path}: unknown field {key!r}; allowed: {', '.join(fields)}")
     return name
 
 
-def _values(path: Path, key: str, name: str, values: object) -> tuple[Value, ...]:
-    wanted = {"int": int, "bool": bool, "str": str}[str(LaunchConfig.__annotations__[name])]
+def _values(path: Path, key: str, kind: object, values: object) -> tuple[Value, ...]:
+    wanted = {"int": int, "bool": bool, "str": str}[str(kind)]
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{path}: {key!r} is {values!r}, expected a list with at least one value")
     for value in values:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.schema import AnyLaunch, Trial
 from sage_plugin.tune.configs.final import MIN_BUDGET_S, run_final
 from sage_plugin.tune.configs.plan import TuningRequest
 from sage_plugin.tune.run.crash_marker import CrashMarker
@@ -30,7 +30,7 @@ RACE_SHARE = 0.3
 PENDING, PASSED_OVER = "pending", "passed_over"
 """States of a config that no ledger holds: being tried now, and left out after ended sessions."""
 
-Trials = dict[LaunchConfig, Trial]
+Trials = dict[AnyLaunch, Trial]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class StudySearch:
         runner: Runner,
         request: TuningRequest,
         notebook: Notebook,
-        incumbent: LaunchConfig | None = None,
+        incumbent: AnyLaunch | None = None,
     ) -> None:
         self.study, self.runner, self.request, self.notebook = study, runner, request, notebook
         self.search = Search(
@@ -114,7 +114,7 @@ class StudySearch:
         related = [*trials.values(), *self.notebook.related(self.study)]
         return learned(related, compiled)
 
-    def _try(self, batch: Sequence[LaunchConfig], trials: Trials, deadline: float) -> None:
+    def _try(self, batch: Sequence[AnyLaunch], trials: Trials, deadline: float) -> None:
         """Judge a batch one by one until the time is up, and time together what passes."""
         pending = {c: Trial(self.study.id, c, "screen", PENDING) for c in batch}
         upcoming = self.search.propose(trials | pending)
@@ -136,7 +136,7 @@ class StudySearch:
             trials[trial.config] = self._note(trial)
             self.notebook.observer.trial_finished(self.study, trial)
 
-    def _judged(self, config: LaunchConfig) -> Trial:
+    def _judged(self, config: AnyLaunch) -> Trial:
         study, marker = self.study, self.notebook.marker
         if marker is not None and not marker.begin(study.id, config):
             reason = "earlier sessions were ended while it ran; --fresh tries it again"
@@ -148,7 +148,7 @@ class StudySearch:
             if marker is not None:
                 marker.end(study.id, config)
 
-    def _base(self, trials: Sequence[Trial]) -> LaunchConfig:
+    def _base(self, trials: Sequence[Trial]) -> AnyLaunch:
         """What times are compared with: the default, or the first valid config without it."""
         valid = [trial.config for trial in trials if trial.status == "ok"]
         return self.study.default if self.study.default in valid else valid[0]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sage_plugin.kernels.build_error import by_compiler
-from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.schema import AnyLaunch, Trial
 from sage_plugin.tune.configs.compile_pool import CompilePool
 from sage_plugin.tune.configs.trial import JudgeJob, RaceJob, ScreenJob
 from sage_plugin.tune.run.runner import Race, Resources
@@ -53,16 +53,14 @@ class SubprocessRunner:
             environment={} if gpu is None else dict.fromkeys(VISIBLE, gpu),
         )
 
-    def prepare(
-        self, study: Study, configs: Sequence[LaunchConfig]
-    ) -> Mapping[LaunchConfig, Resources]:
+    def prepare(self, study: Study, configs: Sequence[AnyLaunch]) -> Mapping[AnyLaunch, Resources]:
         """Take note as `Runner` says."""
         if self._pool is None:
             return {}
         self._pool.submit(study.problem, configs)
         return self._pool.known(study.problem)
 
-    def judge(self, study: Study, config: LaunchConfig) -> Trial:
+    def judge(self, study: Study, config: AnyLaunch) -> Trial:
         """Judge as `Runner` says; what a compile process refuses never reaches the device."""
         resources = Resources()
         if self._pool is not None:
@@ -83,7 +81,7 @@ class SubprocessRunner:
         return _with(self._failed(study, config, "screen", reply), resources)
 
     def screen(
-        self, study: Study, judged: Sequence[Trial], base: LaunchConfig | None
+        self, study: Study, judged: Sequence[Trial], base: AnyLaunch | None
     ) -> tuple[Trial, ...]:
         """Screen as `Runner` says; where a batch breaks, each of it is timed alone."""
         reply = self._run(ScreenJob(self._problem(study), tuple(judged), base))
@@ -125,7 +123,7 @@ class SubprocessRunner:
             reply = self._worker.run(job)
             return self._worker.run(job) if reply.status == "crashed" else reply
 
-    def _failed(self, study: Study, config: LaunchConfig, stage: str, reply: Reply) -> Trial:
+    def _failed(self, study: Study, config: AnyLaunch, stage: str, reply: Reply) -> Trial:
         status = self._mend(study, reply)
         kind = reply.error.rpartition(".")[2]
         reason = f"{kind}: {reply.message}" if kind else reply.message

@@ -18,7 +18,7 @@ from sage_plugin.measure import clocks
 from sage_plugin.measure.statistics import gain_interval
 from sage_plugin.measure.timing import Samples, measure
 from sage_plugin.replay.inputs import runs
-from sage_plugin.schema import LaunchConfig, Timing, Trial
+from sage_plugin.schema import AnyLaunch, Timing, Trial
 from sage_plugin.tune.run.runner import Race
 from sage_plugin.tune.run.study import Problem
 from sage_plugin.tune.search.elimination import (
@@ -56,7 +56,7 @@ class JudgeJob:
     """Run one config on all inputs and hold it to the gate."""
 
     problem: Problem
-    config: LaunchConfig
+    config: AnyLaunch
 
     def __call__(self) -> Trial:
         """Run in the child."""
@@ -78,7 +78,7 @@ class ScreenJob:
 
     problem: Problem
     judged: tuple[Trial, ...]
-    base: LaunchConfig | None
+    base: AnyLaunch | None
 
     def __call__(self) -> tuple[Trial, ...]:
         """Run in the child."""
@@ -105,7 +105,7 @@ class ScreenJob:
 
 
 def screened(
-    judged: tuple[Trial, ...], base: LaunchConfig | None, samples: Mapping[LaunchConfig, Samples]
+    judged: tuple[Trial, ...], base: AnyLaunch | None, samples: Mapping[AnyLaunch, Samples]
 ) -> tuple[Trial, ...]:
     """Judged trials with their times, and the ratio to the base of the same rounds."""
     return tuple(
@@ -254,13 +254,13 @@ def _decision(problem: Problem) -> Decision:
     return Decision(problem.key.kernel, problem.key.variant)
 
 
-def _call(problem: Problem, timed: ReplayCall, config: LaunchConfig | None) -> Callable[[], object]:
+def _call(problem: Problem, timed: ReplayCall, config: AnyLaunch | None) -> Callable[[], object]:
     """The call as a patched model makes it, with quantization; the baseline without a config."""
     return timed.whole(None if config is None else _decision(problem), config)
 
 
 def _ratio(
-    samples: Mapping[LaunchConfig, Samples], config: LaunchConfig, base: LaunchConfig | None
+    samples: Mapping[AnyLaunch, Samples], config: AnyLaunch, base: AnyLaunch | None
 ) -> float:
     new = samples[config].ms
     if base is None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load
-from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig, Trial
+from sage_plugin.registry.entries import key_from_json
+from sage_plugin.schema import AnyKey, AnyLaunch, DeviceFacts, Trial
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 
-Prices = dict[CallKey, dict[LaunchConfig, float]]
+Prices = dict[AnyKey, dict[AnyLaunch, float]]
 
 
 def of_runs(runs: Sequence[Path]) -> tuple[DeviceFacts, Prices]:
@@ -29,7 +30,7 @@ def of_runs(runs: Sequence[Path]) -> tuple[DeviceFacts, Prices]:
         ledger = Ledger(run / run_folder.LEDGER)
         try:
             facts = DeviceFacts.from_json(metadata["device"])
-            studies = [(CallKey.from_json(one["key"]), one["id"]) for one in metadata["studies"]]
+            studies = [(key_from_json(one["key"]), one["id"]) for one in metadata["studies"]]
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{path} is of no run: no {error}") from None
         cards[facts.slug] = facts
@@ -41,7 +42,7 @@ def of_runs(runs: Sequence[Path]) -> tuple[DeviceFacts, Prices]:
     return next(iter(cards.values())), times
 
 
-def of_study(ledger: Ledger, study: str) -> dict[LaunchConfig, float]:
+def of_study(ledger: Ledger, study: str) -> dict[AnyLaunch, float]:
     """Return the times of a study's sound configs: of its race if there was one, else its screen.
 
     A screen's times are taken at different moments: where each has its ratio to the default of the

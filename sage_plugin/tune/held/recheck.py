@@ -42,16 +42,9 @@ def held(entry: RegistryEntry, source: str) -> Believed:
     """Return what a registry entry holds."""
     label = f"{entry.key.kernel}:{entry.key.variant}"
     fields = entry.config.to_json()
-    return Believed(label, shape_of(entry.key), fields, source, not entry.evidence.synthetic)
-
-
-def shape_of(key: CallKey) -> CallShape:
-    """Return a call that has a key, with one batch item."""
-    return CallShape(
-        batch=1, heads_q=key.batch_heads, heads_k=key.batch_heads // key.gqa_ratio,
-        seq_q=key.seq_q, seq_k=key.seq_k, head_dim=key.head_dim, dv=key.dv, dtype=key.dtype,
-        causal=key.causal, mask_kind=key.mask_kind, layout=key.layout, scale=key.head_dim**-0.5,
-    )  # fmt: skip
+    return Believed(
+        label, ATTENTION.shape_of(entry.key), fields, source, not entry.evidence.synthetic
+    )
 
 
 def build(

@@ -8,11 +8,11 @@ from typing import Any
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load
+from sage_plugin.registry.entries import entry_from_json
 from sage_plugin.schema import (
     ATTENTION,
     SCHEMA_VERSION,
     DeviceFacts,
-    RegistryEntry,
     RegistryFile,
     Toolchain,
 )
@@ -35,7 +35,7 @@ def read(folder: Path) -> RegistryFile:
     metadata = _read(folder / run_folder.METADATA)
     try:
         rows = [row["entry"] for row in results["results"]]
-        entries = tuple(RegistryEntry.from_json(row) for row in rows if row is not None)
+        entries = tuple(entry_from_json(row) for row in rows if row is not None)
         facts = DeviceFacts.from_json(metadata["device"])
         toolchain = Toolchain.from_json(metadata["toolchain"])
     except (KeyError, TypeError) as error:
@@ -45,7 +45,8 @@ def read(folder: Path) -> RegistryFile:
     for entry in entries:
         for problem in load.entry_problems(entry):
             raise ConfigError(f"{path}: {problem}")
-    return RegistryFile(SCHEMA_VERSION, ATTENTION, facts, toolchain, entries)
+    family = entries[0].key.family if entries else ATTENTION
+    return RegistryFile(SCHEMA_VERSION, family, facts, toolchain, entries)
 
 
 def _read(path: Path) -> Any:  # noqa: ANN401

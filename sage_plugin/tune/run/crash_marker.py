@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.schema import LaunchConfig
+from sage_plugin.schema import AnyLaunch
 
 ATTEMPTS = 2
 MAX_BYTES = 2**20
@@ -27,7 +27,7 @@ class CrashMarker:
         self._lock = threading.Lock()
         self._attempts = self._read()
 
-    def begin(self, study: str, config: LaunchConfig) -> bool:
+    def begin(self, study: str, config: AnyLaunch) -> bool:
         """Note that a config is about to run; false where it is to be passed over.
 
         Raises:
@@ -42,7 +42,7 @@ class CrashMarker:
             self._write()
         return True
 
-    def end(self, study: str, config: LaunchConfig) -> None:
+    def end(self, study: str, config: AnyLaunch) -> None:
         """Note that the config is done and recorded, or that the user stopped it."""
         with self._lock:
             self._attempts.pop(f"{study} {config.text()}", None)

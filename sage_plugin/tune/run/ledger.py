@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError, OutputError
-from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.schema import AnyLaunch, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ class Ledger:
         self.path = path
         self.damaged_lines = 0
         self._lock = threading.Lock()
-        self._trials: dict[tuple[str, str], dict[LaunchConfig, Trial]] = {}
+        self._trials: dict[tuple[str, str], dict[AnyLaunch, Trial]] = {}
         for trial in self._read():
             self._remember(trial)
 
-    def trials(self, study: str, stage: str) -> dict[LaunchConfig, Trial]:
+    def trials(self, study: str, stage: str) -> dict[AnyLaunch, Trial]:
         """Return the last trial of each config in a study's stage, in the order of first lines."""
         with self._lock:
             return dict(self._trials.get((study, stage), {}))

@@ -18,7 +18,7 @@ from typing import Any
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError, OutputError, UsageError
-from sage_plugin.schema import DeviceFacts, LaunchConfig, Trial
+from sage_plugin.schema import ATTENTION, LINEAR, DeviceFacts, Trial
 from sage_plugin.tune.run.study import Study
 
 logger = logging.getLogger(__name__)
@@ -114,11 +114,14 @@ def write_trials(path: Path, studies: Sequence[Study], trials: Iterable[Trial]) 
         OutputError: it cannot be written.
     """
     by_id = {study.id: study for study in studies}
-    rows = [_row(by_id[trial.study], trial) for trial in trials if trial.study in by_id]
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, fieldnames=list(_row_names()), lineterminator="\n")
+    names = list(_row_names(studies[0]))
+    writer = csv.DictWriter(stream, fieldnames=names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for trial in trials:
+        if trial.study in by_id:
+            known = _known(by_id[trial.study], trial)
+            writer.writerow({name: known.get(name) for name in names})
     files.write_atomically(path, stream.getvalue(), follow=False)
 
 
@@ -168,16 +171,23 @@ def git_revision() -> str:
     return done.stdout.strip()
 
 
-def _row_names() -> Iterator[str]:
-    yield from ("study", "kernel", "variant", "seq_q", "seq_k", "batch_heads", "head_dim", "causal")
-    yield from ("stage", "status", "reason", *LaunchConfig.__dataclass_fields__)
+CALL = {
+    ATTENTION: ("seq_q", "seq_k", "batch_heads", "head_dim", "causal"),
+    LINEAR: ("rows", "in_features", "out_features"),
+}
+"""The fields of keys that a table of trials has, by op family."""
+
+
+def _row_names(study: Study) -> Iterator[str]:
+    yield from ("study", "kernel", "variant", *CALL[study.key.family])
+    yield from ("stage", "status", "reason", *study.default.__dataclass_fields__)
     yield from ("median_ms", "low_ms", "high_ms", "n", "method", "kernel_median_ms")
     yield from ("ratio", "gain", "gain_low", "gain_high", "aa_ratio")
     yield from ("registers", "spills", "smem_bytes")
     yield from ("cosine", "row_cosine_p10", "worst_head_rel_l1", "centred_rel_l1", "bad_values")
 
 
-def _row(study: Study, trial: Trial) -> dict[str, object]:
+def _known(study: Study, trial: Trial) -> dict[str, object]:
     known: dict[str, object] = study.key.to_json() | trial.config.to_json() | trial.extra
     known |= {"study": trial.study, "stage": trial.stage, "status": trial.status}
     known |= {
@@ -188,4 +198,4 @@ def _row(study: Study, trial: Trial) -> dict[str, object]:
     # An error's `gain` (mean over mean) is not a trial's (time saved): the trial's stays.
     errors = trial.errors.to_json() if trial.errors else {}
     known |= {name: value for name, value in errors.items() if name != "gain"}
-    return {name: known.get(name) for name in _row_names()}
+    return known

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.schema import AnyLaunch, Trial
 from sage_plugin.tune.run.study import Study
 
 
@@ -22,8 +22,8 @@ class Race:
         min_gain: gain over the first that a winner needs; `None` where the first is no baseline.
     """
 
-    configs: tuple[LaunchConfig, ...]
-    incumbent: LaunchConfig | None
+    configs: tuple[AnyLaunch, ...]
+    incumbent: AnyLaunch | None
     budget_s: float
     seed: int = 0
     min_gain: float | None = 0.0
@@ -47,19 +47,17 @@ class Resources:
 class Runner(Protocol):
     """Runs candidates and never raises for what a candidate does: a failure is a trial, too."""
 
-    def prepare(
-        self, study: Study, configs: Sequence[LaunchConfig]
-    ) -> Mapping[LaunchConfig, Resources]:
+    def prepare(self, study: Study, configs: Sequence[AnyLaunch]) -> Mapping[AnyLaunch, Resources]:
         """Take note of what is asked for soon, so that it can be compiled meanwhile.
 
         Returns what is known of those that are compiled already.
         """
 
-    def judge(self, study: Study, config: LaunchConfig) -> Trial:
+    def judge(self, study: Study, config: AnyLaunch) -> Trial:
         """Run one config on all inputs and hold it to the gate."""
 
     def screen(
-        self, study: Study, judged: Sequence[Trial], base: LaunchConfig | None
+        self, study: Study, judged: Sequence[Trial], base: AnyLaunch | None
     ) -> tuple[Trial, ...]:
         """Time what passed its gate, briefly and interleaved with `base`; the trials, with times.
 

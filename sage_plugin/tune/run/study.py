@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from sage_plugin.accuracy.gate import Gate
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import (
-    CallKey,
+    AnyKey,
+    AnyLaunch,
     DeviceFacts,
     JsonRecord,
-    LaunchConfig,
     Toolchain,
 )
 
@@ -44,7 +44,7 @@ class Problem:
     """
 
     id: str
-    key: CallKey
+    key: AnyKey
     sources: tuple[ReplayInputs, ...]
     timed: ReplayInputs
     gate: Gate
@@ -72,10 +72,10 @@ class Study:
             of its files are.
     """
 
-    key: CallKey
+    key: AnyKey
     sources: tuple[ReplayInputs, ...]
     timed: ReplayInputs
-    space: tuple[LaunchConfig, ...]
+    space: tuple[AnyLaunch, ...]
     gate: Gate
     timer: Timer
     device: str
@@ -106,7 +106,7 @@ class Study:
         )  # fmt: skip
 
     @property
-    def default(self) -> LaunchConfig:
+    def default(self) -> AnyLaunch:
         """The config that a winner has to beat."""
         return self.space[0]
 

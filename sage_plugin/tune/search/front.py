@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_plugin.measure import figure
-from sage_plugin.schema import JsonRecord, LaunchConfig, Trial
+from sage_plugin.schema import AnyLaunch, JsonRecord, Trial
 from sage_plugin.tune.search.search import Search, error_of, ratio
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ class FrontPoint(JsonRecord):
         allowed: whether it is exact enough to win.
     """
 
-    config: LaunchConfig
+    config: AnyLaunch
     ratio: float
     error: float
     allowed: bool
 
 
-def front(search: Search, trials: Mapping[LaunchConfig, Trial]) -> tuple[FrontPoint, ...]:
+def front(search: Search, trials: Mapping[AnyLaunch, Trial]) -> tuple[FrontPoint, ...]:
     """List the front, the fastest first."""
     allowed = {trial.config for trial in search.allowed(trials)}
     found: list[FrontPoint] = []
@@ -45,7 +45,7 @@ def front(search: Search, trials: Mapping[LaunchConfig, Trial]) -> tuple[FrontPo
 
 def save(
     points: Mapping[str, tuple[FrontPoint, ...]],
-    chosen: Mapping[str, LaunchConfig],
+    chosen: Mapping[str, AnyLaunch],
     path: Path,
 ) -> str:
     """Plot the fronts by the names of their studies; return why not if matplotlib is missing.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.schema import AnyLaunch, Trial
 from sage_plugin.tune.run.runner import Resources
 from sage_plugin.tune.search.search import Rank, ratio
 
@@ -24,10 +24,9 @@ RIDGE = 0.3
 """Weight of the penalty on coefficients, so that few trials do not teach much."""
 
 UNKNOWN = Resources()
-_fields = operator.attrgetter(*LaunchConfig.__dataclass_fields__)
 
 
-def learned(trials: Iterable[Trial], compiled: Mapping[LaunchConfig, Resources]) -> Rank | None:
+def learned(trials: Iterable[Trial], compiled: Mapping[AnyLaunch, Resources]) -> Rank | None:
     """Return the predicted log of a config's relative time; `None` where too little is known.
 
     Args:
@@ -54,7 +53,7 @@ def learned(trials: Iterable[Trial], compiled: Mapping[LaunchConfig, Resources])
     weights = torch.linalg.solve(x.T @ x + penalty, x.T @ y)
     known = {trial.config: _resources(trial) for trial in valid} | dict(compiled)
 
-    def rank(config: LaunchConfig) -> float:
+    def rank(config: AnyLaunch) -> float:
         own = torch.tensor(_features(config, known.get(config, UNKNOWN)), dtype=torch.float64)
         return float(((own - mean) / scale) @ weights)
 
@@ -65,10 +64,10 @@ def _resources(trial: Trial) -> Resources:
     return Resources(trial.registers, trial.spills, trial.smem_bytes)
 
 
-def _features(config: LaunchConfig, resources: Resources) -> list[float]:
+def _features(config: AnyLaunch, resources: Resources) -> list[float]:
     """Fields as numbers, sizes by their logarithm; what is unknown stands at a middle value."""
     found = []
-    for value in _fields(config):
+    for value in operator.attrgetter(*config.__dataclass_fields__)(config):
         is_text = isinstance(value, str)
         found.append(float(value == "descriptor") if is_text else math.log2(1 + value))
     registers, spilled, smem = resources.registers, resources.spill_bytes, resources.smem_bytes

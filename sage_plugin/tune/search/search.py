@@ -8,12 +8,14 @@ is left. Configs that cannot fit where a smaller one did not are never tried.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from sage_plugin.schema import LaunchConfig, Trial
+from sage_plugin.schema import AnyLaunch, Trial
 
 FINALISTS = 6
 """Configs in the race beside the default."""
@@ -36,19 +38,19 @@ POOL = 512
 REFINED = 5
 """The best configs, whose neighbors are tried."""
 
-TILE = ("block_m", "block_n", "num_warps")
+TILE = ("block_m", "block_n", "block_k", "num_warps")
 """Fields that are chosen together: one axis."""
 
 RECIPE = ("smooth_k", "smooth_v", "hadamard", "q_granule", "pv_flush", "exp_linear")
 """Fields that change errors, not how a kernel is launched; a spread keeps the default's."""
 
-GROWS = ("block_m", "block_n", "num_stages")
+GROWS = ("block_m", "block_n", "block_k", "num_stages")
 """Fields with which a config needs more of what a GPU has."""
 
 TOO_LARGE = "too_large"
 """Mark in a trial's `extra`: it did not fit (shared memory, memory) or did not end in time."""
 
-Rank = Callable[[LaunchConfig], float]
+Rank = Callable[[AnyLaunch], float]
 """Predicted relative time of a config: lower ones are tried first."""
 
 
@@ -109,12 +111,12 @@ class Search:
         seed: of the order.
     """
 
-    space: Sequence[LaunchConfig]
-    incumbent: LaunchConfig | None = None
+    space: Sequence[AnyLaunch]
+    incumbent: AnyLaunch | None = None
     limits: SearchLimits = field(default_factory=SearchLimits)
     error_limit: ErrorLimit = field(default_factory=ErrorLimit)
     seed: int = 0
-    _by_axes: dict[tuple[object, ...], LaunchConfig] = field(init=False, repr=False)
+    _by_axes: dict[tuple[object, ...], AnyLaunch] = field(init=False, repr=False)
     _values: list[list[object]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +127,7 @@ class Search:
         object.__setattr__(self, "_values", values)
 
     @property
-    def first(self) -> tuple[LaunchConfig, ...]:
+    def first(self) -> tuple[AnyLaunch, ...]:
         """What is measured whatever the limits: the default, and what the registry holds now."""
         held = self.incumbent
         return (self.space[0],) if held in (None, self.space[0]) else (self.space[0], held)
@@ -140,8 +142,8 @@ class Search:
         return min(count, self.limits.max_trials or count)
 
     def propose(
-        self, trials: Mapping[LaunchConfig, Trial], rank: Rank | None = None
-    ) -> list[LaunchConfig]:
+        self, trials: Mapping[AnyLaunch, Trial], rank: Rank | None = None
+    ) -> list[AnyLaunch]:
         """Return up to a batch of configs to try next; none ends the search."""
         if missing := [config for config in self.first if config not in trials]:
             return missing
@@ -155,7 +157,7 @@ class Search:
                 return sorted(left, key=rank)[:room] if rank else left[:room]
         return []
 
-    def _stages(self, trials: Mapping[LaunchConfig, Trial]) -> Iterator[list[LaunchConfig]]:
+    def _stages(self, trials: Mapping[AnyLaunch, Trial]) -> Iterator[list[AnyLaunch]]:
         """What to try, stage by stage; a stage begins where the one before is done."""
         few = SPREAD + len(self.first)
         if self.limits.exhaustive or len(self.space) <= few:
@@ -165,18 +167,18 @@ class Search:
             yield spread(self.space, SPREAD, self.seed)
         yield self._neighbors(trials)
 
-    def skipped(self, trials: Mapping[LaunchConfig, Trial]) -> list[LaunchConfig]:
+    def skipped(self, trials: Mapping[AnyLaunch, Trial]) -> list[AnyLaunch]:
         """List what is never tried because a smaller config did not fit."""
         large = _large(trials)
         return [c for c in self.space if c not in trials and skip_reason(c, large)]
 
-    def allowed(self, trials: Mapping[LaunchConfig, Trial]) -> list[Trial]:
+    def allowed(self, trials: Mapping[AnyLaunch, Trial]) -> list[Trial]:
         """List the valid trials that are exact enough to win, the fastest first."""
         default = trials.get(self.space[0])
         valid = [t for t in trials.values() if t.status == "ok"]
         return sorted((t for t in valid if self.error_limit.allows(t, default)), key=ratio)
 
-    def finalists(self, trials: Mapping[LaunchConfig, Trial]) -> tuple[LaunchConfig, ...]:
+    def finalists(self, trials: Mapping[AnyLaunch, Trial]) -> tuple[AnyLaunch, ...]:
         """List the configs to race, the default first if it may win; empty if none may.
 
         The few best of the screen, of many only those within its band, and what the registry holds
@@ -195,7 +197,7 @@ class Search:
             chosen.append(self.incumbent)
         return (default, *chosen) if default in usable else tuple(chosen)
 
-    def _room(self, trials: Mapping[LaunchConfig, Trial]) -> int:
+    def _room(self, trials: Mapping[AnyLaunch, Trial]) -> int:
         """How many more configs the limits allow, at most a batch."""
         room = BATCH
         if self.limits.max_trials is not None:
@@ -204,13 +206,13 @@ class Search:
             room = min(room, self.limits.patience - _stale(trials.values()))
         return room
 
-    def _shuffled(self) -> list[LaunchConfig]:
+    def _shuffled(self) -> list[AnyLaunch]:
         """All in a seeded order: a search that is cut short must not leave a corner out."""
         return random.Random(self.seed).sample(self.space, len(self.space))
 
-    def _neighbors(self, trials: Mapping[LaunchConfig, Trial]) -> list[LaunchConfig]:
+    def _neighbors(self, trials: Mapping[AnyLaunch, Trial]) -> list[AnyLaunch]:
         """Configs that differ from one of the best in one axis, those of the best first."""
-        found: dict[LaunchConfig, None] = {}
+        found: dict[AnyLaunch, None] = {}
         for trial in self.allowed(trials)[:REFINED]:
             own = _axes(trial.config)
             for at, values in enumerate(self._values):
@@ -221,7 +223,7 @@ class Search:
         return list(found)
 
 
-def skip_reason(config: LaunchConfig, large: Sequence[Trial]) -> str | None:
+def skip_reason(config: AnyLaunch, large: Sequence[Trial]) -> str | None:
     """Say which smaller config did not fit, so that this one cannot; `None` where none did."""
     for trial in large:
         if _is_larger(config, trial.config):
@@ -229,25 +231,26 @@ def skip_reason(config: LaunchConfig, large: Sequence[Trial]) -> str | None:
     return None
 
 
-def _large(trials: Mapping[LaunchConfig, Trial]) -> list[Trial]:
+def _large(trials: Mapping[AnyLaunch, Trial]) -> list[Trial]:
     return [trial for trial in trials.values() if trial.extra.get(TOO_LARGE)]
 
 
-def spread(space: Sequence[LaunchConfig], count: int, seed: int) -> list[LaunchConfig]:
+def spread(space: Sequence[AnyLaunch], count: int, seed: int) -> list[AnyLaunch]:
     """Choose configs so that each value of each axis occurs as evenly as a few allow.
 
     Those that keep the default's recipe come before all others: what changes errors is tried on the
     best launch, not on each.
     """
-    recipe = [getattr(space[0], name) for name in RECIPE]
-    plain = [c for c in space if [getattr(c, name) for name in RECIPE] == recipe]
+    names = [name for name in RECIPE if hasattr(space[0], name)]
+    recipe = [getattr(space[0], name) for name in names]
+    plain = [c for c in space if [getattr(c, name) for name in names] == recipe]
     order = random.Random(seed)
     pool = order.sample(plain, min(POOL, len(plain)))
     seen: dict[tuple[int, object], int] = {}
-    chosen: list[LaunchConfig] = []
+    chosen: list[AnyLaunch] = []
     axes = {config: _axes(config) for config in pool}
 
-    def crowded(config: LaunchConfig) -> int:
+    def crowded(config: AnyLaunch) -> int:
         return sum(seen.get(pair, 0) for pair in enumerate(axes[config]))
 
     while pool and len(chosen) < count:
@@ -259,21 +262,31 @@ def spread(space: Sequence[LaunchConfig], count: int, seed: int) -> list[LaunchC
     return chosen
 
 
-FREE = [f.name for f in dataclasses.fields(LaunchConfig) if f.name not in TILE]
-_tile, _rest = operator.attrgetter(*TILE), operator.attrgetter(*FREE)
+Values = Callable[[AnyLaunch], tuple[object, ...]]
 
 
-def _axes(config: LaunchConfig) -> tuple[object, ...]:
+@functools.cache
+def _values_of(kind: Any) -> tuple[Values, Values]:  # noqa: ANN401
+    """What reads the tile of a family's configs, and their other fields."""
+    names = [one.name for one in dataclasses.fields(kind)]
+    tile = [name for name in names if name in TILE]
+    return operator.attrgetter(*tile), operator.attrgetter(*(n for n in names if n not in tile))
+
+
+def _axes(config: AnyLaunch) -> tuple[object, ...]:
     """A config as its values on the axes, the tile as one of them."""
-    return (_tile(config), *_rest(config))
+    kind: Any = type(config)
+    tile, rest = _values_of(kind)
+    return (tile(config), *rest(config))
 
 
-def _is_larger(config: LaunchConfig, other: LaunchConfig) -> bool:
+def _is_larger(config: AnyLaunch, other: AnyLaunch) -> bool:
     """Whether a config needs at least as much of everything, and differs in nothing else."""
-    if any(getattr(config, name) < getattr(other, name) for name in GROWS):
-        return False
-    rest = (f.name for f in dataclasses.fields(LaunchConfig) if f.name not in GROWS)
-    return config != other and all(getattr(config, n) == getattr(other, n) for n in rest)
+    for one in dataclasses.fields(config):
+        own, others = getattr(config, one.name), getattr(other, one.name)
+        if own < others if one.name in GROWS else own != others:
+            return False
+    return config != other
 
 
 def ratio(trial: Trial) -> float:
@@ -294,7 +307,7 @@ def _stale(trials: Iterable[Trial]) -> int:
     return stale
 
 
-def edges(config: LaunchConfig, space: Sequence[LaunchConfig]) -> tuple[str, ...]:
+def edges(config: AnyLaunch, space: Sequence[AnyLaunch]) -> tuple[str, ...]:
     """Name the numeric fields in which a config is the smallest or largest of its space."""
     found = []
     for name, value in config.to_json().items():

@@ -22,7 +22,7 @@ from sage_plugin.kernels.linear.rows.prologue import Prologue, prologued
 from sage_plugin.kernels.linear.rows.quantized import quantized_rows
 from sage_plugin.kernels.linear.rows.row_format import row_format
 from sage_plugin.kernels.linear.weight import quantize_weight
-from sage_plugin.schema import LinearLaunch
+from sage_plugin.schema import LinearKey, LinearLaunch
 from tests.kernels.linear.test_linear import LOSSES, exact, loss
 
 pytestmark = pytest.mark.usefixtures("interpreted", "nan_scratch")
@@ -238,4 +238,5 @@ def test_numbers_of_channels_may_lie_apart() -> None:
 
 
 def test_the_emulation_has_a_launch_config_too() -> None:
-    assert default_launch(5, device.facts("cpu")).loads == "pointer"
+    key = LinearKey("int8_row", "triton", 24, 32, "bfloat16", 5)
+    assert default_launch(key, device.facts("cpu")).loads == "pointer"

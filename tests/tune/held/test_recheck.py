@@ -85,7 +85,9 @@ def test_nothing_to_measure_is_said(tmp_path):
 
 
 def test_fields_that_are_not_given_are_the_defaults(tmp_path):
-    one = recheck.Believed("sage", recheck.shape_of(KEY), {"block_n": 64, "num_warps": 8}, "x.json")
+    one = recheck.Believed(
+        "sage", ATTENTION.shape_of(KEY), {"block_n": 64, "num_warps": 8}, "x.json"
+    )
     plan = recheck.build([one], request(tmp_path), "import")
     (study,) = plan.studies
     assert study.space[1] == study.default.replaced(block_n=64, num_warps=8)
@@ -93,7 +95,7 @@ def test_fields_that_are_not_given_are_the_defaults(tmp_path):
 
 
 def test_a_run_is_read_back_as_configs(tmp_path):
-    one = recheck.Believed("sage", recheck.shape_of(KEY), {"block_n": 64}, "x.json")
+    one = recheck.Believed("sage", ATTENTION.shape_of(KEY), {"block_n": 64}, "x.json")
     plan = recheck.build([one], request(tmp_path, update=False))
     tune(plan, ScriptedRunner(lambda config: 0.5 if config.block_n == 64 else 1.0))
     assert not plan.registry_path.exists(), "it was measured only"
