@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import sys
 from collections.abc import Sequence
 from functools import cache
 from statistics import NormalDist, mean, median, stdev
@@ -53,6 +54,9 @@ def _binomial_rank(n: int, confidence: float) -> int:
     return max(0, rank - 1)
 
 
+MOST_EXPONENT = math.log(sys.float_info.max)
+
+
 def gain_interval(
     base: Sequence[float], new: Sequence[float], confidence: float = 0.95
 ) -> tuple[float, float, float]:
@@ -87,7 +91,12 @@ def gain_interval(
         raise ValueError("gain_interval: every time must be above zero")
     logs = [math.log(n / b) for b, n in zip(base, new, strict=True)]
     center, low, high = _location(logs, confidence)
-    return 1 - math.exp(center), 1 - math.exp(high), 1 - math.exp(low)
+    return 1 - math.exp(center), 1 - _exp(high), 1 - _exp(low)
+
+
+def _exp(value: float) -> float:
+    """The exponential, infinite where it is more than a float holds."""
+    return math.exp(value) if value < MOST_EXPONENT else math.inf
 
 
 def _location(values: list[float], confidence: float) -> tuple[float, float, float]:

@@ -129,3 +129,9 @@ def test_few_pairs_claim_no_more_than_their_ranks_can():
     _, wide_low, wide_high = statistics.gain_interval(base, new, 0.9999)
     assert wide_low < 0.09
     assert wide_high > 0.101
+
+
+def test_two_pairs_with_a_spike_are_sure_of_nothing():
+    gain, low, high = gain_interval([2.66, 2.04], [51.8, 2.17], 0.99875)
+    assert low == -math.inf
+    assert -10 < gain < 0 < high < 1 or high == 1.0
