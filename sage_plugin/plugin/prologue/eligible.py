@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sage_plugin.kernels.attention.prologue.apply import KERNEL_DTYPES, runs_on
@@ -12,6 +14,10 @@ from sage_plugin.plugin.prologue.unfused import Unfused
 UNITS = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 64}
 """Units in the last place of a row's largest value by which two ways to compute it may differ. Both
 round twice in 16 bits, and an embedding adds two channels; in fp32 means and roots differ too."""
+_callback: Callable[[], object] = getattr(
+    getattr(torch._C._dynamo, "eval_frame", None), "get_eval_frame_callback", lambda: None
+)
+"""What looks at each new frame of Python in this thread while compiled code runs."""
 COMPARED_AT_ONCE = 1 << 24
 """Values that are compared at once."""
 
@@ -31,6 +37,8 @@ def obstacle(layer: LayerContext, x: torch.Tensor, *others: torch.Tensor) -> Unf
         return Unfused.EXACT
     if not are_plain(x, *others):
         return Unfused.DISTURBED
+    if _callback() not in (None, False):
+        return Unfused.COMPILED
     if not runs_on(x.device):
         return Unfused.DEVICE
     if x.dtype not in KERNEL_DTYPES:

@@ -16,6 +16,7 @@ class Unfused(Enum):
     GRADIENT = "a gradient is needed"
     AUTOCAST = "autocast chooses the dtypes"
     DISTURBED = "a tensor subclass, or a mode or transform of torch, takes part"
+    COMPILED = "a compiler left the norm or embedding to Python, and reads what it gives"
     HOOKED = "somebody hooks the norm, such as offloading"
     NORM = "the norm gives another dtype, or is over other channels"
     OPERATION = "something else is done with Q or K before attention"

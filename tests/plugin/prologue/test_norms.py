@@ -16,6 +16,7 @@ from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 
 from sage_plugin.plugin.context import STACK, Frame
 from sage_plugin.plugin.patch import patch, unpatch
+from sage_plugin.plugin.prologue import eligible
 from sage_plugin.plugin.prologue.deferred import is_waiting
 from sage_plugin.plugin.prologue.unfused import Unfused
 from tests.plugin.tiny import tiny
@@ -136,3 +137,14 @@ def test_a_gradient_autocast_and_modes_stay(model):
     [row, *_] = handle.report().rows
     assert row.unfused == {Unfused.GRADIENT: 1, Unfused.AUTOCAST: 1, Unfused.DISTURBED: 1}
     assert row.fused == 0
+
+
+def test_what_a_compiler_leaves_to_python_stays(model, monkeypatch):
+    handle = patch(model.module, kernel="fav2", min_seq=0)
+    monkeypatch.setattr(eligible, "_callback", lambda: print)
+    model.run()
+    [row, *_] = handle.report().rows
+    assert (row.fused, row.unfused) == (0, {Unfused.COMPILED: 1})
+    monkeypatch.setattr(eligible, "_callback", lambda: None)
+    model.run()
+    assert handle.report().rows[0].fused == 1
