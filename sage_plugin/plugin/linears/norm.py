@@ -19,6 +19,8 @@ from sage_plugin.plugin.twin import COPYING_MODULES, ORIGINAL, ClassMemo, plain_
 
 READER = "_sage_reader"
 """Where a norm has a linear whose inputs are as wide as its outputs."""
+WAITS = "_sage_waits"
+"""Whether a norm's output can wait: its input was not written before the output was read."""
 FP32 = "FP32LayerNorm"
 """Diffusers' LayerNorm that computes in fp32 and gives back the dtype of its input."""
 
@@ -61,6 +63,7 @@ class PendingNorms:
             module = reference()
             if module is not None:
                 vars(module).pop(READER, None)
+                vars(module).pop(WAITS, None)
                 module.__class__ = plain_class(type(module))
         self._modules.clear()
 
@@ -80,12 +83,18 @@ def _make_pending(original: type[nn.LayerNorm]) -> type[nn.LayerNorm]:
         weight = None if torch.compiler.is_compiling() else _weight_for(self, x)
         if weight is None:
             return original.forward(self, x)
+        waits = vars(self).get(WAITS)
+        if waits is False:
+            return original.forward(self, x)
         norm = Prologue("layer_norm", None, self.weight, self.bias, self.eps)
-        return PendingNorm.of(x, norm, weight, x.dtype, x._version)
+        pending = PendingNorm.of(x, norm, weight, x.dtype, x._version)
+        if waits:
+            return pending
+        return pending.watched(original.forward(self, x), functools.partial(_note, self))
 
     def reduce_ex(self: nn.Module, protocol: object) -> tuple[Any, ...]:
         make, kinds, state = COPYING_MODULES["__reduce_ex__"](self, protocol)
-        return make, kinds, {key: value for key, value in state.items() if key != READER}
+        return make, kinds, {k: v for k, v in state.items() if k not in (READER, WAITS)}
 
     names = {
         "forward": forward,
@@ -99,6 +108,11 @@ def _make_pending(original: type[nn.LayerNorm]) -> type[nn.LayerNorm]:
 
 
 _pending_class = ClassMemo(_make_pending)
+
+
+def _note(norm: nn.LayerNorm, unchanged: bool) -> None:
+    """Keep what the first forward shows: once written too early is enough."""
+    vars(norm)[WAITS] = unchanged and vars(norm).get(WAITS) is not False
 
 
 def _nobody() -> None:

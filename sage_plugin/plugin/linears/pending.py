@@ -36,6 +36,7 @@ class PendingNorm(torch.Tensor):
         reader: a weight whose format rows are quantized in, where they are not yet asked for.
         version: that of the input when the norm was called.
         made: the output, once somebody read it.
+        watcher: told at the first read whether the input is as it was; `None` for nobody.
     """
 
     x: torch.Tensor
@@ -43,6 +44,7 @@ class PendingNorm(torch.Tensor):
     reader: QuantizedWeight
     version: int
     made: torch.Tensor | None
+    watcher: Callable[[bool], object] | None
 
     @staticmethod
     def of(
@@ -53,8 +55,13 @@ class PendingNorm(torch.Tensor):
             PendingNorm, x.shape, dtype=dtype, device=x.device
         )
         pending.x, pending.prologue, pending.reader = x, norm, reader
-        pending.version, pending.made = version, None
+        pending.version, pending.made, pending.watcher = version, None, None
         return pending
+
+    def watched(self, made: torch.Tensor, watcher: Callable[[bool], object]) -> PendingNorm:
+        """Have the output already, and tell at the first read whether it could have waited."""
+        self.made, self.watcher = made, watcher
+        return self
 
     def tensor(self, reader: QuantizedWeight | None = None) -> torch.Tensor:
         """The output, made at the first time.
@@ -65,6 +72,9 @@ class PendingNorm(torch.Tensor):
         Raises:
             RuntimeError: the input was written since.
         """
+        if self.watcher is not None:
+            self.watcher(self.x._version == self.version)
+            self.watcher = None
         if self.made is None:
             if self.x._version != self.version:
                 raise RuntimeError(

@@ -45,11 +45,14 @@ def test_a_family_modulates_in_the_pass_of_its_norms(name, modulated, made_of_no
     model = tiny_families.tiny(name) if family else tiny(name)
     plain = model.run()
     handle = sage_plugin.patch(model.module, **PATCH)
+    at_once = model.run()  # each norm looks at who writes its input
+    made_of_norms.clear()
     out = model.run()
     assert made_of_norms.count((True, True, torch.float32)) == modulated
     handle._parts[0].linears.norms.release()
     expected = model.run()
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-2 * float(expected.std()))
+    torch.testing.assert_close(at_once, expected, rtol=0, atol=2e-2 * float(expected.std()))
     assert float((out - expected).norm() / expected.norm()) < 2e-3
     handle.unpatch()
     assert torch.equal(model.run(), plain)
@@ -60,6 +63,8 @@ def models(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     model = tiny("cogx").module.to(dtype)
     plain = copy.deepcopy(model)
     sage_plugin.patch(model, **PATCH)
+    with torch.no_grad():
+        model.transformer_blocks[0].norm1.norm(x.to(dtype)) + 0
     return model, plain
 
 
@@ -162,11 +167,26 @@ def test_an_input_that_is_written_too_early_is_told():
             pending.sum()
 
 
+def test_a_model_that_writes_the_input_first_has_the_norm_made_at_once():
+    model = tiny("cogx").module
+    plain = copy.deepcopy(model.transformer_blocks[0].norm1.norm)
+    sage_plugin.patch(model, **PATCH)
+    norm = model.transformer_blocks[0].norm1.norm
+    with torch.no_grad():
+        for _ in range(2):
+            inputs = x.clone()
+            out = norm(inputs)
+            inputs.zero_()
+            assert torch.equal(out + 0, plain(x))
+        assert type(norm(x)) is torch.Tensor
+
+
 def test_norms_in_fp32_wait_too_and_copies_are_plain():
     model = tiny("wan").module
     sage_plugin.patch(model, **PATCH)
     norm = model.blocks[0].norm1
     with torch.no_grad():
+        norm(x) + 0
         assert type(norm(x)) is PendingNorm
     twin = copy.deepcopy(model).blocks[0].norm1
     assert type(twin) is FP32LayerNorm
