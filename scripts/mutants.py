@@ -251,8 +251,8 @@ MUTANTS = (
     Mutant(
         "ends of a gain's interval change places",
         "measure/statistics.py",
-        "return 1 - math.exp(center), 1 - math.exp(high), 1 - math.exp(low)",
-        "return 1 - math.exp(center), 1 - math.exp(low), 1 - math.exp(high)",
+        "return 1 - math.exp(center), 1 - _exp(high), 1 - _exp(low)",
+        "return 1 - math.exp(center), 1 - _exp(low), 1 - _exp(high)",
         ("tests/measure/test_statistics.py",),
     ),
     Mutant(
