@@ -20,7 +20,8 @@ from sage_plugin.plugin.twin import COPYING_MODULES, ORIGINAL, ClassMemo, plain_
 READER = "_sage_reader"
 """Where a norm has a linear whose inputs are as wide as its outputs."""
 WAITS = "_sage_waits"
-"""Whether a norm's output can wait: its input was not written before the output was read."""
+"""Whether a norm's output can wait without a copy of its input, which no forward has written before
+the output was made."""
 FP32 = "FP32LayerNorm"
 """Diffusers' LayerNorm that computes in fp32 and gives back the dtype of its input."""
 
@@ -83,14 +84,9 @@ def _make_pending(original: type[nn.LayerNorm]) -> type[nn.LayerNorm]:
         weight = None if torch.compiler.is_compiling() else _weight_for(self, x)
         if weight is None:
             return original.forward(self, x)
-        waits = vars(self).get(WAITS)
-        if waits is False:
-            return original.forward(self, x)
         norm = Prologue("layer_norm", None, self.weight, self.bias, self.eps)
-        pending = PendingNorm.of(x, norm, weight, x.dtype, x._version)
-        if waits:
-            return pending
-        return pending.watched(original.forward(self, x), functools.partial(_note, self))
+        watcher = None if vars(self).get(WAITS) else functools.partial(_note, self)
+        return PendingNorm.of(x, norm, weight, watcher)
 
     def reduce_ex(self: nn.Module, protocol: object) -> tuple[Any, ...]:
         make, kinds, state = COPYING_MODULES["__reduce_ex__"](self, protocol)
@@ -111,7 +107,7 @@ _pending_class = ClassMemo(_make_pending)
 
 
 def _note(norm: nn.LayerNorm, unchanged: bool) -> None:
-    """Keep what the first forward shows: once written too early is enough."""
+    """Keep what the first forwards show: once written too early is enough."""
     vars(norm)[WAITS] = unchanged and vars(norm).get(WAITS) is not False
 
 

@@ -31,15 +31,17 @@ class PendingNorm(torch.Tensor):
     """Stands for the output of a norm, of its shape, dtype and device.
 
     Attributes:
-        x: the norm's input.
+        x: the norm's input, or a copy of it.
+        given: the norm's input.
         prologue: the norm, and what it is modulated by.
         reader: a weight whose format rows are quantized in, where they are not yet asked for.
         version: that of the input when the norm was called.
         made: the output, once somebody read it.
-        watcher: told at the first read whether the input is as it was; `None` for nobody.
+        watcher: told, when the output is made, whether the input is as it was; `None` for nobody.
     """
 
     x: torch.Tensor
+    given: torch.Tensor
     prologue: Prologue
     reader: QuantizedWeight
     version: int
@@ -48,20 +50,31 @@ class PendingNorm(torch.Tensor):
 
     @staticmethod
     def of(
-        x: torch.Tensor, norm: Prologue, reader: QuantizedWeight, dtype: torch.dtype, version: int
+        x: torch.Tensor,
+        norm: Prologue,
+        reader: QuantizedWeight,
+        watcher: Callable[[bool], object] | None = None,
     ) -> PendingNorm:
-        """Stand for a norm of `x`."""
+        """Stand for a norm of `x`; of a copy, where somebody watches whether that is needed."""
+        return PendingNorm._of(x if watcher is None else x.clone(), x, norm, reader, x.dtype,
+                               x._version, watcher)  # fmt: skip
+
+    @staticmethod
+    def _of(
+        x: torch.Tensor,
+        given: torch.Tensor,
+        norm: Prologue,
+        reader: QuantizedWeight,
+        dtype: torch.dtype,
+        version: int,
+        watcher: Callable[[bool], object] | None,
+    ) -> PendingNorm:
         pending: PendingNorm = torch.Tensor._make_wrapper_subclass(
             PendingNorm, x.shape, dtype=dtype, device=x.device
         )
-        pending.x, pending.prologue, pending.reader = x, norm, reader
-        pending.version, pending.made, pending.watcher = version, None, None
+        pending.x, pending.given, pending.prologue, pending.reader = x, given, norm, reader
+        pending.version, pending.made, pending.watcher = version, None, watcher
         return pending
-
-    def watched(self, made: torch.Tensor, watcher: Callable[[bool], object]) -> PendingNorm:
-        """Have the output already, and tell at the first read whether it could have waited."""
-        self.made, self.watcher = made, watcher
-        return self
 
     def tensor(self, reader: QuantizedWeight | None = None) -> torch.Tensor:
         """The output, made at the first time.
@@ -72,11 +85,11 @@ class PendingNorm(torch.Tensor):
         Raises:
             RuntimeError: the input was written since.
         """
-        if self.watcher is not None:
-            self.watcher(self.x._version == self.version)
-            self.watcher = None
         if self.made is None:
-            if self.x._version != self.version:
+            unchanged = self.given._version == self.version
+            if self.watcher is not None:
+                self.watcher(unchanged)
+            elif not unchanged:
                 raise RuntimeError(
                     "the input of a norm was written before its output was read; patch without "
                     "linears=, and report this model"
@@ -159,4 +172,6 @@ def _modulated(
 
 
 def _like(pending: PendingNorm, norm: Prologue, dtype: torch.dtype) -> PendingNorm:
-    return PendingNorm.of(pending.x, norm, pending.reader, dtype, pending.version)
+    return PendingNorm._of(
+        pending.x, pending.given, norm, pending.reader, dtype, pending.version, pending.watcher
+    )

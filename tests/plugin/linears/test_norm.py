@@ -45,14 +45,14 @@ def test_a_family_modulates_in_the_pass_of_its_norms(name, modulated, made_of_no
     model = tiny_families.tiny(name) if family else tiny(name)
     plain = model.run()
     handle = sage_plugin.patch(model.module, **PATCH)
-    at_once = model.run()  # each norm looks at who writes its input
+    first = model.run()  # each norm looks at who writes its input
     made_of_norms.clear()
     out = model.run()
+    assert torch.equal(out, first)
     assert made_of_norms.count((True, True, torch.float32)) == modulated
     handle._parts[0].linears.norms.release()
     expected = model.run()
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-2 * float(expected.std()))
-    torch.testing.assert_close(at_once, expected, rtol=0, atol=2e-2 * float(expected.std()))
     assert float((out - expected).norm() / expected.norm()) < 2e-3
     handle.unpatch()
     assert torch.equal(model.run(), plain)
@@ -167,18 +167,19 @@ def test_an_input_that_is_written_too_early_is_told():
             pending.sum()
 
 
-def test_a_model_that_writes_the_input_first_has_the_norm_made_at_once():
+def test_a_model_that_writes_the_input_first_gets_the_norm_of_what_it_was():
     model = tiny("cogx").module
     plain = copy.deepcopy(model.transformer_blocks[0].norm1.norm)
     sage_plugin.patch(model, **PATCH)
     norm = model.transformer_blocks[0].norm1.norm
     with torch.no_grad():
-        for _ in range(2):
+        norm(x) + 0  # one forward that does not write shows nothing of another that does
+        vars(norm).pop("_sage_waits")
+        for _ in range(3):
             inputs = x.clone()
             out = norm(inputs)
             inputs.zero_()
-            assert torch.equal(out + 0, plain(x))
-        assert type(norm(x)) is torch.Tensor
+            torch.testing.assert_close(out + 0, plain(x))
 
 
 def test_norms_in_fp32_wait_too_and_copies_are_plain():
