@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.slow import is_slow
+from tests.slow import is_slow, is_swept
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test-fast` leaves out."""
+    """Mark what `make test-fast` leaves out, and what `make test` does."""
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
+        if is_swept(item.nodeid):
+            item.add_marker(pytest.mark.sweep)
 
 
 @pytest.fixture(autouse=True)

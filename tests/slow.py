@@ -75,6 +75,28 @@ INTERPRETED = "-interpreter]"
 """How the ids of the matrix end in Triton's interpreter."""
 
 
+SWEPT = (
+    # Whole runs and builds of which `make test` has another one.
+    "tests/cli/test_demo.py::test_a_second_run_replaces_the_first",
+    "tests/cli/test_policy_prove.py::test_the_whole_path",
+    "tests/cli/test_policy_sensitivity.py::test_it_is_measured",
+    "tests/demo/test_pipeline.py::test_generated_digits_can_be_read",
+    "tests/families/test_ahead_of_time.py::test_both_launches_of_a_linear",
+    "tests/kernels/linear/test_aot.py::test_no_fp8",
+    "tests/kernels/test_aot.py::test_no_fp8",
+    "tests/kernels/test_aot_hopper.py::test_a_block_that_overlaps_the_next_builds",
+    "tests/kernels/test_aot_hopper.py::test_every_field_of_a_config_builds[fav3_sage-{'exp_lin",
+    "tests/plugin/linears/test_compile.py::test_a_patched_model_is_one_graph_for_all_steps[cogx",
+    "tests/plugin/linears/test_compile.py::test_lengths_may_be_dynamic",
+)
+"""How the ids of tests begin that `make test-slow` runs and `make test` does not."""
+
+
+def is_swept(node_id: str) -> bool:
+    """Whether `make test` leaves a test to `make test-slow`."""
+    return node_id.startswith(SWEPT)
+
+
 def is_slow(node_id: str) -> bool:
     """Return whether `make test-fast` leaves a test out."""
     return node_id.startswith(SLOW) or node_id.endswith(INTERPRETED)

@@ -43,23 +43,27 @@ class Place:
             return tuple(kernel for kernel in row.kernels if kernel in HOPPER)
         return row.kernels
 
-    def sampled(self, row: Row, at: int) -> tuple[str, ...]:
-        """Those that every run tries, fewer where builds cost seconds.
-
-        The interpreter tries `fav2` and one of the others in turn, a GPU the one or the other.
+    def swept(self, row: Row, at: int) -> tuple[str, ...]:
+        """Those that a sweep tries; the interpreter `fav2` and one of the others in turn.
 
         Args:
             at: the place of the row in the table.
         """
         kernels = self.kernels(row)
+        if row.everywhere or self.name != "interpreter":
+            return kernels
+        others = [kernel for kernel in kernels if kernel != "fav2"]
+        return (*({*kernels} - {*others}), *others[at % max(1, len(others)) :][:1])
+
+    def sampled(self, row: Row, at: int) -> tuple[str, ...]:
+        """Those that every run tries: one in turn where a cell costs seconds, `fav2` each other."""
+        kernels = self.swept(row, at)
         if row.everywhere or self.name in ("emulation", "torch"):
             return kernels
         others = [kernel for kernel in kernels if kernel != "fav2"]
-        turn = at if self.name == "interpreter" else at // 2
-        one = others[turn % max(1, len(others)) :][:1]
-        if "fav2" not in kernels or (self.name == "gpu" and at % 2 and one):
-            return tuple(one)
-        return ("fav2",) if self.name == "gpu" else ("fav2", *one)
+        if "fav2" in kernels and (at % 2 == 0 or not others):
+            return ("fav2",)
+        return tuple(others[at // 2 % max(1, len(others)) :][:1])
 
     def case(self, row: Row) -> Case:
         """The call of a row, the same on every device."""
@@ -112,13 +116,13 @@ PLACES = {
 def cells(names: dict[str, Row], places: Iterable[str]) -> list[Any]:
     """The name of a row, a kernel and the name of a place, for each kernel that is tried there.
 
-    Triton's interpreter runs a sample of them; a GPU the same, and the rest in a sweep.
+    Triton's interpreter and a GPU run a sample of them, and more in a sweep.
     """
     made = []
     for place in (PLACES[name] for name in places):
         for at, (name, row) in enumerate(names.items()):
             sampled = place.sampled(row, at)
-            for kernel in sampled if place.name == "interpreter" else place.kernels(row):
+            for kernel in place.swept(row, at):
                 marks = [*MARKS.get(place.name, [])]
                 marks += [] if kernel in sampled else [pytest.mark.sweep]
                 label = f"{name}-{kernel}-{place.name}"
