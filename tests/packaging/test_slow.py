@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import INTERPRETED, SLOW, is_slow
+from tests.slow import INTERPRETED, SLOW, SWEPT, is_slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("beginning", SLOW)
+@pytest.mark.parametrize("beginning", [*SLOW, *SWEPT])
 def test_each_beginning_is_that_of_a_test(beginning: str) -> None:
     place, _, name = beginning.partition("::")
     files = [path for path in ROOT.glob("tests/**/test_*.py") if _id(path).startswith(place)]
     assert files
+    name = name.partition("[")[0]
     assert any(f"\ndef {name or 'test_'}" in path.read_text(encoding="utf-8") for path in files)
 
 
