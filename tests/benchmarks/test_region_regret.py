@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import time
+import math
 from types import ModuleType
 
 import pytest
@@ -76,11 +76,11 @@ def test_lengths_are_timed_until_the_budget_ends(regret, monkeypatch):
     monkeypatch.setattr(regret, "ROUNDS", 2)
     args = argparse.Namespace(kernel="sage:emulation", device="cpu", configs=2)
     facts = device.facts("cpu")
-    row = regret.timed("tiny", facts, args, time.monotonic() + 60)
+    row = regret.timed("tiny", facts, args, math.inf)
     assert list(row["prices"]) == ["32", "64", "96"]
     assert row["kernel"] == "sage:emulation"
     assert all(len(timed) == 2 for timed in row["ms"].values())
-    assert regret.timed("tiny", facts, args, time.monotonic() - 1) is None
+    assert regret.timed("tiny", facts, args, -math.inf) is None
 
 
 def test_it_needs_a_gpu_or_ledgers(regret, tmp_path, monkeypatch, capsys):

@@ -65,6 +65,7 @@ class Row:
         launch: fields of the launch config.
         times: how much more error than on plain drawn inputs is allowed.
         kernels: which kernels it is asked of.
+        truncated: what FP8 sums of tensor cores, which truncate as they add, may add to the error.
         everywhere: whether the interpreter runs all of them, and not two.
     """
 
@@ -81,6 +82,7 @@ class Row:
     launch: dict[str, Any] = field(default_factory=dict)
     times: float = 3.0
     kernels: tuple[str, ...] = EMULATED
+    truncated: float = 2e-4
     everywhere: bool = False
 
     def __str__(self) -> str:
