@@ -67,6 +67,7 @@ SLOW = (
     "tests/tune/test_simulate.py",
     "tests/tune/test_subprocess_runner.py",
     "tests/tune/test_session.py",
+    "tests/tune/test_session_ends.py",
     "tests/tune/test_trial.py",
     "tests/tune/test_worker.py",
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sage_plugin.families.attention.gates import gate_for
 from sage_plugin.measure.timing import Samples, TimingLimits, interleave
+from sage_plugin.registry import load
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import CallShape, ErrorMetrics, LaunchConfig, Trial
 from sage_plugin.tune.configs import trial as trials
@@ -209,3 +210,13 @@ def _captured():
 
 
 CAPTURED = _captured()
+
+
+def faster(*winners, by: float = 0.2):
+    """Speeds in which some configs take less than the 1 ms of all others."""
+    return lambda config: 1 - by if config in winners else 1.0
+
+
+def entries(plan) -> list:
+    """What the registry of a plan holds."""
+    return list(load.read(plan.registry_path).entries)
