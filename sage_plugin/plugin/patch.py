@@ -118,6 +118,7 @@ class PatchHandle:
             parts = [part for part in parts if part in self._parts]  # no other thread did
             for part in parts:
                 part.linears.check_originals()
+                part.experts.check_originals()
             self._past.append(report_of(parts))
             for part in parts:
                 part.release()
@@ -236,7 +237,7 @@ def patch(
             parts = [handle._take(name, module, options) for name, module in chosen.items()]
             for part in parts:
                 part.apply(options)
-            if not any(part.layers or part.linears.layers for part in parts):
+            if not any(p.layers or p.linears.layers or p.experts.layers for p in parts):
                 raise PatchError(_nothing_chosen(parts, options))
             _check_policy_of(parts, options.policy)
         except BaseException:
@@ -458,7 +459,7 @@ def _check_policy_of(parts: list[Component], policy: Policy | None) -> None:
         raise ConfigError(f"the policy is for {policy.model}, and this is {', '.join(kinds)}")
     of_op = {
         ATTENTION: [layer.name for part in parts for layer in part.layers.values()],
-        LINEAR: [name for part in parts for name in part.linears.names()],
+        LINEAR: [name for part in parts for name in (*part.linears.names(), *part.experts.names())],
     }
     for number, rule in enumerate(policy.rules, start=1):
         names = of_op[rule.op]

@@ -1,0 +1,108 @@
+"""The experts of a mixture as two grouped linears on quantized rows, with what lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
+from sage_plugin.kernels.grouped_linear.executor import run
+from sage_plugin.kernels.grouped_linear.routing import combined, gathered, routing_of
+from sage_plugin.kernels.grouped_linear.torch_ops import traced_product
+from sage_plugin.kernels.grouped_linear.weight import GroupedWeight
+from sage_plugin.kernels.linear.call import LinearRequest
+from sage_plugin.kernels.linear.quantizer import quantizer_of
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
+from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
+from sage_plugin.kernels.linear.rows.row_format import RowFormat
+from sage_plugin.kernels.linear.traced import traced_rows
+from sage_plugin.kernels.surroundings import are_plain, on_device, without_autocast
+
+AUTO = LinearRequest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """The weights of a mixture's experts.
+
+    Attributes:
+        up: `(E, 2I, H)`, the gates' channels before the others; `(E, I, H)` without gates.
+        down: `(E, H, I)`.
+        up_bias: `(E, 2I)` or `(E, I)`, or `None`.
+        down_bias: `(E, H)`, or `None`.
+        between: makes `(T, I)` of the first product; `None` for `silu(gate) * up`, which is
+            computed in the pass that quantizes it.
+    """
+
+    up: GroupedWeight
+    down: GroupedWeight
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    between: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that multiplies them."""
+        return self.up.kernel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the 8-bit weights."""
+        return self.up.nbytes + self.down.nbytes
+
+    def to(self, device: torch.device | str) -> Experts:
+        """Return the experts on a device."""
+        biases = (None if b is None else b.to(device) for b in (self.up_bias, self.down_bias))
+        return Experts(self.up.to(device), self.down.to(device), *biases, between=self.between)
+
+
+def run_experts(
+    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts
+) -> torch.Tensor:
+    """Send tokens through their experts; traceable, and nothing is read on the host.
+
+    A token is quantized once for all of its experts.
+
+    Args:
+        x: `(S, H)`.
+        chosen: `(S, k)` experts of each token; E or more for one that is elsewhere, which adds 0.
+        weights: `(S, k)` of the sum.
+        experts: what they go through.
+
+    Returns:
+        `(S, H)`.
+    """
+    routing = routing_of(chosen, experts.up.groups)
+    sizes = routing.group_sizes
+    rows = gathered(_quantized(x, experts.up.row_format), routing)
+    inner = _product(rows, experts.up, sizes, experts.up_bias, x.dtype)
+    if experts.between is None:
+        gate, up = inner.chunk(2, dim=-1)
+        rows = _quantized(up, experts.down.row_format, Prologue("swiglu", gate=gate))
+    else:
+        rows = _quantized(experts.between(inner), experts.down.row_format)
+    out = _product(rows, experts.down, sizes, experts.down_bias, x.dtype)
+    return combined(out, weights, routing, x.dtype)
+
+
+def _quantized(
+    x: torch.Tensor, form: RowFormat, prologue: Prologue = NO_PROLOGUE
+) -> QuantizedRows:
+    if not are_plain(x, *prologue.tensors()):
+        return traced_rows(x, form, None, prologue)
+    with on_device(x.device), without_autocast(x.device):
+        return quantizer_of(x.device)(x, form, None, prologue)
+
+
+def _product(
+    rows: QuantizedRows,
+    weights: GroupedWeight,
+    group_sizes: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if not are_plain(rows.data, group_sizes, bias):
+        return traced_product(rows, weights, group_sizes, bias, dtype)
+    return run(GroupedLinearCall(rows, weights, group_sizes, bias, dtype), AUTO)

@@ -1,0 +1,111 @@
+"""Which modules are the experts of a mixture, and why some run as ever.
+
+Those are known by what transformers' decorator of experts gives them: weights of all experts in one
+tensor, and how they are laid out. Nothing of transformers is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.grouped_linear.experts import Experts
+from sage_plugin.kernels.grouped_linear.weight import quantize_weights
+from sage_plugin.plugin.context import layer_path
+
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+DEFAULT_GATE = "_default_apply_gate"
+ACTIVATIONS = ("SiLU", "SiLUActivation")
+"""Classes of the activation that is computed in the pass that quantizes."""
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """All modules of experts in a model, by path."""
+    return {layer_path(path): x for path, x in model.named_modules() if is_experts(x)}
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module is the experts of a mixture.
+
+    Example:
+        >>> is_experts(nn.Linear(2, 2))
+        False
+    """
+    return hasattr(module, "down_proj") and all(hasattr(module, flag) for flag in FLAGS)
+
+
+def weights_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of the first product and of the second, as the module has them."""
+    first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    up, down = getattr(module, first), module.down_proj
+    assert isinstance(up, torch.Tensor)
+    assert isinstance(down, torch.Tensor)
+    return up, down
+
+
+def obstacle(module: nn.Module, kernel: str) -> FallbackReason | None:
+    """Why experts run as ever, `None` where they do not.
+
+    Args:
+        module: the experts.
+        kernel: kernel by name, or `"auto"`.
+    """
+    name = type(module).__name__
+    if kernel == "fp8_tensor":
+        return FallbackReason(Fallback.EXPERTS_KERNEL, kernel)
+    if getattr(module, "has_post_expert_norm", False):
+        return FallbackReason(Fallback.EXPERTS_NORM)
+    if "forward" in vars(module):
+        hooked = hasattr(module, "_hf_hook")
+        hook = FallbackReason(Fallback.LINEAR_OFFLOADED, "a hook of accelerate")
+        return hook if hooked else FallbackReason(Fallback.LINEAR_FORWARD)
+    if any(hasattr(module, f"{name}_scale_inv") for name in ("gate_up_proj", "up_proj")):
+        return FallbackReason(Fallback.LINEAR_QUANTIZED, name)
+    for weight in _parameters(module):
+        kind = type(weight) if type(weight) is not nn.Parameter else type(weight.data)
+        if kind is not torch.Tensor or weight.dim() != 3:
+            return FallbackReason(Fallback.LINEAR_WEIGHT, kind.__name__)
+        if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return FallbackReason(Fallback.DTYPE, str(weight.dtype).removeprefix("torch."))
+        if weight.device.type == "meta":
+            return FallbackReason(Fallback.LINEAR_OFFLOADED, "a device map")
+    return None
+
+
+def quantized_experts(module: nn.Module, kernel: str) -> Experts:
+    """Quantize the weights of experts.
+
+    Args:
+        module: the experts.
+        kernel: a quantized kernel.
+    """
+    flipped = bool(module.is_transposed)
+    up, down = (
+        quantize_weights((w.transpose(1, 2) if flipped else w).detach(), kernel)
+        for w in weights_of(module)
+    )
+    has_gate = bool(module.has_gate)
+    biases: list[torch.Tensor | None] = [None, None]
+    if module.has_bias:
+        names = ("gate_up_proj_bias" if has_gate else "up_proj_bias", "down_proj_bias")
+        biases = [getattr(module, name).detach() for name in names]
+    between = module._apply_gate if has_gate else module.act_fn
+    return Experts(up, down, *biases, between=None if _is_swiglu(module) else between)  # type: ignore[arg-type]
+
+
+def _is_swiglu(module: nn.Module) -> bool:
+    """Whether experts weigh half of their channels by `silu` of the other half."""
+    gate = getattr(type(module), "_apply_gate", None)
+    return bool(
+        module.has_gate
+        and module.is_concatenated
+        and getattr(gate, "__name__", "") == DEFAULT_GATE
+        and type(module.act_fn).__name__ in ACTIVATIONS
+    )
+
+
+def _parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from weights_of(module)
