@@ -161,7 +161,8 @@ def report_of(parts: Iterable[Component]) -> PluginReport:
             forwards=part.state.forwards.count,
             linears=tuple(
                 of_linears.row_of(layer)
-                for layer in (*part.linears.layers.values(), *part.experts.layers.values())
+                for group in (part.linears.layers.values(), part.experts.layers.values())
+                for layer in group
             ),
             linears_left=part.linears_left(),
         )

@@ -94,7 +94,9 @@ def check_call(call: GroupedLinearCall) -> None:
     places = {name: tensor.device for name, tensor in named.items() if tensor is not None}
     if len(set(places.values())) > 1:
         told = ", ".join(f"{name} on {place}" for name, place in places.items())
-        raise UnsupportedInputError(f"the tensors are on several devices ({told}); move them to one")
+        raise UnsupportedInputError(
+            f"the tensors are on several devices ({told}); move them to one"
+        )
     if isinstance(call.x, QuantizedRows) and call.out_dtype is None:
         raise UnsupportedInputError("out_dtype is None; quantized rows need one of the output")
     if call.out_dtype not in (None, *FLOATS):

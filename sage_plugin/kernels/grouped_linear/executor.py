@@ -15,13 +15,19 @@ from sage_plugin.kernels.grouped_linear.backends.torch_products import (
     finished_groups,
 )
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall, check_call
-from sage_plugin.kernels.grouped_linear.dispatch import BASELINE, decide
+from sage_plugin.kernels.grouped_linear.dispatch import decide
 from sage_plugin.kernels.grouped_linear.launch_space import find_launch, illegal_reason
-from sage_plugin.kernels.grouped_linear.operands import GroupedBackend, GroupedOperands, ends_of
+from sage_plugin.kernels.grouped_linear.operands import (
+    GroupedBackend,
+    GroupedOperands,
+    ends_of,
+    zero_tail,
+)
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight, quantized_weights_once
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.linear.activation import quantize_rows
 from sage_plugin.kernels.linear.call import LinearRequest
+from sage_plugin.kernels.linear.dispatch import BASELINE
 from sage_plugin.kernels.linear.executor import MOST_EXECUTORS, check_place
 from sage_plugin.kernels.linear.quantizer import RowQuantizer, quantizer_of
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
@@ -61,9 +67,7 @@ class GroupedExecutor:
             assert isinstance(weights, torch.Tensor)
             if self.decision.variant == "triton":
                 weights = weights.contiguous()
-            return GroupedOperands(
-                call.data.contiguous(), None, weights, None, group_sizes, bias
-            )
+            return GroupedOperands(call.data.contiguous(), None, weights, None, group_sizes, bias)
         if not isinstance(weights, GroupedWeight):
             weights = quantized_weights_once(weights, self.decision.kernel)
         if not isinstance(x, QuantizedRows):
@@ -80,6 +84,8 @@ def host_grouped_linear(call: GroupedLinearCall) -> torch.Tensor:
         matrices = matrices.to(x.dtype)
     ends = ends_of(group_sizes, x.shape[0])
     out_features = matrices.shape[1]
+    if call.needs_grad:  # whose gradient torch leaves unwritten beyond the groups
+        x = zero_tail(x, ends)
     if x.numel() == 0 or matrices.numel() == 0:
         out = x.new_zeros(x.shape[0], out_features)
     else:

@@ -54,8 +54,12 @@ class Experts:
 
     def to(self, device: torch.device | str) -> Experts:
         """Return the experts on a device."""
-        biases = (None if b is None else b.to(device) for b in (self.up_bias, self.down_bias))
-        return Experts(self.up.to(device), self.down.to(device), *biases, between=self.between)
+        up_bias, down_bias = (
+            None if bias is None else bias.to(device) for bias in (self.up_bias, self.down_bias)
+        )
+        return Experts(
+            self.up.to(device), self.down.to(device), up_bias, down_bias, between=self.between
+        )
 
 
 def run_experts(
@@ -87,9 +91,7 @@ def run_experts(
     return combined(out, weights, routing, x.dtype)
 
 
-def _quantized(
-    x: torch.Tensor, form: RowFormat, prologue: Prologue = NO_PROLOGUE
-) -> QuantizedRows:
+def _quantized(x: torch.Tensor, form: RowFormat, prologue: Prologue = NO_PROLOGUE) -> QuantizedRows:
     if not are_plain(x, *prologue.tensors()):
         return traced_rows(x, form, None, prologue)
     with on_device(x.device), without_autocast(x.device):

@@ -81,7 +81,7 @@ def combined(
     place = torch.empty_like(order)
     place[order] = torch.arange(order.shape[0], device=order.device)
     if rows.is_cuda and are_plain(rows, weights) and device.triton_version():
-        from sage_plugin.kernels.grouped_linear.backends.triton.combine import combine_triton
+        from sage_plugin.kernels.grouped_linear.backends.triton.combine_kernel import combine_triton
 
         with on_device(rows.device):
             return combine_triton(rows, weights, place, dtype)

@@ -93,7 +93,9 @@ def _check(weights: torch.Tensor, kernel: str) -> None:
             f"kernel {kernel!r} quantizes no grouped linear; choose one of {', '.join(quantized)}"
         )
     if not isinstance(weights, torch.Tensor) or weights.dim() != 3 or weights.numel() == 0:
-        given = tuple(weights.shape) if isinstance(weights, torch.Tensor) else type(weights).__name__
+        given = (
+            tuple(weights.shape) if isinstance(weights, torch.Tensor) else type(weights).__name__
+        )
         raise UnsupportedInputError(
             f"weights is {given}; it needs three dimensions, (groups, out_features, in_features)"
         )

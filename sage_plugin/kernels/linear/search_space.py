@@ -32,6 +32,7 @@ class LinearRegion:
 
 
 def tile(m: int, n: int, k: int, warps: int, stages: int, **more: int | str) -> LinearLaunch:
+    """Return the launch config of a tile."""
     return LinearLaunch(block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages, **more)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ tensor, and how they are laid out. Nothing of transformers is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,12 +37,14 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "down_proj") and all(hasattr(module, flag) for flag in FLAGS)
 
 
+def names_of(module: nn.Module) -> tuple[str, str]:
+    """Return the names of the weights of the first product and of the second."""
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
 def weights_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights of the first product and of the second, as the module has them."""
-    first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-    up, down = getattr(module, first), module.down_proj
-    assert isinstance(up, torch.Tensor)
-    assert isinstance(down, torch.Tensor)
+    up, down = (getattr(module, name) for name in names_of(module))
     return up, down
 
 
@@ -62,9 +64,9 @@ def obstacle(module: nn.Module, kernel: str) -> FallbackReason | None:
         hooked = hasattr(module, "_hf_hook")
         hook = FallbackReason(Fallback.LINEAR_OFFLOADED, "a hook of accelerate")
         return hook if hooked else FallbackReason(Fallback.LINEAR_FORWARD)
-    if any(hasattr(module, f"{name}_scale_inv") for name in ("gate_up_proj", "up_proj")):
+    if hasattr(module, f"{names_of(module)[0]}_scale_inv"):
         return FallbackReason(Fallback.LINEAR_QUANTIZED, name)
-    for weight in _parameters(module):
+    for weight in weights_of(module):
         kind = type(weight) if type(weight) is not nn.Parameter else type(weight.data)
         if kind is not torch.Tensor or weight.dim() != 3:
             return FallbackReason(Fallback.LINEAR_WEIGHT, kind.__name__)
@@ -87,13 +89,14 @@ def quantized_experts(module: nn.Module, kernel: str) -> Experts:
         quantize_weights((w.transpose(1, 2) if flipped else w).detach(), kernel)
         for w in weights_of(module)
     )
-    has_gate = bool(module.has_gate)
-    biases: list[torch.Tensor | None] = [None, None]
-    if module.has_bias:
-        names = ("gate_up_proj_bias" if has_gate else "up_proj_bias", "down_proj_bias")
-        biases = [getattr(module, name).detach() for name in names]
-    between = module._apply_gate if has_gate else module.act_fn
-    return Experts(up, down, *biases, between=None if _is_swiglu(module) else between)  # type: ignore[arg-type]
+    up_bias, down_bias = (
+        getattr(module, f"{name}_bias").detach() if module.has_bias else None
+        for name in names_of(module)
+    )
+    between: Any = None
+    if not _is_swiglu(module):
+        between = module._apply_gate if module.has_gate else module.act_fn
+    return Experts(up, down, up_bias, down_bias, between=between)
 
 
 def _is_swiglu(module: nn.Module) -> bool:
@@ -105,7 +108,3 @@ def _is_swiglu(module: nn.Module) -> bool:
         and getattr(gate, "__name__", "") == DEFAULT_GATE
         and type(module.act_fn).__name__ in ACTIVATIONS
     )
-
-
-def _parameters(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from weights_of(module)

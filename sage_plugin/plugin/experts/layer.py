@@ -17,7 +17,12 @@ from sage_plugin.kernels.notice import warn_once
 from sage_plugin.kernels.surroundings import wants_gradient
 from sage_plugin.plugin.context import PatchState
 from sage_plugin.plugin.counts import LayerCounts
-from sage_plugin.plugin.experts.eligible import obstacle, quantized_experts, weights_of
+from sage_plugin.plugin.experts.eligible import (
+    names_of,
+    obstacle,
+    quantized_experts,
+    weights_of,
+)
 from sage_plugin.plugin.linears.compute import kernel_for
 from sage_plugin.plugin.linears.roles import Role
 
@@ -112,13 +117,10 @@ class ExpertsLayer:
             return
         self.quantized = quantized_experts(module, kernel)
         if not self.keep:
-            self._free(up, down)
-
-    def _free(self, *weights: torch.Tensor) -> None:
-        self._original_bytes = sum(weight.nbytes for weight in weights)
-        for weight in weights:
-            weight.data = torch.empty_like(weight, device="meta")
-        self.freed = True
+            self._original_bytes, self.freed = up.nbytes + down.nbytes, True
+            for name, weight in zip(names_of(module), (up, down), strict=True):
+                empty = torch.empty_like(weight, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=False)
 
     def check_original(self) -> None:
         """Raise unless there are originals.

@@ -15,7 +15,9 @@ from sage_plugin.plugin.twin import ORIGINAL, ClassMemo, plain_class
 
 def swap(module: nn.Module, layer: ExpertsLayer) -> None:
     """Let a layer run the experts of a module."""
-    module.__class__ = patched_class(type(module))
+    patched = patched_class(type(module))
+    assert patched is not None
+    module.__class__ = patched
     vars(module)[SLOT] = layer
 
 

@@ -45,25 +45,24 @@ class ExpertsPart:
         wanted = {path: self._wanted(path) for path in found}
         self.left = {path: w for path, w in wanted.items() if isinstance(w, FallbackReason)}
         chosen = {path: w for path, w in wanted.items() if not isinstance(w, FallbackReason)}
-        former = dict(self._patched())
-        for path, (kernel, _) in chosen.items():
-            layer = layer_in(found[path])
-            if layer is not None and layer.state is not self.state and layer.name in former:
-                raise PatchError(f"{layer.name} is patched already; unpatch that module first")
-            if layer is not None and (layer.kernel, layer.keep) == (kernel, options.keep_originals):
-                former.pop(path, None)
-        for layer, module in former.values():
-            layer.check_original()
-            put_back(module)
-        self.layers = {}
+        former = {id(module): (layer, module) for layer, module in self._patched().values()}
+        layers = {}
         for path, (kernel, rule) in chosen.items():
             module = found[path]
-            layer = layer_in(module)
-            if layer is None or layer.state is not self.state:
+            layer = self._own(path, module)
+            if layer is not None and (layer.kernel, layer.keep) == (kernel, options.keep_originals):
+                del former[id(module)]
+            else:
                 layer = ExpertsLayer("", self.state, kernel, keep=options.keep_originals)
-                swap(module, layer)
-            layer.rule = rule
-            self.layers[path], self._modules[path] = layer, weakref.ref(module)
+            layer.rule, layers[path] = rule, layer
+        for layer, _ in former.values():
+            layer.check_original()
+        for _, module in former.values():
+            put_back(module)
+        for path, layer in layers.items():
+            if layer_in(found[path]) is not layer:
+                swap(found[path], layer)
+        self.layers, self._modules = layers, {p: weakref.ref(found[p]) for p in layers}
         self.rename(self.state.component)
         self.settle()
 
@@ -119,6 +118,20 @@ class ExpertsPart:
         for layer, module in self._patched().values():
             if id(module) not in here:
                 yield layer.name
+
+    def _own(self, path: str, module: nn.Module) -> ExpertsLayer | None:
+        """The layer of this component that experts have.
+
+        Raises:
+            PatchError: another patch has them.
+        """
+        layer: ExpertsLayer | None = layer_in(module)
+        if layer is not None and layer.state is not self.state:
+            raise PatchError(
+                f"{self.state.component}.{path} is patched already, as {layer.name}; unpatch that "
+                "module first"
+            )
+        return layer
 
     def _patched(self) -> dict[str, tuple[ExpertsLayer, nn.Module]]:
         """Patched experts whose module there is still, by path."""

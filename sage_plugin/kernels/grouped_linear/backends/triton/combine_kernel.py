@@ -44,6 +44,6 @@ def combine_triton(
     widths = -(-columns // width)
     launch_graph.launch(
         combine_rows_kernel, tokens * widths, rows, weights.contiguous(), place, out, columns,
-        widths, K=choices, WIDTH=width, num_warps=4,
+        widths, K=choices, WIDTH=width, num_warps=4,  # not tuned: bytes decide
     )  # fmt: skip
     return out
