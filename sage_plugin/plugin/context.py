@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from sage_plugin.plugin.policy.rules import LINEAR, Policy
 from sage_plugin.plugin.prologue.unfused import Unfused
 from sage_plugin.plugin.steps.forward import ForwardCounter
 from sage_plugin.plugin.steps.tracker import StepTracker
+from sage_plugin.schema import ATTENTION
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.component import Component
@@ -52,6 +53,8 @@ class CallEvent:
         layout: `"bhsd"` or `"bshd"`.
         decision: where the call is about to run.
     """
+
+    family: ClassVar[str] = ATTENTION
 
     component: str
     layer: str

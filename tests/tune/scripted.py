@@ -185,9 +185,9 @@ class ScriptedRunner:
 
 
 def _captured():
-    from sage_plugin.schema import CaptureRecord
+    from sage_plugin.capture.record import AttentionCapture
 
-    return CaptureRecord(
+    return AttentionCapture(
         schema_version=1,
         family="attention",
         file="000000.safetensors",

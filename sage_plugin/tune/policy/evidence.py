@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sage_plugin import device as devices
 from sage_plugin.accuracy.gate import failures
+from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
 from sage_plugin.families import ATTENTION
@@ -20,7 +21,6 @@ from sage_plugin.plugin.policy.rules import HOST
 from sage_plugin.replay.inputs import ReplayInputs, runs
 from sage_plugin.schema import (
     CallShape,
-    CaptureRecord,
     DeviceFacts,
     Trial,
 )

@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.store.manifest import CallCounts
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
 from sage_plugin.plugin.policy.step_range import Band, equal_bands
-from sage_plugin.schema import CallShape, CaptureRecord
+from sage_plugin.schema import ATTENTION, CallShape
 
 MOST_CALLS = 10**12
 """More calls than any recording sees."""
@@ -137,7 +138,7 @@ def grid_of(captures: CaptureFolder, *, step_ranges: int, min_seq: int) -> Grid:
             "`sage capture`"
         )
     names = equal_bands(step_ranges, counts.denoising_steps)
-    layers = tuple(dict.fromkeys(counts.layers))
+    layers = tuple(counts.of(ATTENTION))
     parsed = [Band.parse(name) for name in names]
     calls = _calls(counts, layers, parsed, min_seq)
     records: dict[Place, list[CaptureRecord]] = {}
@@ -160,7 +161,7 @@ def grid_of(captures: CaptureFolder, *, step_ranges: int, min_seq: int) -> Grid:
             f"{captures.path} has no capture of a call of at least {min_seq} queries and keys: "
             "shorter ones stay with the host's attention (--min-seq)"
         )
-    total = counts.total / max(1, counts.runs)
+    total = sum(counts.of(ATTENTION).values()) / max(1, counts.runs)
     return Grid(layers, names, cells, counts.denoising_steps, total, min_seq)
 
 
@@ -170,6 +171,7 @@ def _plausible(counts: CallCounts) -> bool:
     sizes = (
         size
         for one in counts.shapes
+        if isinstance(one.shape, CallShape)
         for size in (one.shape.batch, one.shape.heads_q, one.shape.seq_q, one.shape.seq_k)
     )
     return by_step <= counts.total <= MOST_CALLS and all(0 < size <= MOST_CALLS for size in sizes)
@@ -184,7 +186,7 @@ def _calls(
         if row.layer not in layers or not 0 <= row.shape < len(counts.shapes):
             continue
         shape = counts.shapes[row.shape].shape
-        if min(shape.seq_q, shape.seq_k) < min_seq:
+        if not isinstance(shape, CallShape) or min(shape.seq_q, shape.seq_k) < min_seq:
             continue
         for step, calls in enumerate(row.calls):
             if calls <= 0:

@@ -10,7 +10,7 @@ from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.families import ATTENTION
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.plugin.policy.rules import HOST, TUNABLE
-from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
+from sage_plugin.schema import AnyShape, DeviceFacts, LaunchConfig
 
 TYPES: dict[str, type] = typing.get_type_hints(LaunchConfig)
 MAX_DIGITS = 6
@@ -87,7 +87,7 @@ class Option:
         return "+".join((self.name, *map("=".join, zip(names, words, strict=True))))
 
     def runnable(
-        self, shape: CallShape, facts: DeviceFacts, config_dir: str | None
+        self, shape: AnyShape, facts: DeviceFacts, config_dir: str | None
     ) -> Runnable | str:
         """Return what a call of this shape would run, or why it cannot."""
         decision = ATTENTION.decide(shape, facts, kernel=self.kernel, variant=self.variant)

@@ -22,7 +22,7 @@ from sage_plugin.plugin.policy.rules import (
     Prediction,
     checked,
 )
-from sage_plugin.schema import CallShape, DeviceFacts
+from sage_plugin.schema import ATTENTION, CallShape, DeviceFacts
 from sage_plugin.tune.policy import sensitivity_file, times_file
 from sage_plugin.tune.policy.choice import Assignment, PolicyProblem
 from sage_plugin.tune.policy.estimates import Judged, estimated, worst_of
@@ -163,7 +163,7 @@ def search(
             "on a CPU kernels are emulated, so that their times say nothing: search on the GPU, or "
             "give its times (`sage bench captured_inputs --json times.json` there, --times here)"
         )
-    captures = open_captures(request.folder)
+    captures = open_captures(request.folder, ATTENTION)
     grid = grid_of(captures, step_ranges=request.step_ranges, min_seq=request.min_seq)
     device, elsewhere = facts.name, None
     if request.times is not None:
