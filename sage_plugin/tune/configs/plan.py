@@ -23,7 +23,7 @@ from sage_plugin.tune.run.study import Study, Timer, digest
 from sage_plugin.tune.search.search import ErrorLimit, SearchLimits
 
 CPU_KERNEL = "fav3_sage"
-"""What is tuned on a CPU unless a kernel is named: the emulation of a GPU's default kernel."""
+"""What attention is tuned for on a CPU, unless a kernel is named: a GPU's default kernel."""
 
 TIMERS = {"cpu": Timer("wall", screen_rounds=3, screen_s=1.0, race_rounds=20, race_s=10.0)}
 GPU_TIMER = Timer("events")
@@ -110,9 +110,11 @@ def build(request: TuningRequest) -> TuningPlan:
     _check_numbers(request)
     chosen = f"cuda:{request.gpus[0].index}" if request.gpus else request.device
     device, facts = devices.chosen(chosen)
+    of_attention = facts.kind == "cpu" and request.family is ATTENTION
+    usual = CPU_KERNEL if of_attention else "auto"
     studies, calls, notes = [], [], list(request.inputs.notes)
     for group in request.inputs.groups:
-        for text in request.kernels or (CPU_KERNEL if facts.kind == "cpu" else "auto",):
+        for text in request.kernels or (usual,):
             study = _study(request, group, text, str(device), facts, notes)
             if study is not None and study not in studies:
                 studies.append(study)
