@@ -86,5 +86,3 @@ def test_names() -> None:
             LINEAR.parse_kernel(wrong)
     with pytest.raises(UsageError, match="allowed are normal"):
         drawn(SHAPE, "cpu", 0, "even")
-    with pytest.raises(CaptureError, match="not captured"):
-        LINEAR.captured(None, None, "cpu")
