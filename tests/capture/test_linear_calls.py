@@ -174,7 +174,7 @@ def test_a_replay_computes_what_the_model_did(folder):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ops": "convolution"}, "op: got 'convolution', expected attention or linear"),
+        ({"ops": "convolution"}, "op: got 'convolution', expected attention, linear"),
         ({"ops": ()}, "op: got 'nothing'"),
         ({"rows": 0}, "rows: got 0"),
         ({"ops": "linear", "layers": "*.attn1"}, r"match none of 18 linears"),

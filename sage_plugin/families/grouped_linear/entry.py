@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import NoReturn
 
 import torch
 
-from sage_plugin.errors import CaptureError
 from sage_plugin.families.family import Family
 from sage_plugin.families.grouped_linear import ahead_of_time, replay
 from sage_plugin.families.linear import cost, gates, labels
@@ -18,6 +16,7 @@ from sage_plugin.families.linear.entry import (
     shape_of,
     tuned_launch,
 )
+from sage_plugin.families.linear.replay import saved_shape
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.grouped_linear import dispatch, launch_space
@@ -53,15 +52,6 @@ def decide(
     return dispatch.decide(call, facts, LinearRequest(kernel, variant))
 
 
-def captured(*_: object) -> NoReturn:
-    """Refuse captures.
-
-    Raises:
-        CaptureError: grouped linears are not captured.
-    """
-    raise CaptureError("grouped linears are not captured: give --out-in-features and --groups")
-
-
 GROUPED_LINEAR_FAMILY = Family(
     name=GROUPED_LINEAR,
     parse_kernel=functools.partial(
@@ -79,9 +69,9 @@ GROUPED_LINEAR_FAMILY = Family(
     forget=launch_config.forget,
     compile_call=ahead_of_time.compile_call,
     gate_for=gates.gate_for,
-    captured=captured,
+    captured=replay.captured,
     drawn=replay.drawn,
-    saved_shape=captured,
+    saved_shape=saved_shape,
     refuse_untuned=functools.partial(refuse_untuned_linear, kernels_of),
     describe=labels.describe,
     describe_key=labels.describe_key,

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.accuracy.output import ExactRows
+from sage_plugin.capture.record import LinearCapture
+from sage_plugin.capture.store.grouped_file import GROUP_SIZES, WEIGHT_RMS
+from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.families.family import SplitCall
-from sage_plugin.families.grouped_linear.routing import SKEWED, drawn_sizes
+from sage_plugin.families.grouped_linear.routing import SKEWED, drawn_sizes, sampled_sizes
 from sage_plugin.families.linear import cost
 from sage_plugin.families.linear import replay as of_linears
 from sage_plugin.families.linear.replay import LinearReplay
@@ -141,6 +144,33 @@ class GroupedReplay(LinearReplay):
             self.x, self.weight, self.group_sizes, bias=self.bias, kernel=decision.kernel,
             backend=decision.variant, out_dtype=dtype, launch=config,
         )  # fmt: skip
+
+
+def captured(
+    folder: CaptureFolder, record: LinearCapture, device: torch.device | str
+) -> GroupedReplay:
+    """Load a capture with the weights that its rows met, or drawn ones of their size.
+
+    Raises:
+        CaptureError: it is damaged, or so are its weights.
+    """
+    tensors = folder.tensors(record, device)
+    x, full = tensors["x"], tensors[GROUP_SIZES]
+    if record.weight_file:
+        weight = folder.weight(record, device)
+    else:
+        shape = record.shape
+        size = (shape.groups, shape.out_features, shape.in_features)
+        seed = int(record.weight_sha256[:8] or "0", 16)
+        generator = torch.Generator(device).manual_seed(seed)
+        weight = torch.randn(size, device=device, generator=generator, dtype=x.dtype)
+        weight *= tensors[WEIGHT_RMS].to(x.dtype)[:, None, None]
+    bias = tensors.get("bias")
+    return GroupedReplay(
+        x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype),
+        of_linears.saved_shape(record), full_sizes=full,
+        group_sizes=sampled_sizes(full.cpu(), record.rows).to(full.device),
+    )  # fmt: skip
 
 
 def drawn(

@@ -6,6 +6,7 @@ tensor, and how they are laid out. Nothing of transformers is imported here.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -48,6 +49,24 @@ def weights_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     return up, down
 
 
+def weight_named(module: nn.Module, name: str) -> torch.Tensor:
+    """Return weights as `(E, N, K)`, however the module has them."""
+    weight: torch.Tensor = getattr(module, name).detach()
+    return weight.transpose(1, 2) if module.is_transposed else weight
+
+
+def bias_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return the `(E, N)` bias of weights, `None` for none."""
+    return getattr(module, f"{name}_bias").detach() if module.has_bias else None
+
+
+def activate(module: nn.Module, inner: torch.Tensor) -> torch.Tensor:
+    """Return what the second product gets of what the first gave, as the module makes it."""
+    make: Any = module._apply_gate if module.has_gate else module.act_fn
+    made: torch.Tensor = make(inner)
+    return made
+
+
 def obstacle(module: nn.Module, kernel: str) -> FallbackReason | None:
     """Why experts run as ever, `None` where they do not.
 
@@ -84,18 +103,10 @@ def quantized_experts(module: nn.Module, kernel: str) -> Experts:
         module: the experts.
         kernel: a quantized kernel.
     """
-    flipped = bool(module.is_transposed)
-    up, down = (
-        quantize_weights((w.transpose(1, 2) if flipped else w).detach(), kernel)
-        for w in weights_of(module)
-    )
-    up_bias, down_bias = (
-        getattr(module, f"{name}_bias").detach() if module.has_bias else None
-        for name in names_of(module)
-    )
-    between: Any = None
-    if not _is_swiglu(module):
-        between = module._apply_gate if module.has_gate else module.act_fn
+    names = names_of(module)
+    up, down = (quantize_weights(weight_named(module, name), kernel) for name in names)
+    up_bias, down_bias = (bias_of(module, name) for name in names)
+    between = None if _is_swiglu(module) else functools.partial(activate, module)
     return Experts(up, down, up_bias, down_bias, between=between)
 
 

@@ -31,8 +31,9 @@ def expert_shapes(
     Example:
         >>> config = {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64,
         ...     "intermediate_size": 96}
-        >>> [(s.rows, s.in_features, s.out_features) for s in expert_shapes(config, [5], "bfloat16")]
-        [(10, 64, 192), (10, 96, 64)]
+        >>> up, down = expert_shapes(config, [5], "bfloat16")
+        >>> (up.rows, up.in_features, up.out_features), (down.in_features, down.out_features)
+        ((10, 64, 192), (96, 64))
     """
     inner = config.get("text_config")
     if isinstance(inner, dict):
