@@ -1,4 +1,4 @@
-"""The grouped product compiled ahead of time: it fits, spills nothing, and uses the matrix units."""
+"""The grouped product compiled ahead of time: it fits and uses the matrix units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launch config of a grouped product: tuned, by groups exactly and by rows nearby, or default."""
+"""The launch config of a grouped product: tuned, by groups and nearby rows, or the default."""
 
 from __future__ import annotations
 
