@@ -10,7 +10,7 @@ import typer
 
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import SOME_FAILED, ConfigDir, Device, dtype_name, one_of
-from sage_plugin.schema import LAYOUTS, CallShape, DeviceFacts, RegistryEntry
+from sage_plugin.schema import LAYOUTS, CallShape, DeviceFacts, LinearShape, RegistryEntry
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.plan import TuningPlan
@@ -25,7 +25,13 @@ Stale = Annotated[
 Budget = Annotated[str | None, typer.Option(help="Time for all of it: 600, 10m or 2h.")]
 MinGain = Annotated[float, typer.Option(help="Smallest sure gain worth an entry; 0.01 is 1 %.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be measured, and stop.")]
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="best_configs_*.json")]
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...", help="best_configs_*.json, or m*_k*_n*_g*.json of grouped products."
+    ),
+]
+INT8_ATTENTION = "qk_int8"
 Kernel = Annotated[str, typer.Option(help="Kernel, or kernel:variant, that they are of.")]
 Dtype = Annotated[str, typer.Option(help="fp16, bf16 or fp32.")]
 Layout = Annotated[str, typer.Option(help="bhsd or bshd.")]
@@ -53,7 +59,7 @@ def revalidate(
 
 def import_files(
     files: Files,
-    kernel: Kernel = "qk_int8",
+    kernel: Kernel = INT8_ATTENTION,
     dtype: Dtype = "fp16",
     layout: Layout = "bhsd",
     captures: Captures = None,
@@ -63,26 +69,46 @@ def import_files(
     min_gain: MinGain = 0.01,
     dry_run: DryRun = False,
 ) -> None:
-    """Measure configs of best_configs_*.json here, and keep those that beat the default."""
+    """Measure configs of other tuners' files here, and keep those that beat the default."""
+    from sage_plugin.registry import tiling_files
+
+    believed = [
+        one
+        for path in files
+        for one in (
+            [_of_tiling(path, kernel, dtype_name(dtype))]
+            if tiling_files.is_tiling(path)
+            else _of_best_configs(
+                path, kernel, dtype_name(dtype), one_of("--layout", layout, LAYOUTS)
+            )
+        )
+    ]
+    _measure(believed, "import", captures, config_dir, device, budget, min_gain, dry_run)
+
+
+def _of_tiling(path: Path, kernel: str, dtype: str) -> Believed:
+    """A tiling of a grouped product, of 16-bit numbers unless a kernel is named."""
+    from sage_plugin.registry import tiling_files
+    from sage_plugin.tune.held.recheck import Believed
+
+    row = tiling_files.read(path)
+    named = "bf16:triton" if kernel == INT8_ATTENTION else kernel
+    shape = LinearShape(row.rows, row.in_features, row.out_features, dtype, groups=row.groups)
+    return Believed(named, shape, row.fields, str(path))
+
+
+def _of_best_configs(path: Path, kernel: str, dtype: str, layout: str) -> Iterator[Believed]:
+    """Configs of attention by length."""
     from sage_plugin.registry import seed_files
     from sage_plugin.tune.held.recheck import Believed
 
-    believed = [
-        Believed(
-            kernel,
-            CallShape(
-                batch=row.batch, heads_q=row.heads, heads_k=row.heads, seq_q=row.seq_len,
-                seq_k=row.seq_len, head_dim=row.head_dim, dv=row.head_dim, dtype=dtype_name(dtype),
-                causal=False, mask_kind="none", layout=one_of("--layout", layout, LAYOUTS),
-                scale=row.head_dim**-0.5,
-            ),
-            row.fields,
-            str(path),
-        )
-        for path in files
-        for row in seed_files.read(path)
-    ]  # fmt: skip
-    _measure(believed, "import", captures, config_dir, device, budget, min_gain, dry_run)
+    for row in seed_files.read(path):
+        shape = CallShape(
+            batch=row.batch, heads_q=row.heads, heads_k=row.heads, seq_q=row.seq_len,
+            seq_k=row.seq_len, head_dim=row.head_dim, dv=row.head_dim, dtype=dtype,
+            causal=False, mask_kind="none", layout=layout, scale=row.head_dim**-0.5,
+        )  # fmt: skip
+        yield Believed(kernel, shape, row.fields, str(path))
 
 
 def _in_use(facts: DeviceFacts, config_dir: Path | None, stale: bool) -> Iterator[Believed]:
