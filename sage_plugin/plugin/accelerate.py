@@ -137,8 +137,8 @@ def _lines(handle: PatchHandle, compiled: dict[str, list[nn.Module]]) -> Iterato
 
 
 def _taken(part: Component) -> str:
-    """Which linears of a component run on what, and why the others do not."""
-    layers = part.linears.layers.values()
+    """Which linears and experts of a component run on what, and why the others do not."""
+    layers = [*part.linears.layers.values(), *part.experts.layers.values()]
     kernels = Counter(x.quantized.kernel for x in layers if x.quantized is not None)
     told = ", ".join(f"{count} on {kernel}" for kernel, count in kernels.items()) or "none taken"
     saved = sum(layer.saved_bytes() for layer in layers)

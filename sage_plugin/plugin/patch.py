@@ -92,7 +92,9 @@ class PatchHandle:
     def __repr__(self) -> str:
         names = ", ".join(self.components) or "nothing"
         linears = sum(len(part.linears.layers) for part in self._parts)
+        experts = sum(len(part.experts.layers) for part in self._parts)
         told = f", {linears} linears" if linears else ""
+        told += f", experts of {experts} layers" if experts else ""
         return f"<PatchHandle of {names}, {len(self.layers)} attention layers{told}>"
 
     def _take(self, name: str, module: nn.Module, options: PatchOptions) -> Component:
@@ -199,10 +201,11 @@ def patch(
         linears: `"auto"`, `"fp8_row"`, `"fp8_tensor"` or `"int8_row"`: linears in the blocks of the
             model multiply 8-bit values, with weights that are quantized here and now; on a CPU a
             named kernel is emulated, `"auto"` does nothing. Embedders, modulation, linears of norms
-            and projections around the blocks stay; `None` leaves all that no rule of the policy
-            names.
-        keep_originals: keep the original weights, in CPU memory, so that `unpatch` puts them back
-            to the bit and the model can be saved and copied. `False` frees them: `unpatch` raises.
+            and projections around the blocks stay; experts of mixtures are taken too. `None` leaves
+            all that no rule of the policy names.
+        keep_originals: keep the original weights, of linears in CPU memory, so that `unpatch` puts
+            them back to the bit and the model can be saved and copied. `False` frees them:
+            `unpatch` raises.
 
     Returns:
         The handle: `.unpatch()`, `.report()`, and a context manager.

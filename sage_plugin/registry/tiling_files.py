@@ -25,7 +25,7 @@ SMALLEST = {"block_m": 16, "block_k": 32, "block_n": 32}
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class GroupedTiling:
     """What one file says.
 
     Attributes:
@@ -54,7 +54,7 @@ def is_tiling(path: Path) -> bool:
     return NAME.fullmatch(path.name) is not None
 
 
-def read(path: Path) -> Tiling:
+def read(path: Path) -> GroupedTiling:
     """Read one file.
 
     Raises:
@@ -75,7 +75,7 @@ def read(path: Path) -> Tiling:
         for name, size in zip(LARGEST, sizes, strict=True)
     }
     m, k, n, g = map(int, named.groups())
-    return Tiling(m, k, n, g, fields, float(time_ms))
+    return GroupedTiling(m, k, n, g, fields, float(time_ms))
 
 
 def write(
