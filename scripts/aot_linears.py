@@ -109,18 +109,27 @@ class LinearBuild:
         TritonProducts(self.config()).multiply(rows, weight, bias, x.dtype)
 
     def _run_groups(self) -> None:
-        """Launch the plan and the product of groups on zeros."""
+        """Launch all that experts do between their inputs and outputs on zeros."""
+        from sage_plugin.kernels.grouped_linear.backends.triton.combine_kernel import (
+            combine_triton,
+        )
         from sage_plugin.kernels.grouped_linear.backends.triton.products import (
             multiply_groups_triton,
         )
+        from sage_plugin.kernels.grouped_linear.backends.triton.routing_kernel import route_triton
         from sage_plugin.kernels.grouped_linear.operands import GroupedOperands
+        from sage_plugin.kernels.linear.backends.triton.rows import quantize_rows_triton
         from sage_plugin.kernels.linear.rows.row_format import row_format
 
         quantized, dtype = self.linear != "bf16", getattr(torch, self.dtype)
         kind = dtype
         if quantized:
             fp8 = getattr(torch, self.facts().fp8_dtype or "float8_e4m3fn")
-            kind = row_format(self.linear, fp8=fp8).dtype
+            form = row_format(self.linear, fp8=fp8)
+            kind = form.dtype
+            tokens = torch.zeros(self.rows // 4, self.in_features, dtype=dtype)
+            places, _ = route_triton(torch.zeros(self.rows // 4, 4).long(), self.groups)
+            quantize_rows_triton(tokens, form, copies=places)
         operands = GroupedOperands(
             torch.zeros(self.rows, self.in_features, dtype=kind),
             torch.zeros(self.rows, 1) if quantized else None,
@@ -129,4 +138,6 @@ class LinearBuild:
             torch.zeros(self.groups, dtype=torch.int32),
             torch.zeros(self.groups, self.out_features, dtype=dtype),
         )
-        multiply_groups_triton(operands, dtype, self.config())
+        out = multiply_groups_triton(operands, dtype, self.config())
+        if quantized:
+            combine_triton(out, torch.zeros(places.shape), places, dtype)

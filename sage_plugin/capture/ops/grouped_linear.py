@@ -113,7 +113,7 @@ class GroupedLinearOp(LinearOp):
             return "no token is sent to the experts that are here"
         dtype = str(autocast_dtype(x) or x.dtype).removeprefix("torch.")
         shape = LinearShape(
-            routing.order.shape[0], in_features, out_features, dtype,
+            routing.places.numel(), in_features, out_features, dtype,
             bias=bool(event.module.has_bias), groups=groups,
         )  # fmt: skip
         return GroupedInputs(x.detach(), routing, used, shape)
@@ -125,7 +125,7 @@ class GroupedLinearOp(LinearOp):
         count, room = min(part[0], call.used), part[1]
         module, routing = event.module, call.routing
         places = (2 * torch.arange(count, device=call.x.device) + 1) * call.used // (2 * count)
-        tokens = routing.order.index_select(0, places) // routing.choices
+        tokens = routing.order().index_select(0, places) // routing.places.shape[1]
         x = call.x.index_select(0, tokens).to(getattr(torch, call.shape.dtype))
         first, second = names_of(module)
         if event.weights == second:

@@ -9,7 +9,7 @@ import torch
 
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
 from sage_plugin.kernels.grouped_linear.executor import run
-from sage_plugin.kernels.grouped_linear.routing import combined, gathered, routing_of
+from sage_plugin.kernels.grouped_linear.routing import combined, routing_of
 from sage_plugin.kernels.grouped_linear.torch_ops import traced_product
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight
 from sage_plugin.kernels.linear.call import LinearRequest
@@ -80,7 +80,7 @@ def run_experts(
     """
     routing = routing_of(chosen, experts.up.groups)
     sizes = routing.group_sizes
-    rows = gathered(_quantized(x, experts.up.row_format), routing)
+    rows = _quantized(x, experts.up.row_format, copies=routing.places)
     inner = _product(rows, experts.up, sizes, experts.up_bias, x.dtype)
     if experts.between is None:
         gate, up = inner.chunk(2, dim=-1)
@@ -91,11 +91,18 @@ def run_experts(
     return combined(out, weights, routing, x.dtype)
 
 
-def _quantized(x: torch.Tensor, form: RowFormat, prologue: Prologue = NO_PROLOGUE) -> QuantizedRows:
+def _quantized(
+    x: torch.Tensor,
+    form: RowFormat,
+    prologue: Prologue = NO_PROLOGUE,
+    copies: torch.Tensor | None = None,
+) -> QuantizedRows:
+    """Rows in 8 bits, each in all of its places."""
     if not are_plain(x, *prologue.tensors()):
-        return traced_rows(x, form, None, prologue)
+        rows = traced_rows(x, form, None, prologue)
+        return rows if copies is None else rows.copied(copies)
     with on_device(x.device), without_autocast(x.device):
-        return quantizer_of(x.device)(x, form, None, prologue)
+        return quantizer_of(x.device)(x, form, None, prologue, None, copies)
 
 
 def _product(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.contract import ResolvedConfig
-from sage_plugin.kernels.grouped_linear.search_space import REGIONS
+from sage_plugin.kernels.grouped_linear.search_space import REGIONS, SOME, WIDER
 from sage_plugin.kernels.launch_config import LaunchRules
 from sage_plugin.kernels.linear.launch_space import (
     configs_of,
@@ -70,4 +70,6 @@ RULES = LaunchRules(default_launch, illegal_reason, tune_command, _words, _fill)
 
 def _region(key: LinearKey, facts: DeviceFacts) -> LinearRegion:
     """The region of a call: how its rows are spread is known on the device alone."""
-    return region_of(REGIONS, -(-key.rows // max(1, key.groups)), facts)
+    rows = -(-key.rows // max(1, key.groups))
+    wide = element_bytes(key) == 2 and rows > SOME
+    return region_of((*WIDER, *REGIONS) if wide else REGIONS, rows, facts)

@@ -1,4 +1,4 @@
-"""Rows sorted by the expert that each token is sent to, and what the experts gave put together."""
+"""Which row each choice of a token is, sorted by expert, and the sum of what experts gave."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin import device
-from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.surroundings import are_plain, on_device
-
-WIDE = 8
-"""Bytes that are gathered as one number where rows are whole ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Which token each row of a grouped linear is, sorted by expert.
+    """Where the rows of tokens lie, sorted by expert.
 
     Attributes:
-        order: `(S * k,)` places of the rows among the tokens' choices, token by token.
+        places: `(S, k)` int32 row of each choice, none of them twice; rows of one expert have no
+            order among them.
         group_sizes: `(E,)` int32 rows of each expert; the rows after them belong to none.
-        choices: experts of a token, k.
     """
 
-    order: torch.Tensor
+    places: torch.Tensor
     group_sizes: torch.Tensor
-    choices: int
+
+    def order(self) -> torch.Tensor:
+        """Return the choice that each row is, token by token."""
+        return self.places.flatten().argsort()
 
 
 def routing_of(experts: torch.Tensor, groups: int) -> Routing:
@@ -40,27 +39,17 @@ def routing_of(experts: torch.Tensor, groups: int) -> Routing:
         >>> routing_of(torch.tensor([[2, 0], [2, 3]]), 3).group_sizes
         tensor([1, 0, 2], dtype=torch.int32)
     """
-    sorted_experts, order = experts.reshape(-1).to(torch.int32).sort(stable=True)
+    if experts.is_cuda and are_plain(experts) and device.triton_version():
+        from sage_plugin.kernels.grouped_linear.backends.triton.routing_kernel import route_triton
+
+        with on_device(experts.device):
+            return Routing(*route_triton(experts, groups))
+    ordered, order = experts.reshape(-1).to(torch.int32).sort(stable=True)
     numbers = torch.arange(groups + 1, dtype=torch.int32, device=experts.device)
-    bounds = torch.searchsorted(sorted_experts, numbers, out_int32=True)
-    return Routing(order, bounds.diff(), experts.shape[1])
-
-
-def gathered(rows: QuantizedRows, routing: Routing) -> QuantizedRows:
-    """Return the quantized row of each choice's token, sorted by expert; traceable.
-
-    Args:
-        rows: `(S, K)`.
-        routing: where they go.
-
-    Returns:
-        `(S * k, K)` rows.
-    """
-    token = routing.order // routing.choices
-    data = rows.data
-    wide = torch.int64 if data.shape[1] % WIDE == 0 and are_plain(data) else torch.int8
-    picked = data.view(wide).index_select(0, token).view(data.dtype)
-    return QuantizedRows(picked, rows.scale.index_select(0, token))
+    bounds = torch.searchsorted(ordered, numbers, out_int32=True)
+    places = torch.empty_like(ordered)
+    places[order] = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
+    return Routing(places.view(experts.shape), bounds.diff())
 
 
 def combined(
@@ -77,13 +66,10 @@ def combined(
     Returns:
         `(S, N)`.
     """
-    order = routing.order
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], device=order.device)
     if rows.is_cuda and are_plain(rows, weights) and device.triton_version():
         from sage_plugin.kernels.grouped_linear.backends.triton.combine_kernel import combine_triton
 
         with on_device(rows.device):
-            return combine_triton(rows, weights, place, dtype)
-    chosen = rows[place].view(*weights.shape, -1).float()
+            return combine_triton(rows, weights, routing.places, dtype)
+    chosen = rows[routing.places.long()].float()
     return (chosen * weights.float()[:, :, None]).sum(1).to(dtype)

@@ -8,9 +8,13 @@ import torch
 pytest.importorskip("triton")
 
 from sage_plugin.kernels.grouped_linear.backends.triton.combine_kernel import combine_triton
+from sage_plugin.kernels.grouped_linear.backends.triton.routing_kernel import route_triton
 from sage_plugin.kernels.grouped_linear.experts import Experts, run_experts
-from sage_plugin.kernels.grouped_linear.routing import combined, routing_of
+from sage_plugin.kernels.grouped_linear.routing import Routing, combined, routing_of
 from sage_plugin.kernels.grouped_linear.weight import quantize_weights
+from sage_plugin.kernels.linear.backends.triton.rows import quantize_rows_triton
+from sage_plugin.kernels.linear.rows.quantized import quantized_rows
+from sage_plugin.kernels.linear.rows.row_format import row_format
 from tests.kernels.grouped_linear.cases import loss
 
 TOKENS, GROUPS, CHOICES, HIDDEN, INNER = 9, 4, 2, 32, 48
@@ -59,14 +63,39 @@ def test_tokens_go_through_the_experts_that_are_here(kernel: str, between) -> No
     assert loss(run_experts(x, chosen, weights, experts), expected) < 0.05
 
 
-def test_routing_sorts_rows_by_expert_and_counts_those_that_are_here() -> None:
-    chosen = drawn()[3]
-    routing = routing_of(chosen, GROUPS)
-    of_rows = chosen.flatten()[routing.order]
+def check_routing(routing: Routing, chosen: torch.Tensor) -> None:
+    """Rows lie by expert, those that are elsewhere last, and sizes are counts."""
+    assert sorted(routing.places.flatten().tolist()) == list(range(chosen.numel()))
+    of_rows = chosen.flatten()[routing.order()]
     assert of_rows.tolist() == sorted(chosen.flatten().tolist())
     counts = torch.bincount(chosen.flatten(), minlength=GROUPS + 1)[:GROUPS]
     assert routing.group_sizes.tolist() == counts.tolist()
     assert routing.group_sizes.dtype == torch.int32
+
+
+def test_routing_sorts_rows_by_expert_and_counts_those_that_are_here() -> None:
+    chosen = drawn()[3]
+    check_routing(routing_of(chosen, GROUPS), chosen)
+
+
+@pytest.mark.usefixtures("interpreted", "nan_scratch")
+def test_the_kernels_that_route_sort_too() -> None:
+    chosen = torch.randint(-1, GROUPS + 3, (150, 2), generator=torch.Generator().manual_seed(3))
+    elsewhere = chosen.masked_fill((chosen < 0) | (chosen >= GROUPS), GROUPS)
+    check_routing(Routing(*route_triton(chosen, GROUPS)), elsewhere)
+
+
+@pytest.mark.usefixtures("interpreted", "nan_scratch")
+@pytest.mark.parametrize("kernel", ["fp8_row", "int8_row"])
+def test_a_quantized_row_goes_to_all_of_its_places(kernel: str) -> None:
+    x, places = torch.randn(6, 96), torch.randperm(18).view(6, 3).to(torch.int32)
+    expected = quantized_rows(x, row_format(kernel))
+    made = quantize_rows_triton(x, row_format(kernel), copies=places)
+    for rows in (made, expected.copied(places)):
+        for row in range(6):
+            for place in places[row].tolist():
+                assert torch.equal(rows.data[place].float(), expected.data[row].float())
+                torch.testing.assert_close(rows.scale[place], expected.scale[row])
 
 
 @pytest.mark.usefixtures("interpreted", "nan_scratch")
@@ -75,5 +104,5 @@ def test_the_kernel_that_combines_sums_as_torch_does() -> None:
     routing = routing_of(chosen, GROUPS)
     rows = torch.randn(TOKENS * CHOICES, 200, dtype=torch.bfloat16)
     expected = combined(rows, weights, routing, torch.bfloat16)
-    place = routing.order.argsort()
-    torch.testing.assert_close(combine_triton(rows, weights, place, torch.bfloat16), expected)
+    made = combine_triton(rows, weights, routing.places, torch.bfloat16)
+    torch.testing.assert_close(made, expected)

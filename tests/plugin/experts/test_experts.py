@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import sage_plugin
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.fallback import Fallback
-from sage_plugin.kernels.linear.rows.quantized import quantized_rows
+from sage_plugin.kernels.linear.quantizer import BY_TORCH
 from sage_plugin.plugin.experts import layer as experts_layer
 from sage_plugin.plugin.policy.rules import Policy, Rule
 from tests.plugin.experts.mixtures import NAMES, experts_of, logits, mixture
@@ -140,9 +140,9 @@ def test_a_second_patch_changes_experts_in_place() -> None:
 def test_a_token_is_quantized_once_for_all_of_its_experts(monkeypatch) -> None:
     seen = []
 
-    def counted(x, form, smooth=None, prologue=None, kept=None):
+    def counted(x, form, smooth=None, prologue=None, kept=None, copies=None):
         seen.append(tuple(x.shape))
-        return quantized_rows(x, form, smooth, prologue, kept).flat()
+        return BY_TORCH(x, form, smooth, prologue, kept, copies)
 
     monkeypatch.setattr(
         "sage_plugin.kernels.grouped_linear.experts.quantizer_of", lambda where: counted

@@ -13,13 +13,15 @@ WIDTH = 1024
 
 
 @triton.jit
-def combine_rows_kernel(rows, weights, place, out, N, widths, K: tl.constexpr, WIDTH: tl.constexpr):
+def combine_rows_kernel(
+    rows, weights, places, out, N, widths, K: tl.constexpr, WIDTH: tl.constexpr
+):
     """Sum the K rows of a token with their weights; one program some columns of a token."""
     token = (tl.program_id(0) // widths).to(tl.int64)
     offs_n = tl.program_id(0) % widths * WIDTH + tl.arange(0, WIDTH)
     acc = tl.zeros([WIDTH], tl.float32)
     for choice in tl.static_range(K):
-        row = tl.load(place + token * K + choice).to(tl.int64)
+        row = tl.load(places + token * K + choice).to(tl.int64)
         weight = tl.load(weights + token * K + choice).to(tl.float32)
         values = tl.load(rows + row * N + offs_n, mask=offs_n < N, other=0.0)  # (WIDTH)
         acc += weight * values.to(tl.float32)
@@ -27,14 +29,14 @@ def combine_rows_kernel(rows, weights, place, out, N, widths, K: tl.constexpr, W
 
 
 def combine_triton(
-    rows: torch.Tensor, weights: torch.Tensor, place: torch.Tensor, dtype: torch.dtype
+    rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Sum the rows of each token; see `routing.combined`.
 
     Args:
         rows: `(S * k, N)` contiguous.
         weights: `(S, k)`.
-        place: `(S * k,)` row of each choice, token by token.
+        places: `(S, k)` row of each choice.
         dtype: dtype of the output.
     """
     tokens, choices = weights.shape
@@ -43,7 +45,7 @@ def combine_triton(
     width = min(WIDTH, max(128, triton.next_power_of_2(columns)))
     widths = -(-columns // width)
     launch_graph.launch(
-        combine_rows_kernel, tokens * widths, rows, weights.contiguous(), place, out, columns,
+        combine_rows_kernel, tokens * widths, rows, weights.contiguous(), places, out, columns,
         widths, K=choices, WIDTH=width, num_warps=4,  # not tuned: bytes decide
     )  # fmt: skip
     return out

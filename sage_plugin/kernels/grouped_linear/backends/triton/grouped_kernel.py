@@ -32,7 +32,7 @@ class GroupedTensors(NamedTuple):
     table: Any
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T", "capacity", "programs"))  # which differ by prompt
 def grouped_product_kernel(x, w, tensors, T, N, K, capacity, programs, CONFIG: tl.constexpr):
     """`x @ w[group].T`; x `(T, K)` and w `(E * N, K)` are contiguous, or described."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M

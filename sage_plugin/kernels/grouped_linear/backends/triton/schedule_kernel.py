@@ -57,7 +57,7 @@ def _zero(out, first, step, T, N, CONFIG: tl.constexpr):
             tl.store(to, zeros, mask=(offs_t < T)[:, None] & (offs_n < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T", "capacity", "planners", "zeroers"))  # which differ by prompt
 def schedule_groups_kernel(
     sizes, table, out, T, N, E, capacity, planners, zeroers, CONFIG: tl.constexpr
 ):
