@@ -76,7 +76,8 @@ class LinearBuild:
         """Import what launches."""
         importlib.import_module("sage_plugin.kernels.linear.backends.triton.backend")
         importlib.import_module("sage_plugin.kernels.linear.backends.triton.rows")
-        importlib.import_module("sage_plugin.kernels.grouped_linear.backends.triton.products")
+        for name in ("products", "routing_kernel", "combine_kernel"):
+            importlib.import_module(f"sage_plugin.kernels.grouped_linear.backends.triton.{name}")
 
     def run(self) -> None:
         """Launch both steps on zeros, with everything that a norm may have."""
