@@ -22,6 +22,7 @@ import step_timing
 import torch
 from accuracy import identity, kernels, write
 from gpu_options import gpu_parser, on_gpu
+from step_peers import PEERS
 
 Facts = dict[str, Any]
 
@@ -70,7 +71,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--kernels",
         type=kernels_and_linears,
         default=["auto", "auto+fp8_row"],
-        help="kernels of attention, each with +KERNEL for the linears too",
+        help="kernels of attention, each with +KERNEL for the linears too, or " + ", ".join(PEERS),
     )
     add("--layers", type=int, help="at most so many blocks of each kind")
     add("--budget", type=float, default=20.0, help="seconds of timing a model")
@@ -84,9 +85,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def kernels_and_linears(text: str) -> list[str]:
-    """Kernels of attention, each with one of linears behind a plus if there is one."""
+    """Kernels of attention, each with one of linears behind a plus if there is one, or peers."""
     names = text.split(",")
     for name in names:
+        if name in PEERS:
+            continue
         attention, plus, linears = name.partition("+")
         kernels(attention)
         if plus and linears not in LINEARS:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from step_peers import PEERS
 from torch import nn
 
 import sage_plugin
@@ -31,7 +32,7 @@ class StepTime(JsonRecord):
     """One denoising step on one kernel.
 
     Attributes:
-        name: the kernel as it was asked for, or `unpatched`.
+        name: the kernel as it was asked for, `unpatched`, or one of `PEERS`.
         time: of the step; `None` where the kernel is emulated.
         ratio: time of the unpatched step over this one's, of the compiled one where this is.
         ratio_low: lower end of its 95 % interval.
@@ -95,7 +96,8 @@ def time_steps(
     Args:
         model: the denoiser, unpatched.
         arguments: keyword arguments of its forward.
-        kernels: kernels as `patch` takes them; `auto+fp8_row` has the linears on `fp8_row` too.
+        kernels: kernels as `patch` takes them; `auto+fp8_row` has the linears on `fp8_row` too;
+            or names of `PEERS`.
         min_seq: as `patch` takes it.
         budget_s: seconds that timing may take, `None` for those of `BUDGET_S`.
         compiled: time each of them with its blocks compiled too.
@@ -118,7 +120,10 @@ def time_steps(
         if compiled:
             name += COMPILED
             faster = sharing_copy(model)
-            if asked != "sdpa":
+            if asked in PEERS:
+                faster = copy.deepcopy(model)
+                PEERS[asked](faster)
+            elif asked != "sdpa":
                 faster, _ = _patched_copy(model, asked, min_seq)
             compile_blocks(faster)
             steps[name] = _step(faster, arguments)
@@ -137,6 +142,13 @@ def time_steps(
 
 
 def _patched_copy(model: nn.Module, asked: str, min_seq: int) -> tuple[nn.Module, PatchHandle]:
+    """A copy on what was asked for, and a handle that counts its calls."""
+    if asked in PEERS:
+        twin = copy.deepcopy(model)
+        handle = sage_plugin.patch(twin, kernel="sdpa", min_seq=min_seq)
+        handle.unpatch()
+        PEERS[asked](twin)
+        return twin, handle
     kernel, _, linears = asked.partition("+")
     twin = copy.deepcopy(model) if linears else sharing_copy(model)
     options = {"linears": linears, "keep_originals": False} if linears else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -146,3 +147,29 @@ def test_linears_beside_attention_are_counted_and_of_fewer_blocks(step_times: Mo
     assert linears["time"] is None
     with pytest.raises(argparse.ArgumentTypeError, match="no kernel of linears"):
         step_times.kernels_and_linears("auto,auto+int9")
+
+
+def test_peers_are_timed_in_their_turn(
+    step_times: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes, torchs = [], torch.nn.functional.scaled_dot_product_attention
+
+    def flash_attn_func(q, k, v, *, softmax_scale, causal):
+        shapes.append(tuple(q.shape))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torchs(q, k, v, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+    fa3 = ModuleType("fa3_fwd_interface")
+    fa3.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3)
+    asked = argparse.Namespace(
+        device="cpu", tiny=True, kernels=["fa3", "sdpa"], budget=0.1, compiled=False, layers=1
+    )
+    _, ours, sdpa = step_times.measured("wan-1.3b", asked)["rows"]
+    assert set(shapes) == {(1, 48, 2, 32)}, "self and cross attention, with heads behind tokens"
+    assert len(shapes) % 2 == 0
+    assert torch.nn.functional.scaled_dot_product_attention is torchs
+    assert ours["ratio"] > 0
+    assert ours["attention_calls"] == 0, "no call of ours"
+    assert sdpa["attention_calls"] == 2
+    assert step_times.kernels_and_linears("auto,torchao+fa3") == ["auto", "torchao+fa3"]
