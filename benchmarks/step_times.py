@@ -38,7 +38,7 @@ def measured(name: str, args: argparse.Namespace) -> Facts:
     step = step_models.build(name, torch.device(args.device), tiny=args.tiny, layers=args.layers)
     times = step_timing.time_steps(
         step.model, step.arguments, args.kernels, min_seq=0 if args.tiny else 1024,
-        budget_s=args.budget, compiled=args.compiled,
+        budget_s=args.budget, compiled=args.compiled, config_dir=args.config_dir,
     )  # fmt: skip
     facts = {"model": name, "tokens": step.tokens, "config": step.config, **times.to_json()}
     print(*lines_of(facts), sep="\n", flush=True)
@@ -76,6 +76,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, help="at most so many blocks of each kind")
     add("--budget", type=float, default=20.0, help="seconds of timing a model")
     add("--compiled", action="store_true", help="with compiled blocks too")
+    add("--config-dir", help="folder of configs, to time each kernel with them too")
     add("--tiny", action="store_true", help="tiny models, for a CPU")
     args = parser.parse_args(argv)
     if args.tiny and not torch.cuda.is_available():
