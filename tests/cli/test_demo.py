@@ -20,8 +20,9 @@ from sage_plugin.demo.sizes import SIZES
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load
 from tests.cli.program import sage
+from tests.short import FRAMES, keep_short
 
-FRAMES, STEPS, LAYERS = 8, 2, 4
+STEPS, LAYERS = 2, 4
 SHORT = dataclasses.replace(SIZES["small"], frames=FRAMES)
 STEP_MARKS = [f"{n}." for n in range(1, 7)]
 FILES = {
@@ -40,10 +41,10 @@ FILES = {
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     """A short clip, and few captures."""
-    monkeypatch.setitem(SIZES, "small", SHORT)
     monkeypatch.setattr(command, "CAPTURES", 2)
     monkeypatch.setattr(command, "BENCHED", 1)
     monkeypatch.setattr(command, "TUNE_BUDGET_S", 2.0)
+    keep_short(monkeypatch)
 
 
 def demo(*words: object):
