@@ -58,7 +58,6 @@ SLOW = (
     "tests/plugin/test_parallel.py",
     "tests/plugin/test_retarget.py::test_every_processor_of_diffusers_can_be_redirected",
     "tests/plugin/test_upstream.py",
-    "tests/registry/test_merge.py::test_concurrent_writers",
     "tests/registry/test_lookup.py::test_the_key_is_the_same_in_every_interpreter",
     "tests/tune/policy/test_search.py",
     "tests/tune/test_compile_pool.py::test_each_config",
