@@ -15,11 +15,11 @@ from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, decid
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.prologue.apply import prepared_qk
 from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
-from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.attention.torch_ops import text_of
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.support import ON_GPUS
+from sage_plugin.kernels.surroundings import can_bypass_dispatcher
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["attention", "host_attention"]

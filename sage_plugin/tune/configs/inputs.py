@@ -66,10 +66,10 @@ def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY
     captures = open_captures(folder)
     groups: dict[AnyKey, list[CaptureRecord]] = {}
     for record in captures.records:
-        groups.setdefault(_shape_key(record.shape), []).append(record)
+        groups.setdefault(shape_key(record.shape), []).append(record)
     calls: Counter[AnyKey] = Counter()
     for count in captures.call_counts.shapes:
-        calls[_shape_key(count.shape)] += count.calls
+        calls[shape_key(count.shape)] += count.calls
     place = str(captures.path.resolve())
     built, damaged = [], list[str]()
     for key, records in groups.items():
@@ -117,7 +117,8 @@ def from_drawn(inputs: Iterable[ReplayInputs]) -> TuningInputs:
     return TuningInputs(_by_cost([InputGroup((one,), one) for one in by_shape.values()]))
 
 
-def _shape_key(shape: CallShape) -> AnyKey:
+def shape_key(shape: CallShape) -> AnyKey:
+    """Return what the calls of one group share, whatever kernel takes them."""
     key: AnyKey = ATTENTION.call_key(shape, ANY)
     return key
 
