@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def files_of(path: Path) -> list[RegistryFile]:
-    """Read all tuned configs of a path; the name of a run in `tuning_runs` is one too.
-
-    Raises:
-        ConfigError: nothing is there, or something damaged.
-    """
+    """Read all tuned configs of a path; the name of a run in `tuning_runs` is one too."""
     from sage_plugin.registry import load
     from sage_plugin.registry.validate import registry_files
     from sage_plugin.tune.configs.plan import RUNS
@@ -31,11 +27,7 @@ def files_of(path: Path) -> list[RegistryFile]:
 
 
 def merged_into(root: Path, sources: list[RegistryFile], min_gain: float) -> int:
-    """Merge files into a folder of configs by the rules, and print what became of each entry.
-
-    Returns:
-        How many entries were added or replaced.
-    """
+    """Merge files into a folder of configs by the rules, and print what became of each entry."""
     from sage_plugin.registry import load
     from sage_plugin.registry.merge import merge
 
@@ -56,11 +48,7 @@ def merged_into(root: Path, sources: list[RegistryFile], min_gain: float) -> int
 
 
 def destination(config_dir: Path | None) -> Path:
-    """The folder of configs that is written to: the one that was named, or the user's.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The folder of configs that is written to: the one that was named, or the user's."""
     from sage_plugin.registry import load
 
     root = config_dir or load.user_dir()

@@ -144,12 +144,7 @@ def resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
 def decide(
     call: AttentionCall, request: KernelRequest
 ) -> tuple[Decision, CallShape, torch.Tensor | None]:
-    """Return where a call runs, its shape record, and its mask as kernels take it; traceable.
-
-    Raises:
-        UnsupportedInputError: tensors that do not fit together.
-        UnknownKernelError: no kernel or variant of that name.
-    """
+    """Return where a call runs, its shape record, and its mask as kernels take it; traceable."""
     q, k, v = call.q, call.k, call.v
     validate.check_out_dtype(call.out_dtype)
     validate.check_tensors(q, k, v, call.layout)
@@ -194,11 +189,7 @@ def _resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
 
 
 def _numbers_of(call: AttentionCall) -> AttentionParams:
-    """Return what kernels take of a call besides its tensors.
-
-    Raises:
-        UnsupportedInputError: window, soft cap, scale or sinks that are wrong.
-    """
+    """Return what kernels take of a call besides its tensors."""
     window, softcap, scale = validate.checked_rest(
         call.q, call.layout, call.window, call.softcap, call.scale, call.sinks
     )

@@ -37,21 +37,7 @@ def built(decision: Decision, facts: DeviceFacts) -> Implementation[Any]:
 def implementation(
     kernel: str, variant: str, fp8: torch.dtype = torch.float8_e4m3fn
 ) -> Implementation[Any]:
-    """Return the implementation of a kernel's variant.
-
-    Args:
-        kernel: a name of `schema.KERNELS`.
-        variant: `"emulation"`, `"portable"` or `"hopper"`; `"host"` for `torch` and `sdpa`.
-        fp8: FP8 type of the device's matrix units.
-
-    Raises:
-        UnknownKernelError: the pair does not exist.
-        DeviceError: Triton is needed and cannot be imported.
-
-    Example:
-        >>> type(implementation("sage", "emulation")).__name__
-        'QuantizedEmulation'
-    """
+    """Return the implementation of a kernel's variant."""
     if variant == HOST and kernel in ("torch", "sdpa"):
         return OracleKernel() if kernel == "torch" else HostKernel()
     if variant not in TRITON_KERNELS.get(kernel, ()):

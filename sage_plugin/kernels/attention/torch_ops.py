@@ -73,11 +73,7 @@ def _refuse_gradient(
 
 
 def _executor(call: AttentionCall, request: KernelRequest) -> Executor:
-    """Return what runs a call whose kernel is named, by us or by a caller of the op.
-
-    Raises:
-        UnsupportedInputError: the kernel cannot take the call.
-    """
+    """Return what runs a call whose kernel is named, by us or by a caller of the op."""
     resolved = resolve(call, request)
     if isinstance(resolved, FallbackReason):
         raise refusal(request.kernel, resolved)

@@ -59,9 +59,6 @@ def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY
 
     Each capture that is used is read once here: one with other contents than were recorded would
     fail every trial of its key. Such captures are left out and counted in a note.
-
-    Raises:
-        CaptureError: the folder is missing, empty or foreign, or every capture in it is damaged.
     """
     captures = open_captures(folder)
     groups: dict[AnyKey, list[CaptureRecord]] = {}

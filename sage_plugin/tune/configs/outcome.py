@@ -120,11 +120,7 @@ def _winner_notes(
 
 
 def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
-    """Write `run_metadata.json`.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write `run_metadata.json`."""
     request = plan.request
     options = {
         "min_gain": request.min_gain,
@@ -146,11 +142,7 @@ def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
 def write_results(
     plan: TuningPlan, outcomes: Sequence[Outcome], begun: Sequence[Outcome], ledger: Ledger
 ) -> None:
-    """Write `results.json`, `trials.csv` and the plot of the fronts from what is known so far.
-
-    Raises:
-        OutputError: they cannot be written.
-    """
+    """Write `results.json`, `trials.csv` and the plot of the fronts from what is known so far."""
     folder = plan.run_folder
     data = {
         "run": folder.name,

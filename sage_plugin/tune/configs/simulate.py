@@ -184,12 +184,7 @@ class SimulationResult(JsonRecord):
 
 
 def read(path: str | Path) -> list[RecordedStudy]:
-    """Read the studies of a run folder, or of the ledger in it, that have enough valid configs.
-
-    Raises:
-        ConfigError: no ledger is there, or no run's metadata beside it.
-        UsageError: no study has enough.
-    """
+    """Read the studies of a run folder, or of the ledger in it, that have enough valid configs."""
     path = Path(path)
     folder = path.parent if path.is_file() else path
     ledger = Ledger(folder / run_folder.LEDGER if path == folder else path)

@@ -15,11 +15,7 @@ Prices = dict[AnyKey, dict[AnyLaunch, float]]
 
 
 def of_runs(runs: Sequence[Path]) -> tuple[DeviceFacts, Prices]:
-    """Read the times of all sound configs of some runs on one card.
-
-    Raises:
-        ConfigError: a run is missing or damaged, or the runs are of several cards.
-    """
+    """Read the times of all sound configs of some runs on one card."""
     cards: dict[str, DeviceFacts] = {}
     times: Prices = {}
     for run in runs:

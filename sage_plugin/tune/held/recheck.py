@@ -49,16 +49,7 @@ def held(entry: RegistryEntry, source: str) -> Believed:
 def build(
     believed: Sequence[Believed], request: TuningRequest, name: str = "revalidate"
 ) -> TuningPlan:
-    """Plan a session of one study for each config: itself and the default.
-
-    Args:
-        believed: what is measured.
-        request: where and how; its inputs are captures that may stand for some of the calls.
-        name: first word of the run's name.
-
-    Raises:
-        CaptureError: nothing of it can be measured here.
-    """
+    """Plan a session of one study for each config: itself and the default."""
     built, notes = [], list(request.inputs.notes)
     run = f"{name}-{digest([(b.kernel, b.shape.to_json(), dict(b.fields)) for b in believed])[:8]}"
     for one in believed:

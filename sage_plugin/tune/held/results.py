@@ -17,11 +17,7 @@ def is_run(path: Path) -> bool:
 
 
 def read(folder: Path) -> RegistryFile:
-    """Read the winners of a run, and the card and software that it ran with.
-
-    Raises:
-        ConfigError: a file of the run is missing, damaged or holds an unsound entry.
-    """
+    """Read the winners of a run, and the card and software that it ran with."""
     path = folder / run_folder.RESULTS
     results, metadata = run_folder.read(path), run_folder.read(folder / run_folder.METADATA)
     try:
