@@ -17,8 +17,9 @@ from sage_plugin.cli.policy import prove as policy_prove
 from sage_plugin.demo.sizes import SIZES
 from tests.bench.clips.comparisons import timed
 from tests.cli.program import sage
+from tests.short import FRAMES, keep_short
 
-FRAMES, STEPS, LAYERS = 8, 3, 4
+STEPS, LAYERS = 3, 4
 SHORT = dataclasses.replace(SIZES["small"], frames=FRAMES)
 FILES = {
     ".sage-policy-bench",
@@ -46,7 +47,7 @@ PREDICTION = {
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setitem(SIZES, "small", SHORT)
+    keep_short(monkeypatch)
 
 
 def prove(*words: object):

@@ -15,6 +15,7 @@ from sage_plugin.cli.policy import sensitivity as policy_sensitivity
 from sage_plugin.errors import DeviceError
 from sage_plugin.tune.policy import sensitivity_file
 from tests.cli.program import sage
+from tests.short import keep_short
 
 pytest.importorskip("diffusers")
 
@@ -27,11 +28,7 @@ def sensitivity(*words):
 
 @pytest.fixture
 def brief(monkeypatch):
-    from dataclasses import replace
-
-    from sage_plugin.demo.sizes import SIZES
-
-    monkeypatch.setitem(SIZES, "small", replace(SIZES["small"], frames=8))
+    keep_short(monkeypatch)
 
 
 def test_it_is_measured_per_layer_and_range_and_written(brief):

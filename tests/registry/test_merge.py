@@ -11,18 +11,16 @@ import pytest
 
 from sage_plugin.errors import ConfigError, OutputError
 from sage_plugin.registry import load, lookup, store
-from sage_plugin.registry.merge import MergeReport, merge
+from sage_plugin.registry.merge import MergeReport
 from sage_plugin.schema import RegistryEntry
 from tests.registry import samples
-from tests.registry.samples import FACTS, TOOLCHAIN
+from tests.registry.samples import FACTS
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def put_in(path: Path, *entries: RegistryEntry, min_gain: float = 0.01) -> MergeReport:
-    return merge(
-        path, entries, family="attention", facts=FACTS, toolchain=TOOLCHAIN, min_gain=min_gain
-    )
+def put_in(path: Path, *entries: RegistryEntry) -> MergeReport:
+    return samples.merged(path, *entries, min_gain=0.01)
 
 
 @pytest.fixture
