@@ -11,7 +11,6 @@ SLOW = (
     "tests/benchmarks/test_step_times.py",
     "tests/cli/test_demo.py",
     "tests/cli/test_policy_prove.py::test_the_whole_path",
-    "tests/cli/test_policy_prove.py::test_without_matplotlib",
     "tests/cli/test_policy_sensitivity.py::test_it_is_measured",
     "tests/demo/test_pipeline.py",
     "tests/docs/test_families.py",
@@ -77,7 +76,6 @@ INTERPRETED = "-interpreter]"
 
 SWEPT = (
     # Whole runs and builds of which `make test` has another one.
-    "tests/cli/test_demo.py::test_a_second_run_replaces_the_first",
     "tests/cli/test_policy_prove.py::test_the_whole_path",
     "tests/cli/test_policy_sensitivity.py::test_it_is_measured",
     "tests/demo/test_pipeline.py::test_generated_digits_can_be_read",
