@@ -12,19 +12,7 @@ from sage_plugin.schema import DeviceFacts
 
 
 def recorded(slug: str, config_dir: str | Path | None = None) -> DeviceFacts:
-    """Return the facts of a card as the first of the user's and shipped files recorded them.
-
-    Args:
-        slug: name of its folder of configs, such as `nvidia-h200`.
-        config_dir: folder to ask first.
-
-    Raises:
-        UsageError: no readable file is of such a card; the message lists those that are.
-
-    Example:
-        >>> recorded("nvidia-h200").arch
-        'sm_90'
-    """
+    """Return the facts of a card as the first of the user's and shipped files recorded them."""
     known = dict(_cards(config_dir))
     if slug in known:
         return known[slug]

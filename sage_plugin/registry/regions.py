@@ -17,23 +17,10 @@ Times = Mapping[int, Mapping[AnyLaunch, float]]
 """Milliseconds by length and config; each config of a row was timed at that length."""
 
 
-def winners(times: Times) -> dict[int, AnyLaunch]:
-    """Return the fastest config of each length."""
-    return {seq: min(row, key=row.__getitem__) for seq, row in sorted(times.items())}
-
-
 def regret(times: Times, seq: int, config: AnyLaunch) -> float | None:
     """Return what a length loses by a config; `None` where it was not timed there."""
     row = times[seq]
     return row[config] / min(row.values()) - 1 if config in row else None
-
-
-def prices(times: Times) -> dict[int, dict[int, float | None]]:
-    """Return the regret of each length's winner at every length."""
-    return {
-        at: {seq: regret(times, seq, config) for seq in sorted(times)}
-        for at, config in winners(times).items()
-    }
 
 
 def region(
@@ -55,18 +42,6 @@ def region(
     above = list(itertools.takewhile(within, lengths[place:]))
     losses = (regret(times, seq, config) for seq in (*below, *above))
     return below[-1], above[-1], max((loss for loss in losses if loss is not None), default=0.0)
-
-
-def fewest(times: Times, limit: float = LIMIT) -> dict[int, tuple[int, int]]:
-    """Return the fewest lengths whose winners keep all within a limit, with their regions."""
-    best, lengths = winners(times), sorted(times)
-    spans = {at: region(times, at, best[at], limit)[:2] for at in lengths}
-    covered = {
-        at: {seq for seq in lengths if low <= seq <= high} for at, (low, high) in spans.items()
-    }
-    sets = (s for n in range(1, len(lengths) + 1) for s in itertools.combinations(lengths, n))
-    kept = next(s for s in sets if set().union(*(covered[at] for at in s)) == set(lengths))
-    return {at: spans[at] for at in kept}
 
 
 def priced(
@@ -101,13 +76,13 @@ def redundant(entries: Sequence[AnyEntry], limit: float = LIMIT) -> tuple[AnyEnt
     found: list[AnyEntry] = []
     for group in groups.values():
         spans = {i: next(iter(ranges(entry).values())) for i, entry in enumerate(group)}
-        kept = _fewest(spans, sorted({seq for span in spans.values() for seq in span}))
+        kept = fewest(spans, sorted({seq for span in spans.values() for seq in span}))
         found += [entry for i, entry in enumerate(group) if i not in kept]
     return tuple(found)
 
 
-def _fewest(spans: Mapping[int, tuple[int, int]], lengths: Sequence[int]) -> tuple[int, ...]:
-    """The fewest spans that together hold all lengths, each of which lies in some span."""
+def fewest(spans: Mapping[int, tuple[int, int]], lengths: Sequence[int]) -> tuple[int, ...]:
+    """List the fewest spans that together hold all lengths, each of which lies in some span."""
     sets = (s for n in range(1, len(spans) + 1) for s in itertools.combinations(spans, n))
     return next(
         s for s in sets if all(any(spans[i][0] <= seq <= spans[i][1] for i in s) for seq in lengths)

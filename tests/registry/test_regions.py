@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from sage_plugin.registry import load, lookup, regions
-from sage_plugin.registry.merge import merge, price
+from sage_plugin.registry.merge import price
 from tests.registry import samples
-from tests.registry.samples import FACTS, TOOLCHAIN
+from tests.registry.samples import FACTS, merged
 
 A, B, C = (samples.config(block_m=m) for m in (32, 64, 128))
 TIMES = {
@@ -21,30 +21,9 @@ TIMES = {
 BY_KEY = {samples.key(seq_q=seq, seq_k=seq): row for seq, row in TIMES.items()}
 
 
-def test_winners_are_priced_at_every_length():
-    assert regions.winners(TIMES) == {1024: A, 2048: B, 4096: C, 16_384: C}
-    prices = regions.prices(TIMES)
-    assert prices[1024] == pytest.approx({1024: 0, 2048: 0.05, 4096: 0.25, 16_384: 0.5})
-    assert prices[2048] == pytest.approx({1024: 0.005, 2048: 0, 4096: 0.01, 16_384: 0.1})
-    holes = {1024: {A: 1.0}, 2048: {B: 1.0}}
-    assert regions.prices(holes) == {1024: {1024: 0, 2048: None}, 2048: {1024: None, 2048: 0}}
-
-
-@pytest.mark.parametrize(
-    ("limit", "kept"),
-    [
-        (0.6, {1024: (1024, 16_384)}),
-        (0.02, {1024: (1024, 1024), 4096: (2048, 16_384)}),
-        (0.0, {1024: (1024, 1024), 2048: (2048, 2048), 4096: (4096, 16_384)}),
-    ],
-)
-def test_the_fewest_entries_within_a_limit_and_their_regions(limit, kept):
-    assert regions.fewest(TIMES, limit) == kept
-
-
 def test_a_region_ends_at_a_gap_and_where_nothing_was_timed():
     gap = {1: {A: 1.0, B: 2.0}, 2: {A: 2.0, B: 1.0}, 3: {A: 1.0, B: 2.0}}
-    assert regions.fewest(gap) == {1: (1, 1), 2: (2, 2), 3: (3, 3)}
+    assert regions.region(gap, 1, A) == (1, 1, 0.0)
     unknown = {1: {A: 1.0}, 2: {B: 1.0}}
     assert regions.region(unknown, 1, A) == (1, 1, 0.0)
     assert regions.region(TIMES, 4096, C, 0.02) == pytest.approx((2048, 16_384, 0.0075))
@@ -61,12 +40,8 @@ def path(tmp_path, monkeypatch):
     return load.file_path(tmp_path, FACTS.slug)
 
 
-def put(path, *entries):
-    merge(path, entries, family="attention", facts=FACTS, toolchain=TOOLCHAIN)
-
-
 def test_regions_are_written_found_and_explained(path, tmp_path):
-    put(path, held(1024, A), held(2048, B), held(4096, C))
+    merged(path, held(1024, A), held(2048, B), held(4096, C))
     changed = price(path, BY_KEY, limit=0.02, drop=False)
     assert {key.seq_q for key in changed} == {1024, 2048, 4096}
     found = {e.key.seq_q: (e.seq_q_range, e.regret) for e in load.read(path).entries}
@@ -81,13 +56,13 @@ def test_regions_are_written_found_and_explained(path, tmp_path):
     (told, *_) = lookup.explain(between, facts=FACTS, config_dir=tmp_path)
     assert "inside its region, where at most 0.8% is lost" in told
     assert price(path, BY_KEY, limit=0.02, drop=False) == (), "it is written already"
-    put(path, held(32_768, A))
+    merged(path, held(32_768, A))
     kept = {e.key.seq_q: e.seq_q_range for e in load.read(path).entries}
     assert kept[4096] == (2048, 16_384), "a new neighbor does not widen what was measured"
 
 
 def test_entries_that_others_cover_go_if_asked(path):
-    put(path, held(1024, A), held(2048, B), held(4096, C))
+    merged(path, held(1024, A), held(2048, B), held(4096, C))
     changed = price(path, BY_KEY, limit=0.02, drop=True)
     left = load.read(path).entries
     assert [entry.key.seq_q for entry in left] == [1024, 4096]
