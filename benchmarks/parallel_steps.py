@@ -62,8 +62,8 @@ def measured(name: str, args: Any, at: Place) -> Facts:  # noqa: ANN401
             out = run()
             exact = out if exact is None else exact
             steps[f"{kernel}, {way}"] = run
-            rows.append({"kernel": kernel, "way": way, "error": parallel_run.relative_l1(out, exact),
-                         "ran": dict(_counts(handle) - before)})  # fmt: skip
+            error, ran = parallel_run.relative_l1(out, exact), dict(_counts(handle) - before)
+            rows.append({"kernel": kernel, "way": way, "error": error, "ran": ran})
     times = parallel_run.timed(steps, at, args.rounds)
     base = times[f"{UNPATCHED}, {ONE_GPU}"].median_ms
     for row in rows:

@@ -64,9 +64,12 @@ def measured(args: Any, at: Place, folder: str) -> Facts:  # noqa: ANN401
                 ran.update(row.calls)
                 ran.update({f"fallback: {why}": n for why, n in row.fallbacks.items()})
             same = (out.argmax(-1) == exact.argmax(-1)).float().mean()
+            error = parallel_run.relative_l1(out, exact)
             steps[f"{kernel}, {parts}"] = run
-            rows.append({"kernel": kernel, "gpus": parts, "ran": dict(ran), "same_token": float(same),
-                         "error": parallel_run.relative_l1(out, exact)})  # fmt: skip
+            rows.append(
+                {"kernel": kernel, "gpus": parts, "error": error, "same_token": float(same),
+                 "ran": dict(ran)}
+            )  # fmt: skip
     times = parallel_run.timed(steps, at, args.rounds)
     for row in rows:
         row["time"] = times[f"{row['kernel']}, {row['gpus']}"].to_json()
