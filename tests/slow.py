@@ -79,6 +79,7 @@ INTERPRETED = "-interpreter]"
 SWEPT = (
     # Whole runs and builds of which `make test` has another one.
     "tests/cli/test_demo.py::test_a_second_run_replaces_the_first",
+    "tests/benchmarks/test_parallel_programs.py::test_two_processes",
     "tests/cli/test_policy_prove.py::test_the_whole_path",
     "tests/cli/test_policy_sensitivity.py::test_it_is_measured",
     "tests/demo/test_pipeline.py::test_generated_digits_can_be_read",
