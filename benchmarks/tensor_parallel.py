@@ -1,7 +1,7 @@
 """Logits of a language model whose linears are spread over GPUs, unpatched and patched.
 
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --output tensor_parallel.json
-        [--kernels auto+auto] [--layers 4] [--tokens 2048] [--rounds 8] [--tiny]
+        [--kernels auto+auto] [--layers 4] [--tokens 8192] [--rounds 8] [--tiny]
 
 The model has random weights and the width of Llama 3.2 1B; transformers spreads it by its own plan
 (`tp_plan="auto"`). A patched linear quantizes the shard of its process, and a row-parallel one
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--kernels", type=kernels_and_linears, default=["auto+auto"],
         help="kernels of attention, each with +KERNEL for the linears too")  # fmt: skip
     add("--layers", type=int, default=4, help="so many blocks")
-    add("--tokens", type=int, default=2048, help="length of the prompt")
+    add("--tokens", type=int, default=8192, help="length of the prompt")
     add("--rounds", type=int, default=8, help="how often each forward is timed")
     add("--tiny", action="store_true", help="a tiny model, for CPUs")
     args = parser.parse_args(argv)
