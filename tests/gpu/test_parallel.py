@@ -17,7 +17,10 @@ pytestmark = [
 KERNELS = {"fav2": "", "sage": "int8_row", "fav3_sage": "fp8_row"}
 """Kernels of attention, each with that of the linears."""
 CASES = [Run("wan", k, w, on) for k, on in KERNELS.items() for w in ("ulysses", "ring")]
-SHARDED = [Run("llama", k, spread.TP, on) for k, on in KERNELS.items()]
+SHARDED = [
+    *(Run("llama", k, spread.TP, on) for k, on in KERNELS.items()),
+    Run("flux", "fav3_sage", spread.SHARDS, "fp8_row"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +47,11 @@ def test_two_gpus_give_the_output_of_one(case, found):
 
 @pytest.mark.parametrize("case", SHARDED, ids=lambda case: case.name)
 def test_two_gpus_multiply_their_shards(case, found):
-    network, arguments = (
-        spread.language_model().to("cuda:0", torch.bfloat16),
-        spread.sentence("cuda"),
-    )
+    if case.model == "llama":
+        network = spread.language_model().to("cuda:0", torch.bfloat16)
+        arguments = spread.sentence("cuda")
+    else:
+        network, arguments = spread.build(case.model, "cuda:0", torch.bfloat16, scale=6)
     exact = spread.forward(network, arguments).float().cpu()
     with sage_plugin.patched(network, **case.options):
         alone = spread.forward(network, arguments).float().cpu()
@@ -55,5 +59,8 @@ def test_two_gpus_multiply_their_shards(case, found):
         assert not wrong
         error, usual = ((x - exact).abs().mean() for x in (out.float(), alone))
         assert error < 2 * usual + 5e-3 * exact.abs().mean()
-        assert len(rows) == 2 + 14 * bool(case.linears)
-        assert all(sum(calls.values()) == 1 and not why for _, calls, why in rows)
+        assert len(rows) == 2 + {"llama": 14, "flux": 17}[case.model] * bool(case.linears)
+        for layer, calls, why in rows:
+            calls.pop(spread.FUSED, None)
+            assert sum(calls.values()) == 1, layer
+            assert not why

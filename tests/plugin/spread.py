@@ -1,6 +1,6 @@
 """Processes that run a tiny model spread over them, and what came out.
 
-Diffusers spreads sequences (`ulysses`, `ring`), transformers the linears of a model (`tp`).
+Diffusers spreads sequences (`ulysses`, `ring`); transformers (`tp`) and torch (`shards`) linears.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sage_plugin
 
 MODELS = ("wan", "flux")
 WORLD = 2
-TP = "tp"
+TP, SHARDS = "tp", "shards"
 FUSED = "fused"
 """Among the calls of a row: those whose norm and rotary embedding were one kernel."""
 MIN_SEQ = 32
@@ -146,7 +146,8 @@ def _process(rank: int, runs: list[Run], folder: str, port: int, gpus: bool) -> 
         torch.accelerator.device_count = lambda: 1  # diffusers divides by it
     torch.distributed.init_process_group("nccl" if gpus else "gloo", rank=rank, world_size=WORLD)
     for run in runs:
-        made = _tensor_parallel(run, folder, gpus) if run.way == TP else _one(run, gpus, rank)
+        of_linears = run.way in (TP, SHARDS)
+        made = _tensor_parallel(run, folder, gpus) if of_linears else _one(run, gpus, rank)
         _write(Path(folder) / f"{run.name}-{rank}", *made)
     torch.distributed.destroy_process_group()
 
@@ -170,32 +171,53 @@ def _one(run: Run, gpus: bool, rank: int) -> tuple:
 
 
 def _tensor_parallel(run: Run, folder: str, gpus: bool) -> tuple:
-    """Logits of a spread language model, and what of it was not as it should be."""
-    import transformers
-
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    network = load(f"{folder}/{TP}", tp_plan="auto", dtype=torch.bfloat16 if gpus else None).eval()
-    arguments, before = sentence("cuda" if gpus else "cpu"), dict(network.named_parameters())
+    """The output of a model with spread linears, and what of it was not as it should be."""
+    network, arguments = (_by_transformers if run.way == TP else _by_torch)(folder, gpus)
+    before = dict(network.named_parameters())
     plain, forwards = forward(network, arguments), _forwards(network)
     if not run.kernel:
         return plain.cpu(), [], ""
     sage_plugin.patch(network, **run.options)
     out, rows = forward(network, arguments), _rows(network)
-    with_gradient = network(**arguments).logits
+    with_gradient = network(**arguments, return_dict=False)[0]
     again = forward(network, arguments)
     saved = {name: whole(value) for name, value in network.state_dict().items()}
     sage_plugin.unpatch(network)
+    alike = [torch.equal(saved[name], whole(before[name])) for name in before]  # every process
     as_it_should = {
-        "with a gradient": torch.allclose(
-            with_gradient, plain, rtol=0, atol=0.05 if gpus else 1e-4
-        ),
+        "with a gradient": float((with_gradient - plain).abs().max()) < (0.25 if gpus else 1e-4),
         "after a gradient": torch.equal(again, out),
-        "saved": all(torch.equal(saved[name], whole(before[name])) for name in before),
+        "saved": all(alike),
         "unpatched": torch.equal(forward(network, arguments), plain),
         "parameters": all(p is before[name] for name, p in network.named_parameters()),
         "forwards": _forwards(network) == forwards,
     }
     return out.cpu(), rows, ", ".join(what for what, fits in as_it_should.items() if not fits)
+
+
+def _by_transformers(folder: str, gpus: bool) -> tuple:
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    network = load(f"{folder}/{TP}", tp_plan="auto", dtype=torch.bfloat16 if gpus else None)
+    return network.eval(), sentence("cuda" if gpus else "cpu")
+
+
+def _by_torch(folder: str, gpus: bool) -> tuple:
+    """Flux with the feed-forwards of a block sharded, as diffusers' `TensorParallelConfig` does."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    kind = "cuda" if gpus else "cpu"
+    network, arguments = build("flux", *((kind, torch.bfloat16, 6) if gpus else ()))
+    mesh = torch.distributed.init_device_mesh(kind, (WORLD,))
+    for name in ("ff", "ff_context"):
+        plan = {"net.0.proj": ColwiseParallel(), "net.2": RowwiseParallel()}
+        parallelize_module(getattr(network.transformer_blocks[0], name), mesh, plan)
+    return network, arguments
 
 
 def whole(tensor):

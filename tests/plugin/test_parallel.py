@@ -27,7 +27,10 @@ LINEARS = {
     "flux": {"int8_row:emulation": 15, "int8_row:emulation+gelu_tanh": 2},
 }
 """Linears of a model that run on a kernel, by what they run on."""
-SHARDED = [Run("llama", kernel, spread.TP, linears) for kernel, linears in KERNELS.items()]
+SHARDED = [
+    *(Run("llama", kernel, spread.TP, linears) for kernel, linears in KERNELS.items()),
+    Run("flux", "sage", spread.SHARDS, "int8_row"),
+]
 CASES = [
     *SPREAD,
     *SHARDED,
@@ -94,17 +97,21 @@ def test_each_part_is_a_call_on_the_kernel(case, found):
 
 @pytest.mark.parametrize("case", SHARDED, ids=lambda case: case.name)
 def test_each_process_multiplies_its_shards_before_their_sum(case, found, whole):
-    exact, usual = whole["llama", ""], whole["llama", case.kernel]
+    exact, usual = whole[case.model, ""], whole[case.model, case.kernel]
     limit = 2 * (usual - exact).abs().mean() if case.linears else 1e-5
     for out, rows, wrong in found[case.name]:
         assert not wrong
         assert (out - exact).abs().mean() < limit
-        assert len(rows) == 2 + 14 * bool(case.linears)
+        assert len(rows) == 2 + {"llama": 14, "flux": 17}[case.model] * bool(case.linears)
         label = f"{case.kernel}:emulation"
         for layer, calls, why in rows:
-            on = label if layer.endswith("self_attn") else "int8_row:emulation"
+            on = label if layer.endswith("attn") else "int8_row:emulation"
             assert (calls, why) == ({on: 1}, {}), layer
-    assert all((out - exact).abs().mean() < 1e-5 for out, _, _ in found["llama-unpatched-tp"])
+
+
+def test_transformers_spreads_a_model_as_these_tests_think(found, whole):
+    for out, _, _ in found["llama-unpatched-tp"]:
+        assert (out - whole["llama", ""]).abs().mean() < 1e-5
 
 
 @pytest.mark.parametrize("model", spread.MODELS)

@@ -20,7 +20,7 @@ from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.notice import warn_once
 from sage_plugin.plugin.context import PatchState
 from sage_plugin.plugin.counts import LayerCounts
-from sage_plugin.plugin.hosts.tensor_parallel import Transforms, shard_of
+from sage_plugin.plugin.hosts.tensor_parallel import Sharding, Transforms, shard_of, sharding_of
 from sage_plugin.plugin.linears import compute
 from sage_plugin.plugin.linears.pending import PendingNorm
 from sage_plugin.plugin.linears.roles import Role
@@ -34,6 +34,7 @@ SLOT = "_sage_linear"
 """Where a linear has its `LinearLayer`."""
 READ = FallbackReason(Fallback.LINEAR_READ)
 GRADIENT = FallbackReason(Fallback.GRADIENT)
+SUBCLASS = FallbackReason(Fallback.TENSOR_SUBCLASS)
 MOST_READS = 2
 """Forwards that need an original, before the linear is left alone."""
 
@@ -42,7 +43,8 @@ MOST_READS = 2
 class LinearLayer:
     """A linear as it is patched.
 
-    Traced code reads `quantized`, `ready` and `waiting` alone, so that equal blocks share a graph.
+    Traced code reads `quantized`, `ready`, `waiting` and `sharding` alone, so that equal blocks
+    share a graph.
 
     Attributes:
         name: module path with the component in front.
@@ -56,6 +58,7 @@ class LinearLayer:
         ready: whether a kernel runs `quantized` where it is.
         waiting: whether the original is elsewhere than the linear.
         freed: whether there is no original any more.
+        sharding: how torch shards it over processes, `None` where it does not.
         left: why it runs as ever, `None` where it does not.
         counts: what it did since the last `patch`.
     """
@@ -70,6 +73,7 @@ class LinearLayer:
     ready: bool = False
     waiting: bool = False
     freed: bool = False
+    sharding: Sharding | None = None
     left: FallbackReason | None = None
     counts: LayerCounts = field(default_factory=LayerCounts)
     _module: weakref.ref[nn.Module] | None = None
@@ -88,10 +92,13 @@ class LinearLayer:
 
     def trace(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """A call in a graph, in plain torch operations."""
-        weight, quantized = module._parameters["weight"], self.quantized
-        blocked = quantized is None or not self.ready
+        weight, quantized, sharding = module._parameters["weight"], self.quantized, self.sharding
+        own = x if sharding is None else sharding.own(x)
+        blocked = quantized is None or not self.ready or own is None
         if not blocked and not compute.wants_gradient(x, weight, module.bias):
-            return compute.traced(x, quantized, module.bias)  # type: ignore[arg-type]
+            if sharding is None:
+                return compute.traced(x, quantized, module.bias)  # type: ignore[arg-type]
+            return sharding.joined(compute.traced(own, quantized, sharding.bias(module)))  # type: ignore[arg-type]
         if self.waiting:
             raise RuntimeError(
                 "a graph needs the original weight of a patched linear, which waits in CPU memory: "
@@ -105,13 +112,17 @@ class LinearLayer:
             self.settle(module)
         if type(x) is PendingNorm:
             x = x.tensor(self.quantized)
-        reason = self._obstacle(module, x)
+        sharding = self.sharding
+        own = x if sharding is None else sharding.own(x)
+        reason = SUBCLASS if own is None else self._obstacle(module, own)
         if reason is None:
+            assert own is not None
             assert self.quantized is not None
-            answer = compute.run(x, self.quantized, module.bias)
+            bias = module.bias if sharding is None else sharding.bias(module)
+            answer = compute.run(own, self.quantized, bias)
             if not isinstance(answer, FallbackReason):
                 answer.count(self.counts, self.rule)
-                return answer.out
+                return answer.out if sharding is None else sharding.joined(answer.out)
             reason = answer
         return self._as_ever(module, x, reason)
 
@@ -143,7 +154,7 @@ class LinearLayer:
         if compute.wants_gradient(x, module._parameters["weight"], module.bias):
             return GRADIENT
         if type(x) not in (torch.Tensor, nn.Parameter):
-            return FallbackReason(Fallback.TENSOR_SUBCLASS)
+            return SUBCLASS
         if x.device != self.quantized.data.device:
             return FallbackReason(Fallback.LINEAR_DEVICE)
         return None
@@ -180,9 +191,9 @@ class LinearLayer:
             module: the linear.
             transforms: what tensor parallelism does around its forward.
         """
+        self._transforms, self.sharding = transforms, sharding_of(module)
         if transforms is not None:
             transforms.install(module)
-        self._transforms = transforms
         this = weakref.ref(self)
 
         def gone(_: object) -> None:
@@ -255,7 +266,8 @@ class LinearLayer:
             PatchError: the original was freed.
         """
         self.check_original()
-        if self._transforms is not None:
+        weight = module._parameters["weight"]
+        if weight is not None and shard_of(weight) is not weight:
             self.bring_home(module)
 
     def bring_home(self, module: nn.Module) -> None:
