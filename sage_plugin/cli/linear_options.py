@@ -67,11 +67,7 @@ class LinearCallOptions:
 
     @property
     def chosen(self) -> bool:
-        """Whether linears are asked for.
-
-        Raises:
-            UsageError: an unknown op family, or options of linears without it.
-        """
+        """Whether linears are asked for."""
         op = one_of("--op", self.op, (ATTENTION, LINEAR, GROUPED_LINEAR))
         if op != GROUPED_LINEAR and self.groups is not None:
             raise UsageError("--groups belongs to grouped linears: add --op grouped_linear")
@@ -86,9 +82,6 @@ class LinearCallOptions:
 
         Args:
             recorded: a folder of captures that was asked for, `None` where none was.
-
-        Raises:
-            UsageError: both were asked for.
         """
         spelling = ("--out-in-features", "--batch-sizes", "--model")
         shapes = [name for name in spelling if name in self.given()]
@@ -97,11 +90,7 @@ class LinearCallOptions:
         return bool(shapes) or (recorded is None and not DEFAULT_FOLDER.exists())
 
     def kernels(self) -> tuple[str, ...]:
-        """Return the kernel that the number formats name; none without them.
-
-        Raises:
-            UsageError: an unknown format, or two of them.
-        """
+        """Return the kernel that the number formats name; none without them."""
         formats = [f for f in (self.x_q_dtype, self.w_q_dtype) if f is not None]
         for option, value in (("--x-q-dtype", self.x_q_dtype), ("--w-q-dtype", self.w_q_dtype)):
             if value is not None:
@@ -137,11 +126,7 @@ class LinearOptions(LinearCallOptions):
     ] = None
 
     def inputs(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
-        """Return the inputs to draw.
-
-        Raises:
-            UsageError: no shape, one that is no pair or does not divide, or an option of attention.
-        """
+        """Return the inputs to draw."""
         from sage_plugin.families import describe
         from sage_plugin.families.grouped_linear.routing import SKEWED
         from sage_plugin.measure.inputs import DISTRIBUTIONS
@@ -158,11 +143,7 @@ class LinearOptions(LinearCallOptions):
         ]
 
     def shapes(self, others: ShapeOptions) -> list[LinearShape]:
-        """Return the shapes that are spelt out, of the dtype that is shared with attention.
-
-        Raises:
-            UsageError: no shape, one that is no pair or does not divide, or an option of attention.
-        """
+        """Return the shapes that are spelt out, of the dtype that is shared with attention."""
         if self.model is not None:
             return self._of_experts(self.model, others)
         shared = ("--dtype", "--inputs-distribution")

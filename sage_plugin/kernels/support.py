@@ -184,6 +184,11 @@ TORCH_GROUPED_FASTEST: dict[str, tuple[str, ...]] = {"bf16": (), "fp8_row": (), 
 """Where nothing of ours is faster."""
 
 
+def torch_alignment(*, int8: bool) -> int:
+    """Return what in and out features are multiples of where torch's products take a weight."""
+    return 8 if int8 else 16
+
+
 def fewest_products(arch: str) -> float:
     """Products M x K x N of a linear under which torch's own 16-bit one is faster; 0 if unknown.
 
