@@ -98,6 +98,11 @@ class TuningPlan:
     registry_path: Path
 
 
+def usual_kernel(family: Family, facts: DeviceFacts) -> str:
+    """Return what is tuned where no kernel is named."""
+    return CPU_KERNEL if facts.kind == "cpu" and family is ATTENTION else "auto"
+
+
 def build(request: TuningRequest) -> TuningPlan:
     """Make a plan; nothing is written and no kernel runs.
 
@@ -110,11 +115,9 @@ def build(request: TuningRequest) -> TuningPlan:
     _check_numbers(request)
     chosen = f"cuda:{request.gpus[0].index}" if request.gpus else request.device
     device, facts = devices.chosen(chosen)
-    of_attention = facts.kind == "cpu" and request.family is ATTENTION
-    usual = CPU_KERNEL if of_attention else "auto"
     studies, calls, notes = [], [], list(request.inputs.notes)
     for group in request.inputs.groups:
-        for text in request.kernels or (usual,):
+        for text in request.kernels or (usual_kernel(request.family, facts),):
             study = _study(request, group, text, str(device), facts, notes)
             if study is not None and study not in studies:
                 studies.append(study)
