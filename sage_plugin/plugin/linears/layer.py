@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.rows.prologue import Prologue
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.notice import warn_once
@@ -82,6 +83,10 @@ class LinearLayer:
         """The linear, `None` when it is gone."""
         return None if self._module is None else self._module()
 
+    @property
+    def _request(self) -> LinearRequest:
+        return self.state.options.of_linears
+
     # What forwards do.
 
     def trace(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +94,7 @@ class LinearLayer:
         weight, quantized = module._parameters["weight"], self.quantized
         blocked = quantized is None or not self.ready
         if not blocked and not compute.wants_gradient(x, weight, module.bias):
-            return compute.traced(x, quantized, module.bias)  # type: ignore[arg-type]
+            return compute.traced(x, quantized, module.bias, self._request)  # type: ignore[arg-type]
         if self.waiting:
             raise RuntimeError(
                 "a graph needs the original weight of a patched linear, which waits in CPU memory: "
@@ -106,7 +111,7 @@ class LinearLayer:
         reason = self._obstacle(module, x)
         if reason is None:
             assert self.quantized is not None
-            answer = compute.run(x, self.quantized, module.bias)
+            answer = compute.run(x, self.quantized, module.bias, self._request)
             if not isinstance(answer, FallbackReason):
                 answer.count(self.counts, self.rule)
                 return answer.out
@@ -123,10 +128,10 @@ class LinearLayer:
         if torch.compiler.is_compiling():
             if compute.wants_gradient(x, module._parameters["weight"], module.bias):
                 return None
-            return compute.traced(x, quantized, module.bias, prologue)
+            return compute.traced(x, quantized, module.bias, self._request, prologue)
         if self._obstacle(module, x) is not None:
             return None
-        answer = compute.run(x, quantized, module.bias, prologue)
+        answer = compute.run(x, quantized, module.bias, self._request, prologue)
         if isinstance(answer, FallbackReason):
             return None
         answer.count(self.counts, self.rule)

@@ -349,6 +349,11 @@ def _wrong_kernel(rule: Rule) -> str:
     if rule.op == LINEAR:
         plain = Rule(rule.kernel, op=LINEAR)
         of_attention = (n for n in _OF_ATTENTION if getattr(rule, n) != getattr(plain, n))
+        if rule.steps:
+            return (
+                f"steps are {rule.steps!r}, and a linear has one weight for all steps, so that the "
+                "other need not be on its device; leave steps out, or the layers as they are (bf16)"
+            )
         if field_name := next(of_attention, None):
             return f"{field_name} belongs to rules of attention, and this one is of linears"
         if rule.kernel != "auto" and rule.kernel not in LINEAR_KERNELS:
