@@ -176,7 +176,9 @@ def test_a_replay_computes_what_the_model_did(folder):
     [
         ({"ops": "convolution"}, "op: got 'convolution', expected attention or linear"),
         ({"ops": ()}, "op: got 'nothing'"),
-        ({"rows": 0}, "rows: got 0"),
+        ({"rows": 0, "ops": "linear"}, "rows: got 0"),
+        ({"rows": 9}, "rows: a part of calls of linear, which is not recorded"),
+        ({"heads": 1, "ops": "linear"}, "heads: a part of calls of attention"),
         ({"ops": "linear", "layers": "*.attn1"}, r"match none of 18 linears"),
     ],
 )
