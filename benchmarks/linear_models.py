@@ -14,6 +14,7 @@ quantized, with SmolLM2's perplexity. Kernels are emulated on a CPU, exactly. Ne
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -30,16 +31,14 @@ from set_gates import rounded, say  # noqa: E402
 
 from sage_plugin import device as devices  # noqa: E402
 from sage_plugin.accuracy.gate import failures, worst  # noqa: E402
-from sage_plugin.capture.ops import OPS  # noqa: E402
 from sage_plugin.families.linear.entry import decide  # noqa: E402
 from sage_plugin.families.linear.gates import gate_for  # noqa: E402
-from sage_plugin.plugin.component import component_of  # noqa: E402
 from sage_plugin.schema import ErrorMetrics  # noqa: E402
 from tests.real import captured, inputs, linears, outputs, rule  # noqa: E402
 
 Row = dict[str, Any]
 ALONE = ("fp8_row", "int8_row")
-ALONE_TOKENS = 400
+ALONE_TOKENS = 160
 """Tokens that SmolLM2 reads for each of its linears: 210 linears are as many forwards."""
 
 
@@ -75,13 +74,6 @@ def gates_of(rows: Sequence[Row]) -> Row:
     return found
 
 
-def names_of(network: Any) -> list[str]:  # noqa: ANN401
-    """Linears of a model as rules name them."""
-    with linears.on_kernel(network, "int8_row") as handle:
-        parts = [component_of(module) for module in handle.components.values()]
-        return [name for part in parts if part is not None for name in OPS["linear"].layers(part)]
-
-
 def output_rows(model: str, tokens: int) -> tuple[list[Row], list[Row]]:
     """The output with one linear quantized at a time, and with all."""
     network, tokenizer = captured.load(model)
@@ -93,24 +85,25 @@ def output_rows(model: str, tokens: int) -> tuple[list[Row], list[Row]]:
 
     unpatched = {count: run(count) for count in (tokens, ALONE_TOKENS)}
 
-    def row(kernel: str, layers: tuple[str, ...], tokens: int) -> Row:
+    def row(kernel: str, tokens: int, patch: contextlib.AbstractContextManager[int]) -> Row:
         plain, base = unpatched[tokens]
-        with linears.on_kernel(network, kernel, layers) as handle:
+        with patch as count:
             values, perplexity = run(tokens)
         difference = outputs.difference(values, plain)
-        quantized = [one for one in handle.report().linears if one.kernel == kernel]
         return {
-            "model": model, "kernel": kernel, "linears": len(quantized),
+            "model": model, "kernel": kernel, "linears": count,
             "rel_l1": difference.rel_l1, "cosine": difference.cosine, "top1": difference.top1,
             "perplexity": perplexity, "perplexity_unpatched": base, "tokens": tokens,
         }  # fmt: skip
 
-    whole = [row(kernel, ("*",), tokens) for kernel in linears.KERNELS]
+    whole = [row(kernel, tokens, linears.on_kernel(network, kernel)) for kernel in linears.KERNELS]
     for one in whole:
         say(line(one))
     alone = []
-    for number, name in enumerate(names_of(network), start=1):
-        alone += [row(kernel, (name,), ALONE_TOKENS) | {"layer": name} for kernel in ALONE]
+    for number, name in enumerate(linears.names(network), start=1):
+        for kernel in ALONE:
+            one = linears.one_on_kernel(network, kernel, name)
+            alone.append(row(kernel, ALONE_TOKENS, one) | {"layer": name})
         if number % 20 == 0:
             say(f"{model:8} {number} linears one by one")
     return alone, whole

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from sage_plugin.capture.recording.recorder import record
 from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.families.linear import replay
 from sage_plugin.families.linear.replay import LinearReplay
-from sage_plugin.plugin.policy.rules import SCHEMA_VERSION, Policy, Rule
+from sage_plugin.kernels.linear.api import apply
 from tests.real import captured, inputs
 
 KERNELS = ("fp8_row", "fp8_tensor", "int8_row")
@@ -72,10 +73,33 @@ def perplexity(tokenizer: Any, values: torch.Tensor, tokens: int) -> float:
     return float(torch.nn.functional.cross_entropy(values[0, :-1], ids[0, 1:]).exp())
 
 
-def on_kernel(network: Any, kernel: str, layers: Sequence[str] = ("*",)) -> Any:
-    """Patch some linears of a model, and leave its attention as it is, in a `with` block."""
-    rule = Rule(kernel, layers=tuple(layers), op="linear")
-    return sage_plugin.patched(network, policy=Policy(SCHEMA_VERSION, (rule,)))
+@contextlib.contextmanager
+def on_kernel(network: Any, kernel: str) -> Iterator[int]:
+    """Patch the linears of a model and leave its attention as it is, in a `with` block.
+
+    Gives how many of them are quantized.
+    """
+    with sage_plugin.patched(network, kernel="sdpa", linears=kernel) as handle:
+        yield sum(row.kernel == kernel for row in handle.report().linears)
+
+
+@contextlib.contextmanager
+def one_on_kernel(network: Any, kernel: str, path: str) -> Iterator[int]:
+    """Quantize one linear of a model, without the time that a patch takes of hundreds."""
+    module = network.get_submodule(path)
+    weight = sage_plugin.quantize_weight(module.weight, kernel)
+    module.forward = functools.partial(apply, weight=weight, bias=module.bias)
+    try:
+        yield 1
+    finally:
+        del module.forward
+
+
+def names(network: Any) -> list[str]:
+    """Paths of the linears that a patch quantizes."""
+    with sage_plugin.patched(network, kernel="sdpa", linears="int8_row") as handle:
+        name = next(iter(handle.components))
+        return [row.layer.removeprefix(f"{name}.") for row in handle.report().linears]
 
 
 @functools.cache
