@@ -80,7 +80,7 @@ def nan_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return empty
 
-    for name in ("empty", "empty_strided"):
+    for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
 
 

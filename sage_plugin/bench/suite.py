@@ -25,11 +25,7 @@ class Suite:
 
 
 def captured(folder: Path, max_inputs: int | None = None) -> Suite:
-    """Return the captures of a folder, spread over shapes, layers and steps if they are too many.
-
-    Raises:
-        CaptureError: the folder is missing, empty or foreign.
-    """
+    """List the captures of a folder, spread over shapes, layers and steps if they are too many."""
     captures = open_captures(folder)
     chosen = captures.records if max_inputs is None else pick(captures.records, max_inputs)
     names = [f"{Path(r.file).stem} {printable(r.layer)} step {r.step}" for r in chosen]

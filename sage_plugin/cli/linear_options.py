@@ -53,11 +53,7 @@ class LinearCallOptions:
 
     @property
     def chosen(self) -> bool:
-        """Whether linears are asked for.
-
-        Raises:
-            UsageError: an unknown op family, or options of linears without it.
-        """
+        """Whether linears are asked for."""
         if one_of("--op", self.op, (ATTENTION, LINEAR)) == LINEAR:
             return True
         if given := self.given():
@@ -66,20 +62,12 @@ class LinearCallOptions:
 
     @staticmethod
     def refuse_captures(given: object) -> None:
-        """Refuse a recording, which holds no linears.
-
-        Raises:
-            UsageError: one was given.
-        """
+        """Refuse a recording, which holds no linears."""
         if given is not None:
             raise UsageError(f"--op linear: linears are drawn, not captured; leave {given} out")
 
     def kernels(self) -> tuple[str, ...]:
-        """Return the kernel that the number formats name; none without them.
-
-        Raises:
-            UsageError: an unknown format, or two of them.
-        """
+        """Return the kernel that the number formats name; none without them."""
         formats = [f for f in (self.x_q_dtype, self.w_q_dtype) if f is not None]
         for option, value in (("--x-q-dtype", self.x_q_dtype), ("--w-q-dtype", self.w_q_dtype)):
             if value is not None:
@@ -109,11 +97,7 @@ class LinearOptions(LinearCallOptions):
     ] = "out"
 
     def inputs(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
-        """Return the inputs to draw.
-
-        Raises:
-            UsageError: no shape, one that is no pair or does not divide, or an option of attention.
-        """
+        """Return the inputs to draw."""
         from sage_plugin.families import describe
         from sage_plugin.measure.inputs import DISTRIBUTIONS
         from sage_plugin.replay.inputs import ReplayInputs
@@ -130,11 +114,7 @@ class LinearOptions(LinearCallOptions):
         ]  # fmt: skip
 
     def shapes(self, others: ShapeOptions) -> list[LinearShape]:
-        """Return the shapes that are spelt out, of the dtype that is shared with attention.
-
-        Raises:
-            UsageError: no shape, one that is no pair or does not divide, or an option of attention.
-        """
+        """Return the shapes that are spelt out, of the dtype that is shared with attention."""
         shared = ("--dtype", "--inputs-distribution")
         if other := [option for option in others.given() if option not in shared]:
             raise UsageError(f"{other[0]} belongs to attention: leave it out, or --op linear")

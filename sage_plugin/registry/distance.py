@@ -83,12 +83,7 @@ def range_problem(entry: AnyEntry, key: AnyKey) -> str | None:
 
 
 def first_difference(entry: AnyEntry, key: AnyKey) -> str | None:
-    """The first field in which an entry differs from a key so that it cannot serve it, or `None`.
-
-    Example:
-        "head_dim is 64 there, 128 here", or "seq_q 9000 is over 2 times from its measured range
-        1024..4096".
-    """
+    """Name the first field in which an entry differs so that it cannot serve a key, or `None`."""
     for name in _discrete(key):
         there, here = getattr(entry.key, name), getattr(key, name)
         shared = name == "dtype" and {there, here} <= set(SHARED_DTYPES)

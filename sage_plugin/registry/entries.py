@@ -35,21 +35,13 @@ def entry_of(key: AnyKey, config: AnyLaunch, evidence: EntryEvidence) -> AnyEntr
 
 
 def key_from_json(data: object) -> AnyKey:
-    """Check and build a key of any family.
-
-    Raises:
-        ConfigError: an unknown, missing or wrongly typed field.
-    """
+    """Check and build a key of any family."""
     key: AnyKey = record_from_json(data, (CallKey, LinearKey))
     return key
 
 
 def entry_from_json(data: object) -> AnyEntry:
-    """Check and build an entry of any family.
-
-    Raises:
-        ConfigError: an unknown, missing or wrongly typed field.
-    """
+    """Check and build an entry of any family."""
     entry: AnyEntry = record_from_json(data, RECORDS.values())
     return entry
 

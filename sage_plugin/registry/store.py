@@ -33,11 +33,7 @@ def _entry(entry: AnyEntry) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the writers' lock of a file: its sibling `.lock`, which the kernel frees if we die.
-
-    Raises:
-        OutputError: the lock file cannot be created, or another writer holds it for too long.
-    """
+    """Hold the writers' lock of a file: its sibling `.lock`, which the kernel frees if we die."""
     import filelock
 
     target = Path(os.path.realpath(path))

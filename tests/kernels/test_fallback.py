@@ -14,7 +14,7 @@ import torch
 import sage_plugin
 from sage_plugin import device
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention import dispatch, launch_space, runtime
+from sage_plugin.kernels.attention import dispatch, launch_space, recipes
 from sage_plugin.kernels.attention.backends.hopper.with_fallback import HopperOrPortable
 from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
 from sage_plugin.kernels.attention.launch_space import default_config
@@ -364,4 +364,4 @@ def test_the_config_of_a_call_is_that_of_its_variant(kernel, on_an_h100):
     assert special.operands.launch_config.block_m == 64
     with pytest.raises(UnsupportedInputError, match="cannot run here: block_m 64 is not 128"):
         sage_plugin.attention(q, k, v, kernel=kernel, launch=special.operands.launch_config)
-    assert isinstance(runtime.built(prepared.decision, FACTS), HopperOrPortable)
+    assert isinstance(recipes.built(prepared.decision, FACTS), HopperOrPortable)

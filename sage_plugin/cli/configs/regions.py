@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sage_plugin.cli.configs.sources import destination
+from sage_plugin.cli.configs.sources import Runs, destination
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import ConfigDir
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import ATTENTION
 
-Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Names in tuning_runs, or folders of runs.")
-]
 MaxLoss = Annotated[float, typer.Option(min=0, help="Loss that a region may have; 0.01 is 1 %.")]
 Fewest = Annotated[
     bool, typer.Option("--fewest", help="Drop the entries that the others' regions cover.")

@@ -59,17 +59,14 @@ def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY
 
     Each capture that is used is read once here: one with other contents than were recorded would
     fail every trial of its key. Such captures are left out and counted in a note.
-
-    Raises:
-        CaptureError: the folder is missing, empty or foreign, or every capture in it is damaged.
     """
     captures = open_captures(folder)
     groups: dict[AnyKey, list[CaptureRecord]] = {}
     for record in captures.records:
-        groups.setdefault(_shape_key(record.shape), []).append(record)
+        groups.setdefault(shape_key(record.shape), []).append(record)
     calls: Counter[AnyKey] = Counter()
     for count in captures.call_counts.shapes:
-        calls[_shape_key(count.shape)] += count.calls
+        calls[shape_key(count.shape)] += count.calls
     place = str(captures.path.resolve())
     built, damaged = [], list[str]()
     for key, records in groups.items():
@@ -117,7 +114,8 @@ def from_drawn(inputs: Iterable[ReplayInputs]) -> TuningInputs:
     return TuningInputs(_by_cost([InputGroup((one,), one) for one in by_shape.values()]))
 
 
-def _shape_key(shape: CallShape) -> AnyKey:
+def shape_key(shape: CallShape) -> AnyKey:
+    """Return what the calls of one group share, whatever kernel takes them."""
     key: AnyKey = ATTENTION.call_key(shape, ANY)
     return key
 
