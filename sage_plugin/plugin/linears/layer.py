@@ -20,6 +20,7 @@ from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.notice import warn_once
 from sage_plugin.plugin.context import PatchState
 from sage_plugin.plugin.counts import LayerCounts
+from sage_plugin.plugin.hosts.parallel import arrived
 from sage_plugin.plugin.hosts.tensor_parallel import Sharding, Transforms, shard_of, sharding_of
 from sage_plugin.plugin.linears import compute
 from sage_plugin.plugin.linears.pending import PendingNorm
@@ -112,6 +113,8 @@ class LinearLayer:
             self.settle(module)
         if type(x) is PendingNorm:
             x = x.tensor(self.quantized)
+        elif type(x) is not torch.Tensor:
+            x = arrived(x)
         sharding = self.sharding
         own = x if sharding is None else sharding.own(x)
         reason = SUBCLASS if own is None else self._obstacle(module, own)
