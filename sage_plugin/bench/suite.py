@@ -26,15 +26,12 @@ class Suite:
 
 
 def captured(folder: Path, max_inputs: int | None = None, family: str = ATTENTION) -> Suite:
-    """Return the captures of a folder, spread over shapes, layers and steps if they are too many.
+    """List the captures of a folder, spread over shapes, layers and steps if they are too many.
 
     Args:
         folder: the captures.
         max_inputs: how many, all if `None`.
         family: their op family.
-
-    Raises:
-        CaptureError: the folder is missing, empty or foreign.
     """
     captures = open_captures(folder, family)
     chosen = captures.records if max_inputs is None else pick(captures.records, max_inputs)

@@ -61,11 +61,7 @@ class LinearCallOptions:
 
     @property
     def chosen(self) -> bool:
-        """Whether linears are asked for.
-
-        Raises:
-            UsageError: an unknown op family, or options of linears without it.
-        """
+        """Whether linears are asked for."""
         if one_of("--op", self.op, (ATTENTION, LINEAR)) == LINEAR:
             return True
         if given := self.given():
@@ -77,9 +73,6 @@ class LinearCallOptions:
 
         Args:
             recorded: a folder of captures that was asked for, `None` where none was.
-
-        Raises:
-            UsageError: both were asked for.
         """
         shapes = [name for name in ("--out-in-features", "--batch-sizes") if name in self.given()]
         if shapes and recorded is not None:
@@ -87,11 +80,7 @@ class LinearCallOptions:
         return bool(shapes) or (recorded is None and not DEFAULT_FOLDER.exists())
 
     def kernels(self) -> tuple[str, ...]:
-        """Return the kernel that the number formats name; none without them.
-
-        Raises:
-            UsageError: an unknown format, or two of them.
-        """
+        """Return the kernel that the number formats name; none without them."""
         formats = [f for f in (self.x_q_dtype, self.w_q_dtype) if f is not None]
         for option, value in (("--x-q-dtype", self.x_q_dtype), ("--w-q-dtype", self.w_q_dtype)):
             if value is not None:
@@ -121,11 +110,7 @@ class LinearOptions(LinearCallOptions):
     ] = "out"
 
     def inputs(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
-        """Return the inputs to draw.
-
-        Raises:
-            UsageError: no shape, one that is no pair or does not divide, or an option of attention.
-        """
+        """Return the inputs to draw."""
         from sage_plugin.families import describe
         from sage_plugin.measure.inputs import DISTRIBUTIONS
         from sage_plugin.replay.inputs import ReplayInputs
@@ -142,11 +127,7 @@ class LinearOptions(LinearCallOptions):
         ]  # fmt: skip
 
     def shapes(self, others: ShapeOptions) -> list[LinearShape]:
-        """Return the shapes that are spelt out, of the dtype that is shared with attention.
-
-        Raises:
-            UsageError: no shape, one that is no pair or does not divide, or an option of attention.
-        """
+        """Return the shapes that are spelt out, of the dtype that is shared with attention."""
         shared = ("--dtype", "--inputs-distribution")
         if other := [option for option in others.given() if option not in shared]:
             raise UsageError(f"{other[0]} belongs to attention: leave it out, or --op linear")

@@ -109,16 +109,7 @@ def command(
         update=update,
         family=family(linears.op),
     )
-    plan = build(request)
-    if dry_run:
-        show_plan(plan)
-        return
-    report = run_plan(plan, place)
-    show_report(report)
-    if report.interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if report.failed:
-        raise typer.Exit(SOME_FAILED)
+    follow(build(request), place, dry_run=dry_run)
 
 
 def _simulate(runs: Sequence[Path], search: SearchOptions) -> None:
@@ -175,14 +166,26 @@ def _inputs(
     )
 
 
-def run_plan(plan: TuningPlan, place: PlaceOptions | None = None) -> TuneReport:
-    """Tune as a plan says, with progress on stderr."""
+def follow(plan: TuningPlan, place: PlaceOptions, *, dry_run: bool) -> None:
+    """Tune as a plan says and show what came of it, or show the plan alone."""
+    if dry_run:
+        _show_plan(plan)
+        return
+    report = _run_plan(plan, place)
+    _show_report(report)
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if report.failed:
+        raise typer.Exit(SOME_FAILED)
+
+
+def _run_plan(plan: TuningPlan, place: PlaceOptions) -> TuneReport:
+    """Tune with progress on stderr."""
     from sage_plugin.cli.tuning.progress import ProgressView
     from sage_plugin.tune.configs.compile_pool import default_workers
     from sage_plugin.tune.configs.forecast import forecast
     from sage_plugin.tune.configs.session import tune
 
-    place = place or PlaceOptions()
     say_left_out(plan.notes)
     expected = forecast(plan, num_workers=place.num_workers or default_workers())
     say(f"Tune: {expected.text()}. Ctrl-C keeps what is known.", to_stderr=True)
@@ -191,7 +194,7 @@ def run_plan(plan: TuningPlan, place: PlaceOptions | None = None) -> TuneReport:
         return tune(plan, first, view, argv=sys.argv, more_lanes=more)
 
 
-def show_plan(plan: TuningPlan) -> None:
+def _show_plan(plan: TuningPlan) -> None:
     """Show what would be tuned."""
     from sage_plugin.cli.tune_view import plan_table
 
@@ -201,7 +204,7 @@ def show_plan(plan: TuningPlan) -> None:
     say("Next: the same command without --dry-run")
 
 
-def show_report(report: TuneReport) -> None:
+def _show_report(report: TuneReport) -> None:
     """Show the table, where everything went, and what to run next."""
     from sage_plugin.cli.tune_view import best_lines, front_lines, outcome_notes, outcome_table
     from sage_plugin.tune.configs.outcome import save_fronts

@@ -23,13 +23,12 @@ from sage_plugin.kernels.attention.call import (
     is_plain,
 )
 from sage_plugin.kernels.attention.executor import Executor, decide, known, resolve
-from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.attention.validate import FLOATS
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.notice import warn_once
-from sage_plugin.kernels.surroundings import wants_gradient
+from sage_plugin.kernels.surroundings import can_bypass_dispatcher, wants_gradient
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.plugin.hosts import parallel
 from sage_plugin.plugin.prologue.settle import settled

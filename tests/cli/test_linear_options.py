@@ -11,7 +11,6 @@ import torch
 from sage_plugin import device as devices
 from sage_plugin.cli.linear_options import LinearOptions
 from sage_plugin.cli.options import DrawnInputOptions
-from sage_plugin.errors import UsageError
 from sage_plugin.registry import load
 from sage_plugin.schema import LinearLaunch
 from sage_plugin.tune.configs import subprocess_runner
@@ -89,11 +88,6 @@ def test_what_is_wrong_is_named(words, message: str) -> None:
     done = sage("bench", *words)
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
-
-
-def test_options_of_linears_need_the_family() -> None:
-    with pytest.raises(UsageError, match="add --op linear"):
-        LinearOptions(batch_sizes=["2"]).chosen  # noqa: B018
 
 
 @pytest.fixture

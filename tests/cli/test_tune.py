@@ -20,7 +20,6 @@ from sage_plugin.cli.tuning import options as tune_options
 from sage_plugin.errors import UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load
-from sage_plugin.tune.configs import subprocess_runner
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 from tests.cli import program
@@ -36,17 +35,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def folder(tmp_path) -> Path:
     saved = [(SELF, (0, 1)), (GROUPED, (0, 1))]
     return captures.write(tmp_path / "captured_inputs", saved)
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """Let a scripted runner stand in for the child process."""
-
-    def use(runner: ScriptedRunner) -> ScriptedRunner:
-        monkeypatch.setattr(subprocess_runner, "SubprocessRunner", lambda **_: runner)
-        return runner
-
-    return use
 
 
 def sage(*words: object):

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from sage_plugin.cli.tuning.progress import LINE_EVERY_S, ProgressView
-from sage_plugin.tune.configs import subprocess_runner
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 from tests.cli import program
@@ -29,17 +28,6 @@ SMALL = ("-sq", "64", "-hq", "1", "-d", "32", "--device", "cpu", "--config-dir",
 
 def sage(*words: object):
     return program.sage("tune", *words)
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """Let a scripted runner stand in for the child process."""
-
-    def use(runner: ScriptedRunner) -> ScriptedRunner:
-        monkeypatch.setattr(subprocess_runner, "SubprocessRunner", lambda **_: runner)
-        return runner
-
-    return use
 
 
 def small_tiles_are_fast_and_inexact() -> ScriptedRunner:

@@ -14,25 +14,19 @@ from sage_plugin.cli import tune as tune_command
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention import launch_space
-from sage_plugin.registry.merge import merge
 from sage_plugin.schema import CallKey, LaunchConfig
 from tests.kernels.calls import EMULATED, FP8_WEIGHTS, HOPPER, hopper_launch
 from tests.kernels.devices import CPU, KIB, SMEM_KIB, claimed, facts
-from tests.registry.samples import CONFIG, FACTS, KEY, TOOLCHAIN, entry, key
+from tests.registry.samples import CONFIG, FACTS, KEY, entry, key, merged
 
 DIMS = (8, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256)
 DTYPES = ("float16", "bfloat16", "float32")
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH"):
-        monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+def _alone(unconfigured, monkeypatch):
     monkeypatch.setattr(device, "triton_version", lambda: "3.9.0")
-    launch_config.forget()
     yield
-    launch_config.forget()
     device.toolchain.cache_clear()
 
 
@@ -197,7 +191,7 @@ def test_the_tune_command_of_a_miss_tunes_that_very_key(of, monkeypatch, tmp_pat
     of = CallKey(**{**of.to_json(), "variant": "emulation"})  # which a CPU tunes
     monkeypatch.chdir(tmp_path)
     plans = []
-    monkeypatch.setattr(tune_command, "show_plan", plans.append)
+    monkeypatch.setattr(tune_command, "_show_plan", plans.append)
     program, *words = shlex.split(launch_space.tune_command(of))
     assert program == "sage"
     result = CliRunner().invoke(app, [*words, "--dry-run", "--device", "cpu"])
@@ -239,8 +233,7 @@ def test_a_cpu_misses_in_silence(warnings):
 
 def write(folder, *entries) -> str:
     """A registry file of `FACTS` in `folder`, as `sage tune` writes it."""
-    path = folder / FACTS.slug / "attention.json"
-    merge(path, list(entries), family="attention", facts=FACTS, toolchain=TOOLCHAIN)
+    merged(folder / FACTS.slug / "attention.json", *entries)
     return str(folder)
 
 

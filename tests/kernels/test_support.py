@@ -81,16 +81,8 @@ TILES = {
     ("gfx1201", "fav3_fp8"): (64, 32, 8, 1),
 }
 UNKNOWN = (
-    "sm_61",
-    "sm_88",
-    "sm_115",
-    "sm_999",
-    "sm_",
-    "gfx803",
-    "gfx906",
-    "gfx940",
-    "gfx1030",
-    "gfx",
+    *("sm_61", "sm_88", "sm_115", "sm_999", "sm_"),
+    *("gfx803", "gfx906", "gfx940", "gfx1030", "gfx"),
 )
 DIMS = (1, 40, 64, 96, 128, 256)
 
@@ -108,7 +100,7 @@ def test_the_table_has_these_rows_and_no_others():
 
 
 @pytest.mark.parametrize("arch", TABLE)
-def test_report_106_every_row_of_the_table(arch):
+def test_report_106_and_108_every_row_of_the_table(arch):
     kernels, fp8, smem_kib, reason = TABLE[arch]
     assert architecture(arch).smem_kib == smem_kib
     assert architecture(arch).kind == ("hip" if arch.startswith("gfx") else "cuda")
@@ -201,12 +193,6 @@ def test_report_107_an_unknown_chip_has_one_sentence_and_no_error(arch, kernel):
     assert kernels_of(facts(arch)) == ("torch", "sdpa")
 
 
-@pytest.mark.parametrize("arch", ["sm_70", "sm_72", "sm_75"])
-def test_report_108_no_kernel_below_sm_80(arch):
-    for kernel in ALL:
-        assert "no INT8 tensor product in Triton" in support(kernel, facts(arch)).reason
-
-
 @pytest.mark.parametrize("arch", [arch for arch in TABLE if arch.startswith("gfx")])
 def test_report_109_amd_is_told_by_its_kind_and_starts_from_one_stage(arch):
     posing = facts(arch, kind="cuda")
@@ -214,12 +200,6 @@ def test_report_109_amd_is_told_by_its_kind_and_starts_from_one_stage(arch):
     for kernel in TABLE[arch][0]:
         for dim in DIMS:
             assert support(kernel, facts(arch), head_dim=dim).launch.num_stages == 1
-
-
-def test_report_109_a_capability_is_no_amd_architecture():
-    assert support("sage", facts("sm_90", kind="hip")).reason == (
-        "sm_90 is not a known AMD architecture"
-    )
 
 
 def test_report_110_every_reason_is_one_sentence_that_names_the_device(monkeypatch):

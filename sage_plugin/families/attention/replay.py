@@ -19,7 +19,6 @@ from sage_plugin.families.attention import cost
 from sage_plugin.families.attention.reference import reference
 from sage_plugin.families.family import SplitCall
 from sage_plugin.kernels.attention.api import attention
-from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams, Decision, bhsd
 from sage_plugin.measure.inputs import Tensors, in_layout, synthetic
@@ -218,29 +217,3 @@ def drawn(
     """Draw values of a shape, and its mask."""
     tensors = synthetic(shape, device=device, seed=seed, distribution=distribution)
     return AttentionReplay(tensors, synthetic_mask(shape, device=device, seed=seed), shape)
-
-
-def attention_errors(
-    kernel: str,
-    variant: str,
-    launch: LaunchConfig | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    mask: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-) -> ErrorMetrics:
-    """Run a kernel on tensors (B, H, S, D) and judge it against the oracle, as `errors` does.
-
-    Example:
-        >>> x = torch.ones(1, 1, 4, 64)
-        >>> attention_errors("torch", "host", None, x, x, x, causal=False, scale=None).bad_values
-        0
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    shape = shape_of(q, k, v, causal=causal, scale=scale, layout="bhsd")
-    call = AttentionReplay((q, k, v), mask, shape)
-    return call.errors(Decision(kernel, variant), launch, rows)

@@ -12,10 +12,11 @@ from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError
 from sage_plugin.families import ATTENTION, Family
+from sage_plugin.families import family as family_of
 from sage_plugin.families.family import Shape
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import AnyKey
+from sage_plugin.schema import AnyKey, AnyShape
 
 MAX_CAPTURES_PER_KEY = 3
 ANY = Decision("any", "any")
@@ -62,18 +63,15 @@ def from_captures(
 
     Each capture that is used is read once here: one with other contents than were recorded would
     fail every trial of its key. Such captures are left out and counted in a note.
-
-    Raises:
-        CaptureError: the folder is missing, empty or foreign, or every capture in it is damaged.
     """
     captures = open_captures(folder, family.name)
     groups: dict[AnyKey, list[CaptureRecord]] = {}
     for record in captures.records:
-        groups.setdefault(family.call_key(record.shape, ANY), []).append(record)
+        groups.setdefault(shape_key(record.shape), []).append(record)
     calls: Counter[AnyKey] = Counter()
     for count in captures.call_counts.shapes:
         if count.shape.family == family.name:
-            calls[family.call_key(count.shape, ANY)] += count.calls
+            calls[shape_key(count.shape)] += count.calls
     place = str(captures.path.resolve())
     built, damaged = [], list[str]()
     for key, records in groups.items():
@@ -119,6 +117,12 @@ def from_drawn(inputs: Iterable[ReplayInputs]) -> TuningInputs:
     """Group drawn inputs: each is a group of its own, and equal shapes are one."""
     by_shape = {source.shape: source for source in inputs}
     return TuningInputs(_by_cost([InputGroup((one,), one) for one in by_shape.values()]))
+
+
+def shape_key(shape: AnyShape) -> AnyKey:
+    """Return what the calls of one group share, whatever kernel takes them."""
+    key: AnyKey = family_of(shape.family).call_key(shape, ANY)
+    return key
 
 
 def _by_cost(groups: Sequence[InputGroup]) -> tuple[InputGroup, ...]:

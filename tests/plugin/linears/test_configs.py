@@ -69,7 +69,6 @@ def test_a_graph_has_the_folder_too(monkeypatch, tmp_path):
         return TorchProducts()
 
     monkeypatch.setattr(traced, "has_ops", lambda x: True)
-    monkeypatch.setattr(traced, "torch_is_fastest", lambda *_: False)
     monkeypatch.setattr(torch_ops, "_new_products", products)
     torch_ops._products.clear()
     model = tiny("cogx").module

@@ -9,10 +9,11 @@ import json
 import pytest
 
 from sage_plugin.errors import CaptureError, ConfigError, SageError, TuningError, UsageError
-from sage_plugin.families.attention.replay import AttentionReplay, attention_errors
+from sage_plugin.families.attention.replay import AttentionReplay
 from sage_plugin.plugin.policy.rules import read
 from sage_plugin.tune.policy import front_plot
 from sage_plugin.tune.policy.search import search
+from tests.accuracy.judged import attention_errors
 from tests.tune.policy import recordings
 from tests.tune.policy.recordings import EVERYWHERE, LAYERS, MS, PER_STEP, SHAPE, STEPS
 
