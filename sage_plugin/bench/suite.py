@@ -26,7 +26,13 @@ class Suite:
 
 
 def captured(folder: Path, max_inputs: int | None = None, family: str = ATTENTION) -> Suite:
-    """List the captures of an op family in a folder, spread over shapes, layers and steps."""
+    """List the captures of a folder, spread over shapes, layers and steps if they are too many.
+
+    Args:
+        folder: the captures.
+        max_inputs: how many, all if `None`.
+        family: their op family.
+    """
     captures = open_captures(folder, family)
     chosen = captures.records if max_inputs is None else pick(captures.records, max_inputs)
     names = [f"{Path(r.file).stem} {printable(r.layer)} step {r.step}" for r in chosen]

@@ -82,6 +82,18 @@ def test_a_recording_changes_nothing_and_leaves_no_hook(folder):
     assert sum(counts.of("linear").values()) == 2 * LAYERS * EACH
 
 
+def test_a_model_that_is_patched_anew_is_counted_once(folder):
+    model = video_model()
+    handle = sage_plugin.patch(model, kernel="sdpa", linears="int8_row")
+    with record(model, folder, ops="linear", max_captures=4) as recorder:
+        handle.unpatch()
+        handle = sage_plugin.patch(model, kernel="sdpa")
+        recorder.observe(model)
+        denoise(model, steps=1)
+    assert recorder.summary.calls_seen == LAYERS * EACH
+    assert {one.call_index for one in open_captures(folder).records} == {0}
+
+
 def test_a_replaced_capture_takes_its_weight_along(folder):
     model = video_model()
     with record(model, folder, ops="linear", max_captures=2):
@@ -176,7 +188,9 @@ def test_a_replay_computes_what_the_model_did(folder):
     [
         ({"ops": "convolution"}, "op: got 'convolution', expected attention, linear"),
         ({"ops": ()}, "op: got 'nothing'"),
-        ({"rows": 0}, "rows: got 0"),
+        ({"rows": 0, "ops": "linear"}, "rows: got 0"),
+        ({"rows": 9}, "rows: a part of calls of linear, which is not recorded"),
+        ({"heads": 1, "ops": "linear"}, "heads: a part of calls of attention"),
         ({"ops": "linear", "layers": "*.attn1"}, r"match none of 18 linears"),
     ],
 )

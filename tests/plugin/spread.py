@@ -10,11 +10,13 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
 
 import sage_plugin
+from sage_plugin.plugin.linears.layer import LinearLayer
 
 MODELS = ("wan", "flux")
 WORLD = 2
@@ -147,9 +149,18 @@ def _process(rank: int, runs: list[Run], folder: str, port: int, gpus: bool) -> 
     torch.distributed.init_process_group("nccl" if gpus else "gloo", rank=rank, world_size=WORLD)
     for run in runs:
         of_linears = run.way in (TP, SHARDS)
-        made = _tensor_parallel(run, folder, gpus) if of_linears else _one(run, gpus, rank)
+        with mock.patch.object(LinearLayer, "_send_away", _waits if not gpus else SEND_AWAY):
+            made = _tensor_parallel(run, folder, gpus) if of_linears else _one(run, gpus, rank)
         _write(Path(folder) / f"{run.name}-{rank}", *made)
     torch.distributed.destroy_process_group()
+
+
+SEND_AWAY = LinearLayer._send_away
+
+
+def _waits(layer: LinearLayer, weight: torch.Tensor) -> None:
+    """Have an original wait elsewhere, as that of a GPU does."""
+    weight.data, layer.waiting = weight.data.clone(), True
 
 
 def _one(run: Run, gpus: bool, rank: int) -> tuple:

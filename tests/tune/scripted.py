@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.families.attention.gates import gate_for
 from sage_plugin.measure.inputs import self_attention
 from sage_plugin.measure.timing import Samples, TimingLimits, interleave
@@ -172,19 +173,13 @@ class ScriptedRunner:
         return self.speed(config) * noise * self.drift(self._samples)
 
 
-def _captured():
-    from sage_plugin.capture.record import AttentionCapture
-
-    return AttentionCapture(
-        schema_version=1, family="attention", file="000000.safetensors",
-        layer="transformer.blocks.0.attn1", step=0, timestep=None, call_index=0, shape=SHAPE,
-        batch_indices=(0,), head_indices=tuple(range(16)), strides_q=(1, 1, 1, 1),
-        strides_k=(1, 1, 1, 1), strides_v=(1, 1, 1, 1), text_length=None, model_class="Tiny",
-        config_hash="", versions={}, sha256="aa",
-    )  # fmt: skip
-
-
-CAPTURED = _captured()
+CAPTURED = AttentionCapture(
+    schema_version=1, family="attention", file="000000.safetensors",
+    layer="transformer.blocks.0.attn1", step=0, timestep=None, call_index=0, shape=SHAPE,
+    batch_indices=(0,), head_indices=tuple(range(16)), strides_q=(1, 1, 1, 1),
+    strides_k=(1, 1, 1, 1), strides_v=(1, 1, 1, 1), text_length=None, model_class="Tiny",
+    config_hash="", versions={}, sha256="aa",
+)  # fmt: skip
 
 
 def faster(*winners, by: float = 0.2):

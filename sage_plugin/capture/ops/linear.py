@@ -22,7 +22,7 @@ from sage_plugin.capture.record import LinearCapture
 from sage_plugin.capture.selection.options import CaptureOptions
 from sage_plugin.capture.store.paths import weight_name
 from sage_plugin.capture.store.weight_hash import weight_hash
-from sage_plugin.plugin.component import Component
+from sage_plugin.plugin.component import Component, component_of
 from sage_plugin.plugin.hosts.diffusers import attention_modules
 from sage_plugin.plugin.linears.eligible import find_linears
 from sage_plugin.plugin.linears.layer import SLOT, LinearLayer
@@ -63,7 +63,7 @@ class LinearInputs:
     """The call in canonical form.
 
     Attributes:
-        x: `(M, K)`.
+        x: `(..., K)`, of M rows.
         shape: the full call.
     """
 
@@ -85,7 +85,7 @@ class RowRule:
 
     def choose(self, call: LinearInputs) -> tuple[int, int] | str:
         """Return how many rows are saved and what is left for the weight, or why none can be."""
-        each = call.shape.in_features * call.x.element_size()
+        each = call.shape.in_features * getattr(torch, call.shape.dtype).itemsize
         count = min(call.shape.rows, self.rows, self.cap_bytes // each)
         if count == 0:
             return f"larger than the {self.cap_bytes} bytes that the budget leaves for one capture"
@@ -124,14 +124,14 @@ class LinearOp:
             return f"an input of {str(dtype).removeprefix('torch.')}"
         if layer is not None and layer.freed:
             return "its original weight was freed by keep_originals=False"
-        rows = x.detach().reshape(-1, x.shape[-1])
         weight = module._parameters["weight"]
         assert weight is not None, "the linear can be quantized"
         shape = LinearShape(
-            rows.shape[0], weight.shape[1], weight.shape[0], str(dtype).removeprefix("torch."),
+            x.numel() // x.shape[-1], weight.shape[1], weight.shape[0],
+            str(dtype).removeprefix("torch."),
             bias=module._parameters.get("bias") is not None,
         )  # fmt: skip
-        return LinearInputs(rows, shape)
+        return LinearInputs(x.detach(), shape)
 
     def length(self, call: LinearInputs) -> int:
         """Return the rows."""
@@ -149,7 +149,8 @@ class LinearOp:
         total = call.shape.rows
         rows = (2 * torch.arange(count, device=call.x.device) + 1) * total // (2 * count)
         dtype = getattr(torch, call.shape.dtype)
-        tensors = {"x": call.x.index_select(0, rows).to(dtype).cpu()}
+        x = call.x.reshape(-1, call.x.shape[-1]).index_select(0, rows)
+        tensors = {"x": x.to(dtype).cpu()}
         bias = event.module._parameters.get("bias")
         if bias is not None:
             tensors["bias"] = bias.detach().cpu().contiguous()
@@ -193,7 +194,8 @@ class _Hook:
     listener: Listener
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+        model = None if torch.compiler.is_compiling() else self.part.module
+        if model is None or component_of(model) is not self.part:  # it was patched anew
             return
         x = args[0] if args else kwargs.get("input", kwargs.get("x"))
         if type(x) is PendingNorm:

@@ -27,7 +27,7 @@ from sage_plugin.capture.selection.options import (
     CaptureOptions,
 )
 from sage_plugin.errors import OutputError, UsageError
-from sage_plugin.plugin.component import component_of
+from sage_plugin.plugin.component import Component, component_of
 from sage_plugin.plugin.context import WRAPPER
 from sage_plugin.plugin.patch import PatchHandle, handle_of, patch
 from sage_plugin.plugin.steps.forward import Forward, ForwardCounter, Timestep
@@ -66,7 +66,7 @@ class CaptureRecorder:
         self._intake = Intake(Path(folder), options, on_save=on_save)
         self._target = target
         self._attached: list[tuple[PatchHandle, bool]] = []
-        self._listening: dict[int, list[Listening]] = {}
+        self._listening: dict[Component, list[Listening]] = {}
         self._watches: dict[str, ForwardWatch] = {}
         self._step_hint: Callable[[], int | None] | None = None
         self._open = False
@@ -128,9 +128,9 @@ class CaptureRecorder:
         for name, model in handle.components.items():
             self._watch(name, model)
             part = component_of(model)
-            if part is not None and id(part) not in self._listening:
+            if part is not None and part not in self._listening:
                 ops = self._intake.ops.values()
-                self._listening[id(part)] = [w for op in ops for w in op.watch(part, self._on_call)]
+                self._listening[part] = [w for op in ops for w in op.watch(part, self._on_call)]
         for family, names in self._layers(handle).items():
             self._intake.add_layers(family, names)
         if len(self._watches) > 1:

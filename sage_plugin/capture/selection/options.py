@@ -72,6 +72,10 @@ class CaptureOptions:
         object.__setattr__(self, "ops", _checked_ops(self.ops))
         if self.rows < 1:
             raise UsageError(f"rows: got {self.rows}, expected at least 1")
+        for op, name, usual in ((ATTENTION, "heads", None), (ATTENTION, "batch", None),
+                                (LINEAR, "rows", ROWS)):  # fmt: skip
+            if op not in self.ops and getattr(self, name) != usual:
+                raise UsageError(f"{name}: a part of calls of {op}, which is not recorded (op)")
         self.policy(), self.rule(), self.globs()  # each checks its part
 
     def policy(self) -> SpreadPolicy:

@@ -6,7 +6,7 @@ import torch
 
 from sage_plugin import device, settings
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.contract import HOST, Decision
+from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.grouped_linear.backends.emulation import GroupedEmulation
 from sage_plugin.kernels.grouped_linear.backends.torch_products import (
@@ -42,14 +42,20 @@ class GroupedExecutor:
         decision: kernel and backend.
         backend: what multiplies; `None` for torch's own product.
         quantizer: what quantizes the input.
+        found: the launch config that was looked up, `None` for none.
     """
 
-    __slots__ = ("backend", "decision", "quantizer")
+    __slots__ = ("backend", "decision", "found", "quantizer")
 
     def __init__(
-        self, decision: Decision, backend: GroupedBackend | None, quantizer: RowQuantizer
+        self,
+        decision: Decision,
+        backend: GroupedBackend | None,
+        quantizer: RowQuantizer,
+        found: ResolvedConfig | None = None,
     ) -> None:
         self.decision, self.backend, self.quantizer = decision, backend, quantizer
+        self.found = found
 
     def run(self, call: GroupedLinearCall) -> torch.Tensor:
         """Run a call of this key."""
@@ -152,22 +158,25 @@ def _resolve(call: GroupedLinearCall, request: LinearRequest) -> ResolvedGrouped
     decision = decide(call, facts, request)
     if decision.reason is not None:
         return decision.reason
-    backend = None if decision.variant == HOST else _built(decision, call, request, facts)
-    return GroupedExecutor(decision, backend, quantizer_of(where, decision.variant))
+    quantizer = quantizer_of(where, decision.variant)
+    if decision.variant == HOST:
+        return GroupedExecutor(decision, None, quantizer)
+    backend, found = _built(decision, call, request, facts)
+    return GroupedExecutor(decision, backend, quantizer, found)
 
 
 def _built(
     decision: Decision, call: GroupedLinearCall, request: LinearRequest, facts: DeviceFacts
-) -> GroupedBackend:
-    """The backend that was decided for, with its launch config.
+) -> tuple[GroupedBackend, ResolvedConfig | None]:
+    """The backend that was decided for, and the launch config that was looked up for it.
 
     Raises:
         UnsupportedInputError: Triton on a CPU, or an illegal launch config.
     """
     if decision.variant == "emulation":
-        return GroupedEmulation()
+        return GroupedEmulation(), None
     if decision.variant == "torch":
-        return GroupedTorchProducts()
+        return GroupedTorchProducts(), None
     check_place(decision, facts)
     groups, out_features, in_features = call.matrices.shape
     dtype = str(call.dtype).removeprefix("torch.")
@@ -175,10 +184,14 @@ def _built(
         decision.kernel, decision.variant, in_features, out_features, dtype, call.data.shape[0],
         groups,
     )  # fmt: skip
-    launch = request.launch or find_launch(key, facts).config
+    found = None
+    if request.launch is None:
+        found = find_launch(key, facts, config_dir=request.config_dir)
+    launch = request.launch if found is None else found.config
+    assert launch is not None
     reason = illegal_reason(launch, key, facts)
     if reason is not None:
         raise UnsupportedInputError(f"launch config {launch.text()}: {reason}")
     from sage_plugin.kernels.grouped_linear.backends.triton.backend import GroupedTritonProducts
 
-    return GroupedTritonProducts(launch)
+    return GroupedTritonProducts(launch), found

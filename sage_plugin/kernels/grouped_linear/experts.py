@@ -63,7 +63,11 @@ class Experts:
 
 
 def run_experts(
-    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    experts: Experts,
+    request: LinearRequest = AUTO,
 ) -> torch.Tensor:
     """Send tokens through their experts; traceable, and nothing is read on the host.
 
@@ -74,21 +78,22 @@ def run_experts(
         chosen: `(S, k)` experts of each token; E or more for one that is elsewhere, which adds 0.
         weights: `(S, k)` of the sum.
         experts: what they go through.
+        request: where launch configs are looked up.
 
     Returns:
         `(S, H)`.
     """
     routing = routing_of(chosen, experts.up.groups)
-    sizes = routing.group_sizes
+    dtype, sizes = x.dtype, routing.group_sizes
     rows = _quantized(x, experts.up.row_format, copies=routing.places)
-    inner = _product(rows, experts.up, sizes, experts.up_bias, x.dtype)
+    inner = _product(rows, experts.up, sizes, experts.up_bias, dtype, request)
     if experts.between is None:
         gate, up = inner.chunk(2, dim=-1)
         rows = _quantized(up, experts.down.row_format, Prologue("swiglu", gate=gate))
     else:
         rows = _quantized(experts.between(inner), experts.down.row_format)
-    out = _product(rows, experts.down, sizes, experts.down_bias, x.dtype)
-    return combined(out, weights, routing, x.dtype)
+    out = _product(rows, experts.down, sizes, experts.down_bias, dtype, request)
+    return combined(out, weights, routing, dtype)
 
 
 def _quantized(
@@ -111,7 +116,8 @@ def _product(
     group_sizes: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    request: LinearRequest,
 ) -> torch.Tensor:
     if not are_plain(rows.data, group_sizes, bias):
-        return traced_product(rows, weights, group_sizes, bias, dtype)
-    return run(GroupedLinearCall(rows, weights, group_sizes, bias, dtype), AUTO)
+        return traced_product(rows, weights, group_sizes, bias, dtype, request.config_dir)
+    return run(GroupedLinearCall(rows, weights, group_sizes, bias, dtype), request)

@@ -17,8 +17,6 @@ from sage_plugin.kernels.linear.weight import QuantizedWeight
 
 __all__ = ["grouped_linear_by_op", "traced_product"]
 
-AUTO = LinearRequest()
-
 
 def grouped_linear_by_op(call: GroupedLinearCall, request: LinearRequest) -> torch.Tensor:
     """Run a call with original weights by the op, which quantizes them once; traceable."""
@@ -35,11 +33,12 @@ def traced_product(
     group_sizes: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    config_dir: str | None = None,
 ) -> torch.Tensor:
     """Multiply quantized rows by the op; traceable."""
     out: torch.Tensor = torch.ops.sage_plugin.grouped_product(
         rows.data, rows.scale, weights.data, weights.scale, group_sizes, bias, weights.kernel,
-        out_dtype,
+        out_dtype, config_dir,
     )  # fmt: skip
     return out
 
@@ -56,11 +55,13 @@ def _linear(
 def _product(
     x: torch.Tensor, scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor,
     group_sizes: torch.Tensor, bias: torch.Tensor | None, kernel: str, out_dtype: torch.dtype,
+    config_dir: str | None,
 ) -> torch.Tensor:  # fmt: skip
     flat = QuantizedWeight(w.flatten(0, 1), w_scale.flatten(), kernel)
     weights = GroupedWeight(flat, w.shape[0])
     rows = QuantizedRows(x, scale)
-    return run(GroupedLinearCall(rows, weights, group_sizes, bias, out_dtype), AUTO)
+    call = GroupedLinearCall(rows, weights, group_sizes, bias, out_dtype)
+    return run(call, LinearRequest(config_dir=config_dir))
 
 
 def _fake_linear(
@@ -73,6 +74,7 @@ def _fake_linear(
 def _fake_product(
     x: torch.Tensor, scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor,
     group_sizes: torch.Tensor, bias: torch.Tensor | None, kernel: str, out_dtype: torch.dtype,
+    config_dir: str | None,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], w.shape[1]), dtype=out_dtype)
 
@@ -88,7 +90,7 @@ for _name, _arguments, _real, _fake in (
     (
         "grouped_product",
         "Tensor x, Tensor scale, Tensor w, Tensor w_scale, Tensor group_sizes, Tensor? bias, "
-        "str kernel, ScalarType out_dtype",
+        "str kernel, ScalarType out_dtype, str? config_dir",
         _product,
         _fake_product,
     ),

@@ -86,7 +86,7 @@ class ExpertsLayer:
         if torch.compiler.is_compiling():
             if self.quantized is None or wants_gradient(x, weights, *weights_of(module)):
                 return stock(x, chosen, weights)
-            return run_experts(x, chosen, weights, self.quantized)
+            return run_experts(x, chosen, weights, self.quantized, self.state.options.of_linears)
         if self.quantized is None and self.left is None:
             self.settle(module)
         reason = self._obstacle(module, x, weights)
@@ -94,7 +94,7 @@ class ExpertsLayer:
             self._count_fallback(reason)
             return stock(x, chosen, weights)
         assert self.quantized is not None
-        out = run_experts(x, chosen, weights, self.quantized)
+        out = run_experts(x, chosen, weights, self.quantized, self.state.options.of_linears)
         self.counts.calls[f"{self.quantized.kernel}:grouped"] += 1
         if self.rule:
             self.counts.rules[self.rule] += 1

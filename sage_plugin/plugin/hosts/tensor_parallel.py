@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sage_plugin.plugin.hosts.parallel import arrived
+
 INSTALLED = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 """What the function is called that transformers puts in place of a linear's `forward`."""
 PACKAGE = "transformers."
@@ -92,7 +94,10 @@ class Sharding(NamedTuple):
         if len(placements) != 1:
             return None
         fits = placements[0].is_shard(x.dim() - 1) if self.by_rows else placements[0].is_replicate()
-        return x.to_local() if fits else None  # type: ignore[attr-defined]
+        if not fits:
+            return None
+        part: torch.Tensor = x.to_local()  # type: ignore[attr-defined]
+        return part if torch.compiler.is_compiling() else arrived(part)
 
     def bias(self, module: nn.Linear) -> torch.Tensor | None:
         """This process's part of the bias."""
@@ -113,14 +118,10 @@ def sharding_of(module: nn.Module) -> Sharding | None:
     placements: Sequence[Any] = getattr(weight, "placements", ())
     if weight is None or mesh is None or not getattr(module, DISTRIBUTED, False):
         return None
-    for dim in (0, 1):
-        if (
-            len(placements) == 1
-            and placements[0].is_shard(dim)
-            and weight.shape[dim] % mesh.size() == 0
-        ):
-            return Sharding(mesh, dim == 1, dim == 0 or mesh.get_local_rank() == 0)
-    return None
+    dim = placements[0].dim if len(placements) == 1 and placements[0].is_shard() else None
+    if dim is None or weight.shape[dim] % mesh.size():
+        return None
+    return Sharding(mesh, dim == 1, dim == 0 or mesh.get_local_rank() == 0)
 
 
 def shard_of(weight: torch.Tensor) -> torch.Tensor:

@@ -47,5 +47,5 @@ def test_the_ops_have_the_shapes_of_their_fakes() -> None:
     rows = torch.randint(-127, 128, x.shape, dtype=torch.int8), torch.rand(x.shape[0], 1)
     torch.library.opcheck(
         ops.grouped_product.default,
-        (*rows, made.data, made.scale, sizes, bias, "int8_row", torch.float16),
+        (*rows, made.data, made.scale, sizes, bias, "int8_row", torch.float16, None),
     )
