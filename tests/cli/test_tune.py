@@ -123,19 +123,6 @@ def test_shapes_in_the_older_and_the_short_spelling(script):
     assert runner.closed
 
 
-def test_the_command_that_a_miss_names_is_one_that_tunes_its_key(script):
-    script(ScriptedRunner())
-    result = sage("-sq", "64", "-hq", "2", "-d", "32", "--config-dir", "c")
-    assert result.exit_code == 0
-    (entry,) = load.read(Path("c") / SLUG / "attention.json").entries
-    program, name, *words = dispatch.tune_command(entry.key).split()
-    assert (program, name) == ("sage", "tune")
-    Path("c2").mkdir()
-    assert sage(*words, "--config-dir", "c2").exit_code == 0
-    (again,) = load.read(Path("c2") / SLUG / "attention.json").entries
-    assert again.key == entry.key
-
-
 def test_presets(script):
     result = sage("--preset", "all", "--dtype", "fp16", "--dry-run")
     assert result.exit_code == 0
@@ -163,10 +150,6 @@ def test_masks_of_synthetic_inputs_have_entries_of_their_own(script, kind):
     (entry,) = load.read(Path("c") / SLUG / "attention.json").entries
     assert entry.key.mask_kind == kind
     assert f"bhsd {kind}" in result.stdout
-    words = dispatch.tune_command(entry.key).split()[2:]
-    assert sage(*words, "--config-dir", "c2").exit_code == 0
-    (again,) = load.read(Path("c2") / SLUG / "attention.json").entries
-    assert again.key == entry.key
     assert f"bf16 bhsd {kind}" in sage("--preset", "wan-480p", "--mask", kind, "--dry-run").stdout
 
 
@@ -189,12 +172,6 @@ def test_a_damaged_capture_is_left_out_and_all_damaged_ones_are_exit_2(tmp_path,
     every = sage("--from-captures", "--config-dir", "c")
     assert every.exit_code == 2
     assert "no capture is sound: 2 captures are damaged" in " ".join(every.stderr.split())
-
-
-def test_cpu_0_is_a_cpu():
-    words = ["-sq", "64", "-hq", "2", "-d", "32", "--config-dir", "c", "--max-trials", "1"]
-    result = sage(*words, "--device", "cpu:0")
-    assert result.exit_code == 0, result.stdout + result.stderr
 
 
 def test_captures_that_cannot_be_tuned_are_named(tmp_path):
@@ -234,15 +211,6 @@ class FailsForGrouped(ScriptedRunner):
     def judge(self, study, config):
         self.fails = Everything() if study.key.gqa_ratio == 2 else {}
         return super().judge(study, config)
-
-
-def test_exit_3_where_the_output_cannot_be_written(folder, script):
-    runner = script(ScriptedRunner())
-    Path("taken").write_text("")
-    result = sage("--from-captures", "--config-dir", "taken")
-    assert result.exit_code == 3
-    assert "cannot be written" in result.stderr
-    assert runner.screened == []
 
 
 def test_exit_130_after_ctrl_c_with_the_command_that_goes_on(folder, script, monkeypatch):

@@ -63,26 +63,6 @@ def test_the_error_of_a_winner_is_limited_and_the_front_is_shown(script, words, 
         assert (Path("tuning_runs/r") / run_folder.FRONT).stat().st_size > 1000
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "sentence"),
-    [
-        (["--max-error-ratio", "0.9"], 2, "--max-error-ratio 0.9: must be at least 1"),
-        (["--max-error", "0"], 2, "--max-error 0.0: must be above 0"),
-        (["--method", "graph"], 2, "timing method 'graph' on cpu"),
-        (["--shard", "5/4"], 2, "--shard 5/4: count from 1/N to N/N"),
-        (["--shard", "first"], 2, "--shard 'first': write it as 1/4"),
-        (["--gpus", "all"], 3, "no GPU that torch can use"),
-        (["--executor", "slurm"], 2, "allowed are local, ray"),
-    ],
-)
-def test_wrong_options_are_one_sentence(script, words, code, sentence):
-    runner = script(ScriptedRunner())
-    result = sage(*SMALL, *words)
-    assert result.exit_code == code
-    assert sentence in " ".join(result.stderr.split())
-    assert runner.screened == []
-
-
 def test_a_shard_tunes_its_part_into_a_folder_of_its_own(script, tmp_path):
     captures.write(tmp_path / "captured_inputs", [(SELF, (0, 1)), (GROUPED, (0, 1))])
     for part in (1, 2):
