@@ -31,11 +31,10 @@ from sage_plugin.families import ATTENTION
 from sage_plugin.kernels.attention.launch_space import candidates
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.measure.timing import measure
-from sage_plugin.registry import distance, load, lookup, regions
+from sage_plugin.registry import distance, load, lookup
 from sage_plugin.registry.merge import merge
-from sage_plugin.registry.regions import LIMIT, Times, regret
+from sage_plugin.registry.regions import LIMIT, fewest, prices, regret, winners
 from sage_plugin.schema import (
-    AnyLaunch,
     CallKey,
     CallShape,
     DeviceFacts,
@@ -47,6 +46,8 @@ from sage_plugin.schema import (
 )
 from sage_plugin.tune.held.prices import of_runs
 
+Times = Mapping[int, Mapping[LaunchConfig, float]]
+"""Milliseconds by length and config."""
 ROUNDS = 15
 BUILD_SHARE = 0.6
 """Part of the budget that building may take."""
@@ -57,25 +58,6 @@ SIGNATURES = {
     "language, 128 channels": (1, 32, 8, 128, True, (8192, 16_384, 32_768, 65_536)),
 }
 NO_ERROR = ErrorMetrics(0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0)
-
-
-def winners(times: Times) -> dict[int, AnyLaunch]:
-    """Return the fastest config of each length."""
-    return {seq: min(row, key=row.__getitem__) for seq, row in sorted(times.items())}
-
-
-def prices(times: Times) -> dict[int, dict[int, float | None]]:
-    """Return the regret of each length's winner at every length."""
-    return {
-        at: {seq: regret(times, seq, config) for seq in sorted(times)}
-        for at, config in winners(times).items()
-    }
-
-
-def fewest(times: Times, limit: float = LIMIT) -> dict[int, tuple[int, int]]:
-    """Return the fewest lengths whose winners keep all within a limit, with their regions."""
-    spans = {at: regions.region(times, at, best, limit)[:2] for at, best in winners(times).items()}
-    return {at: spans[at] for at in regions.fewest(spans, sorted(times))}
 
 
 def left_out(
@@ -134,8 +116,14 @@ def table(
         "left_out": _named(without),
         "worst_regret": max(known, default=None),
         "unserved": worst.count(None),
-        "fewest": {f"{at}": list(region) for at, region in fewest(times).items()},
+        "fewest": _fewest(times),
     }
+
+
+def _fewest(times: Times) -> dict[str, list[int]]:
+    """The fewest lengths whose winners keep all within the limit, and what each serves."""
+    found = fewest({(seq,): row for seq, row in times.items()})
+    return {f"{seq}": [*span] for (seq,), (span,) in found.items()}
 
 
 def _named(rows: Mapping[int, Mapping[Any, Any]]) -> dict[str, dict[str, Any]]:

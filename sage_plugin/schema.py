@@ -271,8 +271,7 @@ class Toolchain(JsonRecord):
         triton: Triton.
         python: the interpreter.
         driver: the GPU's driver.
-        kernels: hash of the sources of the kernels that were measured; empty in records of earlier
-            releases.
+        kernels: hash of the measured kernels' sources; empty in records of earlier releases.
     """
 
     sage_plugin: str
@@ -315,7 +314,6 @@ class ErrorMetrics(JsonRecord):
         worst_head_row_cosine_p10: `row_cosine_p10` of the worst head.
         suspect: what is wrong in a way that no number shows, such as a constant output; else empty.
         worst_head_centred_rel_l1: `centred_rel_l1` of the worst head; `None` in records of earlier
-            releases.
     """
 
     rel_l1: float
@@ -374,7 +372,7 @@ class EntryEvidence(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry(JsonRecord):
-    """One tuned config of attention: the key it was measured at, and the lengths that it serves.
+    """One tuned config of attention: the key it was measured at, and the calls that it serves.
 
     Attributes:
         key: the call.
@@ -383,6 +381,7 @@ class RegistryEntry(JsonRecord):
         evidence: why it is here.
         regret: the most that a call inside the ranges was seen to lose against its own best
             config, as a share; `None` where that was not measured.
+        batch_heads_range: lowest and highest batch times query heads; `None` for any.
     """
 
     key: CallKey
@@ -391,6 +390,7 @@ class RegistryEntry(JsonRecord):
     config: LaunchConfig
     evidence: EntryEvidence
     regret: float | None = None
+    batch_heads_range: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

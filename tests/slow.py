@@ -76,6 +76,7 @@ INTERPRETED = "-interpreter]"
 
 SWEPT = (
     # Whole runs and builds of which `make test` has another one.
+    "tests/benchmarks/test_parallel_programs.py::test_two_processes",
     "tests/cli/test_policy_prove.py::test_the_whole_path",
     "tests/cli/test_policy_sensitivity.py::test_it_is_measured",
     "tests/demo/test_pipeline.py::test_generated_digits_can_be_read",

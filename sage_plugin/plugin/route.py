@@ -262,7 +262,7 @@ def _request(layer: LayerContext, choice: Choice, grouped: bool) -> KernelReques
     changes = tuple(sorted(choice.launch.items())) if choice.launch else ()
     options = layer.state.options
     if options.policy is None:
-        return options.requests[bool(grouped)]
+        return options.requests[1 if grouped else 0]
     return KernelRequest(choice.kernel, choice.variant, None, options.config_dir, 0, changes)
 
 
@@ -329,7 +329,7 @@ def _known(layer: LayerContext, call: AttentionCall) -> Executor | None:
         or torch.is_autocast_enabled(call.q.device.type)
     ):
         return None
-    answer = known(call, options.requests[bool(call.enable_gqa)])
+    answer = known(call, options.requests[1 if call.enable_gqa else 0])
     return answer if isinstance(answer, Executor) and answer.decision.kernel != "sdpa" else None
 
 

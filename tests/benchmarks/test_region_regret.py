@@ -13,7 +13,7 @@ import pytest
 from sage_plugin import device
 from tests.registry import samples
 from tests.registry.samples import FACTS
-from tests.registry.test_regions import TIMES, A, B, C
+from tests.registry.test_regions import TIMES
 from tests.tune.held.test_prices import ledger
 
 
@@ -24,27 +24,6 @@ def regret() -> ModuleType:
 
 def keys(times=TIMES):
     return {seq: samples.key(seq_q=seq, seq_k=seq) for seq in times}
-
-
-def test_winners_are_priced_at_every_length(regret):
-    assert regret.winners(TIMES) == {1024: A, 2048: B, 4096: C, 16_384: C}
-    prices = regret.prices(TIMES)
-    assert prices[1024] == pytest.approx({1024: 0, 2048: 0.05, 4096: 0.25, 16_384: 0.5})
-    assert prices[2048] == pytest.approx({1024: 0.005, 2048: 0, 4096: 0.01, 16_384: 0.1})
-    holes = {1024: {A: 1.0}, 2048: {B: 1.0}}
-    assert regret.prices(holes) == {1024: {1024: 0, 2048: None}, 2048: {1024: None, 2048: 0}}
-
-
-@pytest.mark.parametrize(
-    ("limit", "kept"),
-    [
-        (0.6, {1024: (1024, 16_384)}),
-        (0.02, {1024: (1024, 1024), 4096: (2048, 16_384)}),
-        (0.0, {1024: (1024, 1024), 2048: (2048, 2048), 4096: (4096, 16_384)}),
-    ],
-)
-def test_the_fewest_entries_within_a_limit_and_their_regions(regret, limit, kept):
-    assert regret.fewest(TIMES, limit) == kept
 
 
 def test_a_length_that_is_left_out_gets_what_the_runtime_would_find(regret):

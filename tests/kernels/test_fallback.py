@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from sage_plugin import device
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch, launch_space, recipes
 from sage_plugin.kernels.attention.backends.hopper.with_fallback import HopperOrPortable
+from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
 from sage_plugin.kernels.attention.launch_space import default_config
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams, Decision
@@ -206,6 +208,26 @@ def test_a_variant_that_runs_is_not_in_the_way_of_its_results(monkeypatch, warni
     assert built.launch(operands, out_dtype=torch.float16, return_lse=True) is answer
     assert seen == [(operands, {"out_dtype": torch.float16, "return_lse": True})]
     assert warnings() == []
+
+
+@dataclass
+class Operands:
+    problem: AttentionParams
+    launch_config: LaunchConfig
+    head_dim: int = 64
+
+
+def test_a_config_that_cannot_be_built_keeps_no_other_one_from_it(monkeypatch):
+    built, failing = variant("fav3_sage", FAILURES["RuntimeError"], monkeypatch)
+    monkeypatch.setattr(QuantizedPortable, "launch", lambda self, operands, **_: operands)
+    tried = []
+    for block_m, dim in [(128, 64), (128, 64), (192, 64), (128, 64), (128, 128), (192, 64)]:
+        operands = Operands(problem_of(), hopper_launch(block_m=block_m), dim)
+        assert built.launch(operands).launch_config == portable_config(
+            "fav3_sage", operands.launch_config, dim
+        )
+        tried.append(failing.calls)
+    assert tried == [1, 1, 2, 2, 3, 3]
 
 
 # -- what the Hopper variant refuses -----------------------------------------------------------

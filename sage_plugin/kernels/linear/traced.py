@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin import device
-from sage_plugin.kernels.linear.backends.torch_products import TorchProducts, takes
+from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows, quantized_rows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.linear.torch_ops import multiply_by_op, quantize_by_op
 from sage_plugin.kernels.linear.weight import QuantizedWeight
-from sage_plugin.kernels.support import TORCH_FP8_FASTEST
 
 _products = TorchProducts()
 
@@ -63,13 +61,6 @@ def _multiplied(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    if not has_ops(rows.data) or torch_is_fastest(rows.data.device, rows.data.dtype, weight):
+    if not has_ops(rows.data) or weight.best_by_torch:
         return _products.multiply(rows, weight, bias, out_dtype)
     return multiply_by_op(rows, weight, bias, out_dtype)
-
-
-def torch_is_fastest(where: torch.device, dtype: torch.dtype, weight: QuantizedWeight) -> bool:
-    """Return whether torch multiplies a weight, and faster than we do."""
-    if dtype == torch.int8 or not takes(weight.in_features, weight.out_features, int8=False):
-        return False
-    return device.facts_of(where.type, where.index).arch in TORCH_FP8_FASTEST

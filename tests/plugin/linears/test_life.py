@@ -254,6 +254,20 @@ def test_a_linear_that_falls_back_is_told_once_or_raises(caplog):
     strict.run()
 
 
+def test_an_input_that_is_on_its_way_from_another_device_is_waited_for():
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    module = tiny("wan").module
+    handle = sage_plugin.patch(module, kernel="sdpa", linears="int8_row")
+    query, x = module.blocks[0].attn1.to_q, torch.randn(1, 20, 32)
+    with torch.no_grad():
+        assert torch.equal(query(AsyncCollectiveTensor(x)), query(x))
+    (row,) = (r for r in handle.report().linears if r.layer == "transformer.blocks.0.attn1.to_q")
+    assert (row.calls, row.fallbacks) == ({"int8_row:emulation": 2}, {})
+
+
 def test_autocast_chooses_the_dtype_of_the_output():
     model, _ = patched_cogx()
     x = torch.randn(4, 32)
