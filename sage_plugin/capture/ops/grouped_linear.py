@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sage_plugin.capture.call import autocast_dtype
-from sage_plugin.capture.ops.linear import CallNumbers, LinearOp, hash_once
+from sage_plugin.capture.ops.linear import CallNumbers, LinearOp, NoHook, hash_once
 from sage_plugin.capture.ops.op import Extracted, Listener, Listening
 from sage_plugin.capture.store.grouped_file import GROUP_SIZES, WEIGHT_RMS
 from sage_plugin.capture.store.paths import weight_name
@@ -22,7 +22,7 @@ from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
 from sage_plugin.kernels.grouped_linear.executor import host_grouped_linear
 from sage_plugin.kernels.grouped_linear.operands import ends_of
 from sage_plugin.kernels.grouped_linear.routing import Routing, routing_of
-from sage_plugin.plugin.component import Component
+from sage_plugin.plugin.component import Component, component_of
 from sage_plugin.plugin.experts.eligible import (
     activate,
     bias_of,
@@ -165,7 +165,8 @@ class _ExpertsHook:
     listener: Listener
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+        model = None if torch.compiler.is_compiling() else self.part.module
+        if model is None or component_of(model) is not self.part:  # it was patched anew
             return
         given = [*args, *(kwargs[n] for n in ("hidden_states", "top_k_index") if n in kwargs)]
         if len(given) < 2 or not all(isinstance(one, torch.Tensor) for one in given[:2]):
@@ -176,16 +177,9 @@ class _ExpertsHook:
             event = ExpertsEvent(component, layer, number, module, weights, given[0], given[1])
             self.listener(event)
 
-    def __reduce__(self) -> tuple[type[_NoExpertsHook], tuple[()]]:
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         """A copy of a watched model is not watched."""
-        return _NoExpertsHook, ()
-
-
-class _NoExpertsHook:
-    """What a copy of watched experts has instead."""
-
-    def __call__(self, module: nn.Module, args: object, kwargs: object) -> None:
-        """Do nothing."""
+        return NoHook, ()
 
 
 def _experts(part: Component) -> list[tuple[str, nn.Module]]:

@@ -207,12 +207,12 @@ class _Hook:
         event = LinearEvent(component, self.name, self.counts.next(self.name), module, x)
         self.listener(event)
 
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         """A copy of a watched model is not watched."""
-        return _NoHook, ()
+        return NoHook, ()
 
 
-class _NoHook:
+class NoHook:
     """What a copy of a watched linear has instead."""
 
     def __call__(self, module: nn.Module, args: object, kwargs: object) -> None:
