@@ -112,12 +112,23 @@ def run(call: GroupedLinearCall, request: LinearRequest) -> torch.Tensor:
         UnsupportedInputError: a kernel that was asked for by name, or that has quantized weights,
             cannot take it.
     """
-    resolved = resolve(call, request)
-    if not isinstance(resolved, FallbackReason):
-        return resolved.run(call)
+    executor = resolved(call, request)
+    return host_grouped_linear(call) if executor is None else executor.run(call)
+
+
+def resolved(call: GroupedLinearCall, request: LinearRequest) -> GroupedExecutor | None:
+    """Return what runs a call in eager mode, `None` for what `auto` leaves to torch.
+
+    Raises:
+        UnsupportedInputError: a kernel that was asked for by name, or that has quantized weights,
+            cannot take it.
+    """
+    found = resolve(call, request)
+    if not isinstance(found, FallbackReason):
+        return found
     if request.kernel != "auto" or isinstance(call.weights, GroupedWeight):
-        raise refused(call, request.kernel, str(resolved))
-    return host_grouped_linear(call)
+        raise refused(call, request.kernel, str(found))
+    return None
 
 
 def refused(call: GroupedLinearCall, kernel: str, reason: str) -> UnsupportedInputError:

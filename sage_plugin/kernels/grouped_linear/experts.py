@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
-from sage_plugin.kernels.grouped_linear.executor import run
+from sage_plugin.kernels.grouped_linear.executor import GroupedExecutor, resolved, run
 from sage_plugin.kernels.grouped_linear.routing import combined, routing_of
 from sage_plugin.kernels.grouped_linear.torch_ops import traced_product
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight
@@ -68,6 +68,7 @@ def run_experts(
     weights: torch.Tensor,
     experts: Experts,
     request: LinearRequest = AUTO,
+    ran: list[GroupedExecutor] | None = None,
 ) -> torch.Tensor:
     """Send tokens through their experts; traceable, and nothing is read on the host.
 
@@ -79,6 +80,7 @@ def run_experts(
         weights: `(S, k)` of the sum.
         experts: what they go through.
         request: where launch configs are looked up.
+        ran: gets what ran both products, in eager mode.
 
     Returns:
         `(S, H)`.
@@ -86,13 +88,13 @@ def run_experts(
     routing = routing_of(chosen, experts.up.groups)
     dtype, sizes = x.dtype, routing.group_sizes
     rows = _quantized(x, experts.up.row_format, copies=routing.places)
-    inner = _product(rows, experts.up, sizes, experts.up_bias, dtype, request)
+    inner = _product(rows, experts.up, sizes, experts.up_bias, dtype, request, ran)
     if experts.between is None:
         gate, up = inner.chunk(2, dim=-1)
         rows = _quantized(up, experts.down.row_format, Prologue("swiglu", gate=gate))
     else:
         rows = _quantized(experts.between(inner), experts.down.row_format)
-    out = _product(rows, experts.down, sizes, experts.down_bias, dtype, request)
+    out = _product(rows, experts.down, sizes, experts.down_bias, dtype, request, ran)
     return combined(out, weights, routing, dtype)
 
 
@@ -117,7 +119,14 @@ def _product(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     request: LinearRequest,
+    ran: list[GroupedExecutor] | None,
 ) -> torch.Tensor:
     if not are_plain(rows.data, group_sizes, bias):
         return traced_product(rows, weights, group_sizes, bias, dtype, request.config_dir)
-    return run(GroupedLinearCall(rows, weights, group_sizes, bias, dtype), request)
+    call = GroupedLinearCall(rows, weights, group_sizes, bias, dtype)
+    if ran is None:
+        return run(call, request)
+    executor = resolved(call, request)
+    assert executor is not None, "quantized weights have no other way"
+    ran.append(executor)
+    return executor.run(call)

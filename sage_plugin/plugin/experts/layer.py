@@ -12,6 +12,7 @@ from torch import nn
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.grouped_linear.executor import GroupedExecutor
 from sage_plugin.kernels.grouped_linear.experts import Experts, run_experts
 from sage_plugin.kernels.notice import warn_once
 from sage_plugin.kernels.surroundings import wants_gradient
@@ -23,7 +24,7 @@ from sage_plugin.plugin.experts.eligible import (
     quantized_experts,
     weights_of,
 )
-from sage_plugin.plugin.linears.compute import kernel_for
+from sage_plugin.plugin.linears.compute import count_config, kernel_for
 from sage_plugin.plugin.linears.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -94,8 +95,13 @@ class ExpertsLayer:
             self._count_fallback(reason)
             return stock(x, chosen, weights)
         assert self.quantized is not None
-        out = run_experts(x, chosen, weights, self.quantized, self.state.options.of_linears)
-        self.counts.calls[f"{self.quantized.kernel}:grouped"] += 1
+        ran: list[GroupedExecutor] = []
+        request = self.state.options.of_linears
+        out = run_experts(x, chosen, weights, self.quantized, request, ran)
+        label = ran[0].decision.label if ran else f"{self.quantized.kernel}:traced"
+        self.counts.calls[label] += 1
+        for executor in ran:
+            count_config(self.counts, executor.found)
         if self.rule:
             self.counts.rules[self.rule] += 1
         return out

@@ -34,7 +34,7 @@ def test_a_patched_mixture_is_nearly_the_stock_one_and_comes_back_to_the_bit(nam
     after = logits(model)
     assert 0 < (after - before).norm() / before.norm() < 0.03
     row = rows_of(handle)[PATH]
-    assert (row.kernel, row.calls, row.fallbacks) == ("int8_row", {"int8_row:grouped": 1}, {})
+    assert (row.kernel, row.calls, row.fallbacks) == ("int8_row", {"int8_row:emulation": 1}, {})
     assert row.saved_bytes < 0  # beside the originals
     copied = copy.deepcopy(model)
     assert type(experts_of(copied)) is kind
@@ -162,7 +162,7 @@ def test_experts_run_by_their_name(name: str) -> None:
     by_name = logits(model)
     assert 0 < (by_name - stock).norm() / stock.norm() < 0.03
     rows = [row for row in named.report().linears if row.role == "experts"]
-    assert sum(row.calls.get("int8_row:grouped", 0) for row in rows) >= 2
+    assert sum(row.calls.get("int8_row:emulation", 0) for row in rows) >= 2
     # a patch goes before the name
     with sage_plugin.patched(model, linears="int8_row", **ONLY_EXPERTS):
         assert torch.equal(logits(model), by_name)
