@@ -20,6 +20,7 @@ _HOME = {
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
     "launch": "sage_plugin.kernels.attention.prepare",
     "linear": "sage_plugin.kernels.linear.api",
+    "paged_attention": "sage_plugin.kernels.paged_attention.api",
     "patch": "sage_plugin.plugin.patch",
     "patched": "sage_plugin.plugin.patch",
     "prepare": "sage_plugin.kernels.attention.prepare",
@@ -41,6 +42,7 @@ __all__ = [
     "autotune",
     "launch",
     "linear",
+    "paged_attention",
     "patch",
     "patched",
     "prepare",
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from sage_plugin.kernels.attention.varlen import attention_varlen
     from sage_plugin.kernels.linear.api import linear
     from sage_plugin.kernels.linear.weight import quantize_weight
+    from sage_plugin.kernels.paged_attention.api import paged_attention
     from sage_plugin.plugin.accelerate import accelerate
     from sage_plugin.plugin.hosts.registration import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch

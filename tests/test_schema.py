@@ -28,6 +28,9 @@ from sage_plugin.schema import (
     LinearKey,
     LinearLaunch,
     LinearShape,
+    PagedEntry,
+    PagedKey,
+    PagedLaunch,
     RegistryEntry,
     RegistryFile,
     Timing,
@@ -52,6 +55,9 @@ RECORDS = (
     LinearKey,
     LinearLaunch,
     LinearShape,
+    PagedEntry,
+    PagedKey,
+    PagedLaunch,
     CallKey,
     CallShape,
     DeviceFacts,
@@ -137,6 +143,8 @@ SAMPLE = {
     LinearLaunch: LinearLaunch(128, 256, 128, 8, 4),
     LinearShape: LinearShape(64, 128, 96, "bfloat16"),
     LinearKey: LinearKey("fp8_row", "torch", 128, 96, "bfloat16", 64),
+    PagedLaunch: PagedLaunch(16, 64, 4, 3, splits=4),
+    PagedKey: PagedKey("fav2", "triton", "decode", 128, 4, "bfloat16", "int8", 64, 16, 8192, 128),
     CallKey: KEY,
     DeviceFacts: FACTS,
     Toolchain: TOOLCHAIN,
@@ -153,6 +161,9 @@ SAMPLE[CaptureRecord] = CaptureRecord(
     1, "attention", "0.safetensors", "transformer.block", 0, 999.0, 0, SAMPLE[CallShape], (0,),
     (0, 1), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), None, "Model", "", {"torch": "2"}, "ab",
 )  # fmt: skip
+SAMPLE[PagedEntry] = PagedEntry(
+    SAMPLE[PagedKey], (1, 16), (4096, 8192), SAMPLE[PagedLaunch], entry().evidence
+)
 EVERY_FIELD = [(of, name) for of in RECORDS for name in hints(of)]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sage_plugin.json_record import record_from_json
+from sage_plugin.paged_records import PAGED_ATTENTION, PagedKey
 from sage_plugin.schema import (
     ATTENTION,
     LINEAR,
@@ -17,10 +18,15 @@ from sage_plugin.schema import (
     EntryEvidence,
     LinearEntry,
     LinearKey,
+    PagedEntry,
     RegistryEntry,
 )
 
-RECORDS: dict[str, type[AnyEntry]] = {ATTENTION: RegistryEntry, LINEAR: LinearEntry}
+RECORDS: dict[str, type[AnyEntry]] = {
+    ATTENTION: RegistryEntry,
+    LINEAR: LinearEntry,
+    PAGED_ATTENTION: PagedEntry,
+}
 """The record of an entry by its family."""
 
 Span = tuple[int, int]
@@ -40,7 +46,7 @@ def key_from_json(data: object) -> AnyKey:
     Raises:
         ConfigError: an unknown, missing or wrongly typed field.
     """
-    key: AnyKey = record_from_json(data, (CallKey, LinearKey))
+    key: AnyKey = record_from_json(data, (CallKey, LinearKey, PagedKey))
     return key
 
 
