@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sage_plugin.kernels.paged_attention.dispatch import BITS
+from sage_plugin.paged_records import PAGED_KERNELS
+
 EIGHT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -199,6 +202,14 @@ ROWS = {
     ),
 }
 """Features of a call, each of which every kernel answers as the definition in fp64 does."""
+
+CASES = [
+    (name, kernel)
+    for name, problem in ROWS.items()
+    for kernel in PAGED_KERNELS
+    if (problem.cache or problem.dtype) in BITS.get(kernel, (problem.cache or problem.dtype,))
+]
+"""Each feature with the kernels that know its cache."""
 
 
 def tolerance(problem: Problem, kernel: str) -> float:

@@ -9,17 +9,15 @@ import torch
 
 import sage_plugin
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
-from sage_plugin.kernels.paged_attention.dispatch import BITS
-from sage_plugin.paged_records import PAGED_KERNELS
-from tests.kernels.paged_attention.problems import DECODE, RAGGED, ROWS, draw, error, tolerance
-
-CASES = [
-    (name, kernel)
-    for name, problem in ROWS.items()
-    for kernel in PAGED_KERNELS
-    if (problem.cache or problem.dtype) in BITS.get(kernel, (problem.cache or problem.dtype,))
-]
-"""Each feature with the kernels that know its cache."""
+from tests.kernels.paged_attention.problems import (
+    CASES,
+    DECODE,
+    RAGGED,
+    ROWS,
+    draw,
+    error,
+    tolerance,
+)
 
 
 @pytest.mark.usefixtures("nan_scratch")

@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
 from sage_plugin.kernels.paged_attention.executor import resolve
 from sage_plugin.paged_records import PagedLaunch
-from tests.kernels.paged_attention.problems import DECODE, ROWS, draw, error, tolerance
-from tests.kernels.paged_attention.test_paged import CASES
+from tests.kernels.paged_attention.problems import CASES, DECODE, ROWS, draw, error, tolerance
 
 pytestmark = pytest.mark.usefixtures("interpreted", "nan_scratch")
 
