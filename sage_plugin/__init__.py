@@ -18,6 +18,7 @@ _HOME = {
     "attention": "sage_plugin.kernels.attention.api",
     "autotune": "sage_plugin.tune.autotune",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
+    "continuous_batching": "sage_plugin.plugin.hosts.continuous_batching",
     "launch": "sage_plugin.kernels.attention.prepare",
     "linear": "sage_plugin.kernels.linear.api",
     "paged_attention": "sage_plugin.kernels.paged_attention.api",
@@ -40,6 +41,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "autotune",
+    "continuous_batching",
     "launch",
     "linear",
     "paged_attention",
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from sage_plugin.kernels.linear.weight import quantize_weight
     from sage_plugin.kernels.paged_attention.api import paged_attention
     from sage_plugin.plugin.accelerate import accelerate
+    from sage_plugin.plugin.hosts.continuous_batching import continuous_batching
     from sage_plugin.plugin.hosts.registration import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch
     from sage_plugin.plugin.report import report

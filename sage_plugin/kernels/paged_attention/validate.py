@@ -18,6 +18,16 @@ LARGEST_HEAD_DIM = 256
 LARGEST_GROUP = 128
 
 
+def largest_of(cache: torch.dtype) -> float:
+    """Return the largest value of an 8-bit type.
+
+    Example:
+        >>> largest_of(torch.int8)
+        127.0
+    """
+    return 127.0 if cache == torch.int8 else float(torch.finfo(cache).max)
+
+
 class PagedNumbers(NamedTuple):
     """The numbers of a call as kernels take them.
 

@@ -13,7 +13,7 @@ from sage_plugin.kernels.contract import AttentionParams
 from sage_plugin.kernels.launch_graph import Outputs
 from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.gathered import GatheredKeys, gathered
-from sage_plugin.kernels.paged_attention.validate import EIGHT_BITS, PagedNumbers
+from sage_plugin.kernels.paged_attention.validate import EIGHT_BITS, PagedNumbers, largest_of
 from sage_plugin.kernels.quantize.emulation import round_to
 from sage_plugin.kernels.quantize.recipe import LOG2E
 from sage_plugin.paged_records import PagedLaunch
@@ -109,9 +109,7 @@ class PagedEmulation:
 
 def q_limit(kernel: str, cache: torch.dtype) -> float:
     """Return the value that the largest magnitude of a row of Q is mapped to."""
-    if kernel == "fav2":
-        return 1.0
-    return 127.0 if cache == torch.int8 else float(torch.finfo(cache).max)
+    return 1.0 if kernel == "fav2" else largest_of(cache)
 
 
 def _checked_lengths(call: PagedCall) -> tuple[list[int], list[int]]:
