@@ -144,7 +144,7 @@ def _leave() -> None:
     """Put the gate back once no handle is open."""
     module = _initialization()
     gate = getattr(module, GATE, None)
-    if not _handles and hasattr(gate, "__wrapped__"):
+    if gate is not None and not _handles and hasattr(gate, "__wrapped__"):
         setattr(module, GATE, gate.__wrapped__)
 
 
