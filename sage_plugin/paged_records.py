@@ -19,6 +19,18 @@ PAGED_KINDS = ("decode", "prefill", "mixed")
 """At most one token for each sequence on average, one sequence, all else; as shapes alone tell."""
 
 
+def kind_of(tokens: int, sequences: int) -> str:
+    """Return the kind of a call of so many rows of Q and so many sequences.
+
+    Example:
+        >>> kind_of(4, 4), kind_of(512, 1), kind_of(515, 4)
+        ('decode', 'prefill', 'mixed')
+    """
+    if tokens <= sequences:
+        return "decode"
+    return "prefill" if sequences <= 1 else "mixed"
+
+
 @dataclass(frozen=True, slots=True)
 class PagedLaunch(JsonRecord):
     """The tunable numbers of one launch of paged attention.
@@ -44,6 +56,45 @@ class PagedLaunch(JsonRecord):
     maxnreg: int = 0
     waves_per_eu: int = 0
     matrix_instr_nonkdim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PagedShape(JsonRecord):
+    """The shape of one call of paged attention, causal and without further options.
+
+    Attributes:
+        q_lens: rows of Q of each sequence.
+        kv_lens: keys of each sequence.
+        heads_q: query heads.
+        heads_k: key heads.
+        head_dim: channels of a head.
+        dtype: of Q, as torch spells it, without `torch.`.
+        cache_dtype: of the caches, likewise.
+        page_size: tokens of a page.
+        max_keys: keys that a row of the page table has place for.
+    """
+
+    family: ClassVar[str] = PAGED_ATTENTION
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    dtype: str
+    cache_dtype: str
+    page_size: int
+    max_keys: int
+
+    @property
+    def tokens(self) -> int:
+        """Rows of Q."""
+        return sum(self.q_lens)
+
+    @property
+    def kind(self) -> str:
+        """One of `PAGED_KINDS`."""
+        return kind_of(self.tokens, len(self.q_lens))
 
 
 @dataclass(frozen=True, slots=True)

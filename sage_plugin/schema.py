@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from sage_plugin.json_record import JsonRecord as JsonRecord
 from sage_plugin.key_numbers import NumbersOfKey
-from sage_plugin.paged_records import PagedKey, PagedLaunch
+from sage_plugin.paged_records import PagedKey, PagedLaunch, PagedShape
 
 SCHEMA_VERSION = 1
 
@@ -215,7 +215,7 @@ class LinearKey(NumbersOfKey, JsonRecord):
     rows: int
 
 
-AnyShape = CallShape | LinearShape
+AnyShape = CallShape | LinearShape | PagedShape
 AnyKey = CallKey | LinearKey | PagedKey
 AnyLaunch = LaunchConfig | LinearLaunch | PagedLaunch
 

@@ -10,11 +10,13 @@ from sage_plugin.errors import UsageError
 from sage_plugin.families.attention.entry import ATTENTION
 from sage_plugin.families.family import Family
 from sage_plugin.families.linear.entry import LINEAR_FAMILY
+from sage_plugin.families.paged_attention.entry import PAGED_FAMILY
+from sage_plugin.paged_records import PagedShape
 from sage_plugin.schema import AnyKey, AnyShape, LinearShape
 
 __all__ = ["ATTENTION", "LINEAR_FAMILY", "Family", "describe", "describe_key", "family"]
 
-_FAMILIES = {entry.name: entry for entry in (ATTENTION, LINEAR_FAMILY)}
+_FAMILIES = {entry.name: entry for entry in (ATTENTION, LINEAR_FAMILY, PAGED_FAMILY)}
 
 
 def family(name: str) -> Family:
@@ -44,5 +46,7 @@ def describe(shape: AnyShape) -> str:
         >>> describe(LinearShape(8, 64, 32, "bfloat16"))
         '8x64->32 bf16'
     """
+    if isinstance(shape, PagedShape):
+        return PAGED_FAMILY.describe(shape)
     entry = LINEAR_FAMILY if isinstance(shape, LinearShape) else ATTENTION
     return entry.describe(shape)

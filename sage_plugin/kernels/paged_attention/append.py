@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import torch
 
-from sage_plugin import device, settings
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.validate import EIGHT_BITS, checked_call, largest_of
@@ -27,6 +26,7 @@ def append_pages(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> None:
     """Write the keys and values of new tokens to the caches, in place, before attention reads them.
 
@@ -44,6 +44,7 @@ def append_pages(
         cu_q_lens: where the rows of each sequence begin.
         k_scale: `(pages, Hk)` float32, written too; required for 8-bit caches.
         v_scale: likewise, of values.
+        backend: `"auto"`, `"triton"` or `"emulation"`, which reads the integers.
 
     Raises:
         UnsupportedInputError: arguments that do not fit together.
@@ -67,8 +68,7 @@ def append_pages(
         raise UnsupportedInputError("k_scale or v_scale is missing; 8-bit caches need both here")
     if k.numel() == 0:
         return
-    facts = device.facts_of(k.device.type, k.device.index)
-    if facts.kind == "cpu" and not settings.triton_interpreted():
+    if backend == "emulation" or (backend == "auto" and k.device.type == "cpu"):
         _append_emulated(k, v, call)
         return
     from sage_plugin.kernels.paged_attention.backends.triton.append import append_triton

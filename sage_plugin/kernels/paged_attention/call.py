@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sage_plugin.kernels.surroundings import wants_gradient
-from sage_plugin.paged_records import PagedKey, PagedLaunch
+from sage_plugin.paged_records import PagedKey, PagedLaunch, kind_of
 
 
 class PagedRequest(NamedTuple):
@@ -25,7 +25,11 @@ class PagedRequest(NamedTuple):
 
 
 class PagedCall(NamedTuple):
-    """The arguments of one call, as `paged_attention` documents them."""
+    """The arguments of one call, as `paged_attention` documents them.
+
+    Attributes:
+        out_dtype: dtype of the output, Q's if `None`.
+    """
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -41,6 +45,7 @@ class PagedCall(NamedTuple):
     window: tuple[int, int] | None = None
     softcap: float = 0.0
     return_lse: bool = False
+    out_dtype: torch.dtype | None = None
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Return every tensor that the call reads."""
@@ -68,9 +73,7 @@ class PagedCall(NamedTuple):
 
     def kind(self) -> str:
         """Return what shapes tell of the call, one of `PAGED_KINDS`."""
-        if self.q.shape[0] <= self.sequences:
-            return "decode"
-        return "prefill" if self.sequences <= 1 else "mixed"
+        return kind_of(self.q.shape[0], self.sequences)
 
     def key(self) -> tuple[object, ...]:
         """Return all that an answer follows from: the call without its data."""

@@ -38,15 +38,13 @@ def expected(new: torch.Tensor, held: torch.Tensor, unit: torch.Tensor | float) 
     return out
 
 
-@pytest.mark.parametrize("where", ["emulation", "interpreter"])
+@pytest.mark.parametrize("backend", ["emulation", "triton"])
 @pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_pages_hold_the_new_tokens_and_what_they_held(
-    where: str, cache: torch.dtype, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    backend: str, cache: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
-    if where == "interpreter":
+    if backend == "triton":
         request.getfixturevalue("interpreted")
-    else:
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     new, held, scales = drawn(cache)
     eight = cache.itemsize == 1
     new = new if eight else new.to(cache)
@@ -54,7 +52,7 @@ def test_pages_hold_the_new_tokens_and_what_they_held(
     right = expected(new, held, unit)
     before, given = held.clone(), {"k_scale": scales[0], "v_scale": scales[1]} if eight else {}
     ends = torch.tensor([0, *torch.tensor(ROWS).cumsum(0)])
-    append_pages(*new, *held, TABLE, torch.tensor(LENS), ends, **given)
+    append_pages(*new, *held, TABLE, torch.tensor(LENS), ends, **given, backend=backend)
     others = [n for n in range(9) if n not in WRITTEN]
     assert torch.equal(held[:, others].float(), before[:, others].float())
     left = right[

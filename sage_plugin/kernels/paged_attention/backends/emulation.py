@@ -33,7 +33,7 @@ class PagedEmulation:
         """
         ends, lens = _checked_lengths(call)
         q = call.q
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.zeros(q.shape, dtype=call.out_dtype or q.dtype, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, device=q.device)
         if call.sinks is not None:
             lse[:] = call.sinks.float()[:, None]
@@ -85,7 +85,7 @@ class PagedEmulation:
             scores, lambda j: block(v, j) * unit(j)[..., None], blocks=-(-seq_k // n), weigh=weigh
         )
         out, lse = finished(sums.mean(), sums.lse2(), sinks, heads_q=heads_q, seq_q=tokens)
-        return out[0].to(q.dtype), lse[0]
+        return out[0], lse[0]
 
     def _quantized(
         self, rows: torch.Tensor, cache: torch.dtype

@@ -64,7 +64,7 @@ class PagedTriton:
         """Launch attention for each kind of sequence, and a combination where keys were split."""
         q = call.q
         tokens, heads_q, _ = q.shape
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=call.out_dtype or q.dtype, device=q.device)
         lse = None
         if call.return_lse:
             lse = torch.empty((heads_q, tokens), dtype=torch.float32, device=q.device)
