@@ -10,6 +10,7 @@ import typer
 
 from sage_plugin.cli.options import DrawnInputOptions, ShapeOptions, dtype_name, lengths, one_of
 from sage_plugin.errors import UsageError
+from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.schema import ATTENTION, LINEAR, LinearShape
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ PANEL = "Linears (--op linear)"
 class LinearCallOptions:
     """Linears as options spell them, whole; `None` for what was not given."""
 
-    op: Annotated[str, typer.Option(help="attention (default) or linear.")] = ATTENTION
+    op: Annotated[str, typer.Option(help="attention (default), linear or paged_attention.")] = (
+        ATTENTION
+    )
     out_in_features: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,7 +61,7 @@ class LinearCallOptions:
         Raises:
             UsageError: an unknown op family, or options of linears without it.
         """
-        if one_of("--op", self.op, (ATTENTION, LINEAR)) == LINEAR:
+        if one_of("--op", self.op, (ATTENTION, LINEAR, PAGED_ATTENTION)) == LINEAR:
             return True
         if given := self.given():
             raise UsageError(f"{given[0]} belongs to linears: add --op linear")
