@@ -39,13 +39,36 @@ NVIDIA_AXES: dict[str, tuple[int | str, ...]] = {"num_stages": (2, 3, 4)}
 SPLIT_AXES: dict[str, tuple[int | str, ...]] = {
     "num_stages": (2, 3, 4, 5), "splits": (0, 1, 2, 4, 8, 16, 32),
 }  # fmt: skip
+LOADS: tuple[int | str, ...] = ("pointer", "descriptor")
+HOPPER_AXES = {**SPLIT_AXES, "loads": LOADS}
+LOAD_AXES = {**NVIDIA_AXES, "loads": LOADS}
 AMD_AXES: dict[str, tuple[int | str, ...]] = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
 
 REGIONS = (
     PagedRegion("emulation", ANY, 256, PagedLaunch(16, 32, 4, 1, splits=1)),
+    PagedRegion(
+        "sm_90",
+        DECODE,
+        128,
+        PagedLaunch(16, 64, 4, 4, loads="descriptor"),
+        DECODE_TILES,
+        HOPPER_AXES,
+        1,
+    ),
+    PagedRegion(
+        "sm_90",
+        DECODE,
+        128,
+        PagedLaunch(16, 64, 4, 3, loads="descriptor"),
+        DECODE_TILES,
+        HOPPER_AXES,
+        2,
+    ),
     PagedRegion("sm_*", DECODE, 128, PagedLaunch(16, 64, 4, 3), DECODE_TILES, SPLIT_AXES, 2),
     PagedRegion("sm_*", DECODE, 256, PagedLaunch(16, 32, 4, 2), DECODE_TILES, SPLIT_AXES),
-    PagedRegion("sm_90", ANY, 128, PagedLaunch(128, 64, 8, 3), ROW_TILES, NVIDIA_AXES, 2),
+    PagedRegion(
+        "sm_90", ANY, 128, PagedLaunch(128, 64, 8, 3, loads="descriptor"), ROW_TILES, LOAD_AXES, 2
+    ),
     PagedRegion("sm_*", ANY, 128, PagedLaunch(64, 64, 4, 2), ROW_TILES, NVIDIA_AXES, 2),
     PagedRegion(
         "sm_*", ANY, 256, PagedLaunch(64, 32, 4, 2), (*ROW_TILES, *SMALL_TILES), NVIDIA_AXES, 2

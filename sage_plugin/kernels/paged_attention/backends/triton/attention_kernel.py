@@ -49,6 +49,7 @@ class PagedConfig:
         QUANTIZED: 1 where Q is quantized to INT8, 2 to FP8; Q_TYPE is what it becomes, and Q_LIMIT
             the value of its largest magnitude.
         FINITE: the caches cannot hold NaN or infinity.
+        FOLD: the factor of the scores is positive, and nothing but it changes those of a page.
         TMA: keys and values are loaded through descriptors.
         LEFT: whether a window ends before a row; RIGHT after it.
         SOFTCAP, SINKS, LSE: whether a call has them.
@@ -72,6 +73,7 @@ class PagedConfig:
     Q_TYPE: Any
     Q_LIMIT: float
     FINITE: bool
+    FOLD: bool
     TMA: bool
     LEFT: bool
     RIGHT: bool
@@ -321,13 +323,17 @@ def _step(
         qk = tl.dot(q, tl.trans(k_tile), out_dtype=tl.int32).to(tl.float32)
     else:
         qk = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
-    qk = qk * factor[:, None]
-    if tensors.k_scale is not None:
-        qk = qk * (page.k_scale if CONFIG.WITHIN else page.k_scale[None, :])
-    if CONFIG.SOFTCAP:
-        qk = soft_cap(qk, head.softcap)
     hidden = tl.where(there, 0.0, float("-inf"))
-    qk += hidden if CONFIG.WITHIN else hidden[None, :]
+    if tensors.k_scale is not None and CONFIG.WITHIN:
+        factor = factor * page.k_scale
+    FOLDED: tl.constexpr = CONFIG.FOLD and not EDGE
+    if not FOLDED:
+        qk = qk * factor[:, None]
+        if tensors.k_scale is not None and not CONFIG.WITHIN:
+            qk = qk * page.k_scale[None, :]
+        if CONFIG.SOFTCAP:
+            qk = soft_cap(qk, head.softcap)
+        qk += hidden if CONFIG.WITHIN else hidden[None, :]
     v_scale = page.v_scale
     if EDGE:
         if not CONFIG.FINITE:
@@ -348,8 +354,13 @@ def _step(
         )
         qk = tl.where(seen, qk, float("-inf"))
     # online softmax
-    m_new = tl.maximum(m_i, tl.max(qk, 1))
-    p = tl.math.exp2(qk - m_new[:, None])
+    if FOLDED:
+        # the factor of a row goes into its exponents: a multiply-add instead of two operations
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * factor + hidden)
+        p = tl.math.exp2(qk * factor[:, None] - (m_new - hidden)[:, None])
+    else:
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        p = tl.math.exp2(qk - m_new[:, None])
     alpha = tl.math.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, 1)
     # P V

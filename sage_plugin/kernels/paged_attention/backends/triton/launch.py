@@ -38,8 +38,9 @@ TYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e4m3fnuz: tl.float8e4b8,
 }
-PROGRAMS = {"decode": 8, "prefill": 1}  # not tuned: the splits of a launch config are
-"""Programs for each multiprocessor that splits fill a device with."""
+EVEN, RESIDENT, SPLIT_KEYS = 16, 3, 1024  # not tuned: the splits of a launch config are
+"""Decoding: programs for each multiprocessor with which none waits long for the last, those that it
+holds at once, and the fewest keys of a split that are worth a program beyond these."""
 
 
 class PagedTriton:
@@ -136,7 +137,9 @@ class PagedTriton:
             QUANTIZED=QUANTIZED[self._kernel],
             Q_TYPE=tl.float16 if self._kernel == "fav2" else TYPES[cache],
             Q_LIMIT=q_limit(self._kernel, cache), FINITE=cache == torch.int8,
-            TMA=launch.loads == "descriptor", LEFT=numbers.left >= 0, RIGHT=numbers.right >= 0,
+            FOLD=page % launch.block_n == 0 and numbers.scale > 0.0 and numbers.softcap == 0.0,
+            TMA=launch.loads == "descriptor" and _are_described(call.k_cache, call.v_cache),
+            LEFT=numbers.left >= 0, RIGHT=numbers.right >= 0,
             SOFTCAP=numbers.softcap > 0.0, SINKS=call.sinks is not None, LSE=call.return_lse,
         )  # fmt: skip
         return dataclasses.replace(config, SPLITS=self._splits(call, launch, config, decode))
@@ -148,12 +151,14 @@ class PagedTriton:
         most = max(1, min(MOST_SPLITS, -(-call.max_keys // config.BLOCK_N)))
         if launch.splits:
             return min(launch.splits, most)
-        tiles = max(call.sequences if decode else 1, -(-call.q.shape[0] // config.BLOCK_Q))
-        if decode and config.MAX_Q > 0:
-            tiles = call.sequences
-        programs = PROGRAMS["decode" if decode else "prefill"] * self._processors
-        wanted = -(-programs // max(1, tiles * call.k_cache.shape[2]))
-        return min(most, wanted)
+        tiles = -(-call.q.shape[0] // config.BLOCK_Q)
+        if decode:
+            tiles = call.sequences if config.MAX_Q > 0 else max(call.sequences, tiles)
+        pairs = max(1, tiles * call.k_cache.shape[2])
+        if not decode:
+            return max(1, min(most, self._processors // pairs))
+        even, fill = (-(-n * self._processors // pairs) for n in (EVEN, RESIDENT))
+        return min(most, even, max(fill, -(-call.max_keys // SPLIT_KEYS)))
 
 
 def _strides(call: PagedCall) -> PagedStrides:
@@ -167,6 +172,16 @@ def _strides(call: PagedCall) -> PagedStrides:
         QueryStrides(*call.q.stride()), cache(call.k_cache), cache(call.v_cache),
         PageStrides(*call.page_table.stride()), scale(call.k_scale), scale(call.v_scale),
     )  # fmt: skip
+
+
+def _are_described(*caches: torch.Tensor) -> bool:
+    """Whether descriptors can have the strides of caches: heads side by side, whole 16 bytes."""
+    for cache in caches:
+        page, slot, head, _ = cache.stride()
+        places = (page, slot, cache.storage_offset())
+        if head != cache.shape[3] or any(n * cache.element_size() % 16 for n in places):
+            return False
+    return True
 
 
 def _described(cache: torch.Tensor, block_n: int) -> Any:  # noqa: ANN401
