@@ -46,7 +46,10 @@ def test_devices_share_heads(tp: int, heads: tuple[int, int]) -> None:
         (["--op", "paged_attention", "--max-model-len", "64", "--kind", "decodes"], "--kind 'dec"),
         (["--op", "paged_attention", "--max-model-len", "64", "--kv-dtype", "fp4"], "--kv-dtype"),
         (["--op", "paged_attention", "--max-model-len", "64", "--num-q-heads", "9"], "multiple of"),
-        (["--op", "paged_attention", "--max-model-len", "64"], "tuned on a GPU only"),
+        (
+            ["--op", "paged_attention", "--max-model-len", "64", "--kernel", "fav2"],
+            "tuned on a GPU only",
+        ),
     ],
 )
 def test_one_sentence_for_what_is_wrong(words: list[str], says: str) -> None:
