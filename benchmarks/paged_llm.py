@@ -4,7 +4,7 @@ Perplexity of a text, and recall: numbers are hidden in the text, and asked for 
 and values go through pages, written by `append_pages` and read by `paged_attention`; the pages of
 the text are read again by every question. On a GPU, tokens/s of `generate_batch` before and after.
 
-    python benchmarks/paged_llm.py --output paged_llm.json [--tokens 2048] [--needles 12] [--commit C]
+    python benchmarks/paged_llm.py --output paged_llm.json [--tokens 2048] [--needles 12]
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ CACHES = {
 """The caches, by the type that they hold (the model's own if `None`) and the kernel that reads."""
 
 NAME, PAGE = "paged_pages", 64
+ROOM = 20
+"""Tokens that the sentence of a number takes at most."""
+
 CITIES = (
     "Paris", "Rome", "Oslo", "Lima", "Cairo", "Delhi", "Tokyo", "Quito", "Accra", "Dublin",
     "Prague", "Vienna", "Madrid", "Ottawa", "Seoul", "Hanoi",
@@ -111,7 +114,7 @@ def facts_in(text: str, count: int, seed: int = 0) -> tuple[str, dict[str, str]]
         >>> len(numbers), text.count("secret number")
         (2, 2)
     """
-    drawn = random.Random(seed)  # noqa: S311
+    drawn = random.Random(seed)
     numbers = {city: str(drawn.randrange(1000, 9999)) for city in CITIES[:count]}
     parts = text.split(". ")
     for at, (city, number) in enumerate(numbers.items()):
@@ -125,8 +128,8 @@ def judged(network: Any, tokenizer: Any, where: str, args: argparse.Namespace) -
     from transformers import AttentionInterface, AttentionMaskInterface
 
     ids = inputs.token_ids(tokenizer, args.tokens).to(where)
-    told, numbers = facts_in(inputs.text(), args.needles)
-    haystack = tokenizer(told, return_tensors="pt").input_ids[:, : args.tokens].to(where)
+    told, numbers = facts_in(tokenizer.decode(ids[0, : -ROOM * args.needles]), args.needles)
+    haystack = tokenizer(told, return_tensors="pt").input_ids.to(where)
     rows = []
     for name, (cache, kernel) in CACHES.items():
         begin = time.perf_counter()
@@ -154,15 +157,12 @@ def recalled(
     numbers: dict[str, str],
 ) -> tuple[int, float]:
     """How many numbers are the likeliest answers, and nats per token of the answers."""
-    text = tokenizer.decode(haystack[0])
     pages.seen = 0
     logits_of(network, pages, haystack)
     pages.seen = haystack.shape[1]
     right, nats = 0, []
     for city, number in numbers.items():
-        if f"of {city} is" not in text:  # cut off
-            continue
-        question = f"\n\nQuestion: What is the secret number of {city}?\nAnswer: The secret number of {city} is"
+        question = f"\n\nWhat is the secret number of {city}? The secret number of {city} is"
         asked = tokenizer(question, return_tensors="pt").input_ids.to(haystack.device)
         whole = tokenizer(f"{question} {number}", return_tensors="pt").input_ids.to(asked.device)
         answer = whole[0, asked.shape[1] :]
@@ -200,7 +200,9 @@ def batched(network: Any, tokenizer: Any, args: argparse.Namespace) -> list[Row]
     with sage_plugin.continuous_batching(network) as handle:
         run()
         texts, after = run()
-    same = sum(a == b for x, y in zip(expected, texts, strict=True) for a, b in zip(x, y, strict=True))
+    same = sum(
+        a == b for x, y in zip(expected, texts, strict=True) for a, b in zip(x, y, strict=True)
+    )
     rows: list[Row] = [
         {"attention": "sdpa", "tokens_per_s": made / before},
         {"attention": repr(handle), "tokens_per_s": made / after, "equal_tokens": same / made},
@@ -214,7 +216,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = gpu_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=2048, help="of the text")
     parser.add_argument("--needles", type=int, default=12, help="numbers that are asked for")
-    parser.add_argument("--requests", type=int, default=32, help="of continuous batching, 0 for none")
+    parser.add_argument(
+        "--requests", type=int, default=32, help="of continuous batching, 0 for none"
+    )
     parser.add_argument("--new-tokens", type=int, default=64, help="of each request")
     args = parser.parse_args(argv)
     where = "cuda" if torch.cuda.is_available() else "cpu"

@@ -33,7 +33,7 @@ from sage_plugin.kernels.contract import Decision
 from sage_plugin.measure.timing import measure
 from sage_plugin.registry import distance, load, lookup
 from sage_plugin.registry.merge import merge
-from sage_plugin.registry.regions import LIMIT, Times, fewest, prices, regret, winners
+from sage_plugin.registry.regions import LIMIT, fewest, prices, regret, winners
 from sage_plugin.schema import (
     CallKey,
     CallShape,
@@ -46,6 +46,8 @@ from sage_plugin.schema import (
 )
 from sage_plugin.tune.held.prices import of_runs
 
+Times = Mapping[int, Mapping[LaunchConfig, float]]
+"""Milliseconds by length and config."""
 ROUNDS = 15
 BUILD_SHARE = 0.6
 """Part of the budget that building may take."""
@@ -114,8 +116,14 @@ def table(
         "left_out": _named(without),
         "worst_regret": max(known, default=None),
         "unserved": worst.count(None),
-        "fewest": {f"{at}": list(region) for at, region in fewest(times).items()},
+        "fewest": _fewest(times),
     }
+
+
+def _fewest(times: Times) -> dict[str, list[int]]:
+    """The fewest lengths whose winners keep all within the limit, and what each serves."""
+    found = fewest({(seq,): row for seq, row in times.items()})
+    return {f"{seq}": [*span] for (seq,), (span,) in found.items()}
 
 
 def _named(rows: Mapping[int, Mapping[Any, Any]]) -> dict[str, dict[str, Any]]:

@@ -110,7 +110,7 @@ def _wan(full: dict[str, Any]) -> Build:
 
 
 def _qwen_image(device: torch.device, tiny: bool, layers: int | None) -> RandomStep:
-    """A picture of 1328x1328: 83 x 83 patches."""
+    """A picture of 1328x1328: 83 x 83 patches; no mask, which pipelines drop if all true."""
     config = random_weights.fewer(QWEN_IMAGE | (QWEN_TINY if tiny else {}), layers)
     across, text = (8, 12) if tiny else (83, TEXT_TOKENS)
     draw, generator = _drawing(device)
@@ -123,7 +123,6 @@ def _qwen_image(device: torch.device, tiny: bool, layers: int | None) -> RandomS
     arguments = {
         "hidden_states": draw(1, across * across, config["in_channels"]),
         "encoder_hidden_states": draw(1, text, config["joint_attention_dim"]),
-        "encoder_hidden_states_mask": torch.ones(1, text, dtype=torch.bool, device=device),
         "timestep": torch.full((1,), 0.5, device=device, dtype=DTYPE),
         "img_shapes": [[(1, across, across)]],
         "return_dict": False,

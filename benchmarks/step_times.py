@@ -22,6 +22,7 @@ import step_timing
 import torch
 from accuracy import identity, kernels, write
 from gpu_options import gpu_parser, on_gpu
+from step_peers import PEERS
 
 Facts = dict[str, Any]
 
@@ -37,7 +38,7 @@ def measured(name: str, args: argparse.Namespace) -> Facts:
     step = step_models.build(name, torch.device(args.device), tiny=args.tiny, layers=args.layers)
     times = step_timing.time_steps(
         step.model, step.arguments, args.kernels, min_seq=0 if args.tiny else 1024,
-        budget_s=args.budget, compiled=args.compiled,
+        budget_s=args.budget, compiled=args.compiled, config_dir=args.config_dir,
     )  # fmt: skip
     facts = {"model": name, "tokens": step.tokens, "config": step.config, **times.to_json()}
     print(*lines_of(facts), sep="\n", flush=True)
@@ -70,11 +71,12 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--kernels",
         type=kernels_and_linears,
         default=["auto", "auto+fp8_row"],
-        help="kernels of attention, each with +KERNEL for the linears too",
+        help="kernels of attention, each with +KERNEL for the linears too, or " + ", ".join(PEERS),
     )
     add("--layers", type=int, help="at most so many blocks of each kind")
     add("--budget", type=float, default=20.0, help="seconds of timing a model")
     add("--compiled", action="store_true", help="with compiled blocks too")
+    add("--config-dir", help="folder of configs, to time each kernel with them too")
     add("--tiny", action="store_true", help="tiny models, for a CPU")
     args = parser.parse_args(argv)
     if args.tiny and not torch.cuda.is_available():
@@ -84,9 +86,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def kernels_and_linears(text: str) -> list[str]:
-    """Kernels of attention, each with one of linears behind a plus if there is one."""
+    """Kernels of attention, each with one of linears behind a plus if there is one, or peers."""
     names = text.split(",")
     for name in names:
+        if name in PEERS:
+            continue
         attention, plus, linears = name.partition("+")
         kernels(attention)
         if plus and linears not in LINEARS:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from step_peers import PEERS
 from torch import nn
 
 import sage_plugin
@@ -22,6 +23,7 @@ from sage_plugin.schema import JsonRecord, Timing
 
 UNPATCHED, AGAIN = "unpatched", "unpatched again"
 COMPILED = ", compiled"
+TUNED = ", tuned"
 NO_SPEED = "emulation: not a speed"
 BUDGET_S = {"cuda": 60.0, "cpu": 3.0}
 
@@ -31,7 +33,7 @@ class StepTime(JsonRecord):
     """One denoising step on one kernel.
 
     Attributes:
-        name: the kernel as it was asked for, or `unpatched`.
+        name: the kernel as it was asked for, `unpatched`, or one of `PEERS`.
         time: of the step; `None` where the kernel is emulated.
         ratio: time of the unpatched step over this one's, of the compiled one where this is.
         ratio_low: lower end of its 95 % interval.
@@ -85,6 +87,7 @@ def time_steps(
     min_seq: int,
     budget_s: float | None = None,
     compiled: bool = False,
+    config_dir: str | None = None,
 ) -> StepTimes:
     """Time a denoiser unpatched, and patched with each kernel.
 
@@ -95,10 +98,12 @@ def time_steps(
     Args:
         model: the denoiser, unpatched.
         arguments: keyword arguments of its forward.
-        kernels: kernels as `patch` takes them; `auto+fp8_row` has the linears on `fp8_row` too.
+        kernels: kernels as `patch` takes them; `auto+fp8_row` has the linears on `fp8_row` too;
+            or names of `PEERS`.
         min_seq: as `patch` takes it.
         budget_s: seconds that timing may take, `None` for those of `BUDGET_S`.
         compiled: time each of them with its blocks compiled too.
+        config_dir: folder of configs; each kernel of ours is timed with them too.
 
     Raises:
         DeviceError: a step ran out of memory or made NaN.
@@ -106,10 +111,12 @@ def time_steps(
     device = next(model.parameters()).device
     steps: dict[str, Callable[[], object]] = {}
     rows: dict[str, StepTime] = {}
-    for name in (UNPATCHED, *dict.fromkeys(kernels)):
+    tuned = [name + TUNED for name in kernels if config_dir and name not in PEERS]
+    for name in (UNPATCHED, *dict.fromkeys(kernels), *tuned):
         # Patching with `sdpa` changes no bit; it counts the calls of the unpatched step.
-        asked = "sdpa" if name == UNPATCHED else name
-        twin, handle = _patched_copy(model, asked, min_seq)
+        asked = "sdpa" if name == UNPATCHED else name.removesuffix(TUNED)
+        configs = config_dir if name.endswith(TUNED) else None
+        twin, handle = _patched_copy(model, asked, min_seq, configs)
         rows[name] = _counted(name, twin, arguments, handle)
         if name == UNPATCHED:
             handle.unpatch()
@@ -118,8 +125,11 @@ def time_steps(
         if compiled:
             name += COMPILED
             faster = sharing_copy(model)
-            if asked != "sdpa":
-                faster, _ = _patched_copy(model, asked, min_seq)
+            if asked in PEERS:
+                faster = copy.deepcopy(model)
+                PEERS[asked](faster)
+            elif asked != "sdpa":
+                faster, _ = _patched_copy(model, asked, min_seq, configs)
             compile_blocks(faster)
             steps[name] = _step(faster, arguments)
             rows[name] = replace(
@@ -136,11 +146,22 @@ def time_steps(
     return StepTimes(result, aa_ratio, stamp(aa_ratio, before, snapshot(device)))
 
 
-def _patched_copy(model: nn.Module, asked: str, min_seq: int) -> tuple[nn.Module, PatchHandle]:
+def _patched_copy(
+    model: nn.Module, asked: str, min_seq: int, config_dir: str | None
+) -> tuple[nn.Module, PatchHandle]:
+    """A copy on what was asked for, and a handle that counts its calls."""
+    if asked in PEERS:
+        twin = copy.deepcopy(model)
+        handle = sage_plugin.patch(twin, kernel="sdpa", min_seq=min_seq)
+        handle.unpatch()
+        PEERS[asked](twin)
+        return twin, handle
     kernel, _, linears = asked.partition("+")
     twin = copy.deepcopy(model) if linears else sharing_copy(model)
     options = {"linears": linears, "keep_originals": False} if linears else {}
-    return twin, sage_plugin.patch(twin, kernel=kernel, min_seq=min_seq, **options)
+    return twin, sage_plugin.patch(
+        twin, kernel=kernel, min_seq=min_seq, config_dir=config_dir, **options
+    )
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:

@@ -108,6 +108,8 @@ def _fitting(value: object, kinds: list[Any]) -> Any:  # noqa: ANN401
     """Return the kind of a value that may be of several: the record with most of its fields."""
     if isinstance(value, dict) and len(kinds) > 1:
         return max(kinds, key=lambda kind: len(value.keys() & _fields(kind)))
+    if len(kinds) == 1:
+        return kinds[0]
     return next((kind for kind in kinds if isinstance(value, kind)), kinds[0])
 
 

@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.slow import is_slow, is_swept
+from tests.visible_gpus import rotate
+
+rotate()
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -76,7 +80,7 @@ def nan_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return empty
 
-    for name in ("empty", "empty_strided"):
+    for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
 
 

@@ -11,7 +11,6 @@ SLOW = (
     "tests/benchmarks/test_step_times.py",
     "tests/cli/test_demo.py",
     "tests/cli/test_policy_prove.py::test_the_whole_path",
-    "tests/cli/test_policy_prove.py::test_without_matplotlib",
     "tests/cli/test_policy_sensitivity.py::test_it_is_measured",
     "tests/demo/test_pipeline.py",
     "tests/docs/test_families.py",
@@ -46,7 +45,7 @@ SLOW = (
     # Many models, processes or drawn runs: 3 to 20 s each.
     "tests/capture/test_recorder.py::test_a_killed_process",
     "tests/cli/test_tune.py",
-    "tests/cli/test_tune_options.py::test_a_real_sigterm",
+    "tests/cli/test_tune_options.py::test_a_real_signal",
     "tests/faults/",
     "tests/kernels/test_two_step.py::test_q_k_and_v_are_free",
     "tests/packaging/test_archives.py",
@@ -58,7 +57,6 @@ SLOW = (
     "tests/plugin/test_parallel.py",
     "tests/plugin/test_retarget.py::test_every_processor_of_diffusers_can_be_redirected",
     "tests/plugin/test_upstream.py",
-    "tests/registry/test_merge.py::test_concurrent_writers",
     "tests/registry/test_lookup.py::test_the_key_is_the_same_in_every_interpreter",
     "tests/tune/policy/test_search.py",
     "tests/tune/test_compile_pool.py::test_each_config",
@@ -78,7 +76,7 @@ INTERPRETED = "-interpreter]"
 
 SWEPT = (
     # Whole runs and builds of which `make test` has another one.
-    "tests/cli/test_demo.py::test_a_second_run_replaces_the_first",
+    "tests/benchmarks/test_parallel_programs.py::test_two_processes",
     "tests/cli/test_policy_prove.py::test_the_whole_path",
     "tests/cli/test_policy_sensitivity.py::test_it_is_measured",
     "tests/demo/test_pipeline.py::test_generated_digits_can_be_read",

@@ -36,12 +36,7 @@ def cpu_seconds(cases: Iterable[ReplayInputs], kernels: Iterable[tuple[str, str]
 
 
 def duration(seconds: float) -> str:
-    """Write a duration in the largest unit of which it has more than one.
-
-    Example:
-        >>> duration(80), duration(100), duration(4300), duration(90_000)
-        ('80 seconds', '2 minutes', '72 minutes', '25 hours')
-    """
+    """Write a duration in the largest unit of which it has more than one."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -123,11 +123,7 @@ def _clocks(state: ClockSnapshot | None) -> dict[str, Any] | None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse an output file before hours of measuring, not after them.
-
-    Raises:
-        OutputError: its folder does not exist or may not be written, or it is a folder itself.
-    """
+    """Refuse an output file before hours of measuring, not after them."""
     folder = path.absolute().parent
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file")

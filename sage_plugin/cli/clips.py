@@ -55,11 +55,7 @@ class ClipOptions:
         return tuple(self.digit or (7,))
 
     def size_on(self, device: torch.device) -> str:
-        """Return the size that was asked for, or the device's.
-
-        Raises:
-            UsageError: no such size, or a seed that no generator takes.
-        """
+        """Return the size that was asked for, or the device's."""
         check_seed(self.seed)
         default = "small" if device.type == "cpu" else "large"
         return one_of("--size", self.size or default, tuple(SIZES))
@@ -97,12 +93,7 @@ def labels(kernels: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def checked_policy(text: str) -> Policy:
-    """Return a policy that is not of another model than the embedded one.
-
-    Raises:
-        ConfigError: there is no such file or preset, or it is not a sound policy.
-        UsageError: it is for another model.
-    """
+    """Return a policy that is not of another model than the embedded one."""
     from sage_plugin.plugin.policy.rules import chosen
 
     policy = chosen(text)

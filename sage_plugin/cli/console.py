@@ -35,12 +35,7 @@ stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Let a command print to anything: few characters, a pipe that is closed, a full disk.
-
-    Raises:
-        OutputError: standard output cannot be written.
-        SystemExit: nobody reads it any more, with `CLOSED_PIPE`.
-    """
+    """Let a command print to anything: few characters, a pipe that is closed, a full disk."""
     codecs.register_error("sage_plugin.plain", _in_plain_letters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -96,11 +96,7 @@ def command(
 
 
 def _tunable_kernel(kernel: str, facts: DeviceFacts) -> str:
-    """The kernel that is tuned, by name.
-
-    Raises:
-        UsageError: it has nothing to tune, or its variant does not run here.
-    """
+    """The kernel that is tuned, by name."""
     from sage_plugin.families import ATTENTION
     from sage_plugin.families.attention.entry import refuse_gpu_variant
     from sage_plugin.kernels.attention.dispatch import environment_choice

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.options import DrawnInputOptions, ShapeOptions, dtype_name, lengths, one_of
+from sage_plugin.cli.options import (
+    DEFAULT_FOLDER,
+    DrawnInputOptions,
+    ShapeOptions,
+    dtype_name,
+    lengths,
+    one_of,
+)
 from sage_plugin.errors import UsageError
 from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.schema import ATTENTION, LINEAR, LinearShape
@@ -56,33 +64,26 @@ class LinearCallOptions:
 
     @property
     def chosen(self) -> bool:
-        """Whether linears are asked for.
-
-        Raises:
-            UsageError: an unknown op family, or options of linears without it.
-        """
+        """Whether linears are asked for."""
         if one_of("--op", self.op, (ATTENTION, LINEAR, PAGED_ATTENTION)) == LINEAR:
             return True
         if given := self.given():
             raise UsageError(f"{given[0]} belongs to linears: add --op linear")
         return False
 
-    @staticmethod
-    def refuse_captures(given: object) -> None:
-        """Refuse a recording, which holds no linears.
+    def draws(self, recorded: Path | None) -> bool:
+        """Return whether inputs are drawn, of shapes that are spelt out; else captures are read.
 
-        Raises:
-            UsageError: one was given.
+        Args:
+            recorded: a folder of captures that was asked for, `None` where none was.
         """
-        if given is not None:
-            raise UsageError(f"--op linear: linears are drawn, not captured; leave {given} out")
+        shapes = [name for name in ("--out-in-features", "--batch-sizes") if name in self.given()]
+        if shapes and recorded is not None:
+            raise UsageError(f"{shapes[0]} draws inputs: leave it out, or the captures {recorded}")
+        return bool(shapes) or (recorded is None and not DEFAULT_FOLDER.exists())
 
     def kernels(self) -> tuple[str, ...]:
-        """Return the kernel that the number formats name; none without them.
-
-        Raises:
-            UsageError: an unknown format, or two of them.
-        """
+        """Return the kernel that the number formats name; none without them."""
         formats = [f for f in (self.x_q_dtype, self.w_q_dtype) if f is not None]
         for option, value in (("--x-q-dtype", self.x_q_dtype), ("--w-q-dtype", self.w_q_dtype)):
             if value is not None:
@@ -112,11 +113,7 @@ class LinearOptions(LinearCallOptions):
     ] = "out"
 
     def inputs(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
-        """Return the inputs to draw.
-
-        Raises:
-            UsageError: no shape, one that is no pair or does not divide, or an option of attention.
-        """
+        """Return the inputs to draw."""
         from sage_plugin.families import describe
         from sage_plugin.measure.inputs import DISTRIBUTIONS
         from sage_plugin.replay.inputs import ReplayInputs
@@ -133,18 +130,15 @@ class LinearOptions(LinearCallOptions):
         ]  # fmt: skip
 
     def shapes(self, others: ShapeOptions) -> list[LinearShape]:
-        """Return the shapes that are spelt out, of the dtype that is shared with attention.
-
-        Raises:
-            UsageError: no shape, one that is no pair or does not divide, or an option of attention.
-        """
+        """Return the shapes that are spelt out, of the dtype that is shared with attention."""
         shared = ("--dtype", "--inputs-distribution")
         if other := [option for option in others.given() if option not in shared]:
             raise UsageError(f"{other[0]} belongs to attention: leave it out, or --op linear")
         if not self.out_in_features or not self.batch_sizes:
             raise UsageError(
-                "--op linear needs --out-in-features OUT/IN and --batch-sizes ROWS, as "
-                "--out-in-features 12288/3072 --batch-sizes 16,4608"
+                "--op linear needs captures (sage capture --op linear records them), or "
+                "--out-in-features OUT/IN and --batch-sizes ROWS, as --out-in-features 12288/3072 "
+                "--batch-sizes 16,4608"
             )
         dtype = dtype_name(others.dtype or "bf16")
         shapes = [

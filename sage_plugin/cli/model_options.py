@@ -40,12 +40,7 @@ class ModelOptions:
     ] = "heads"
 
     def inputs(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
-        """Return the inputs to draw: the model's calls, or the shapes that are spelt out.
-
-        Raises:
-            UsageError: options that exclude each other, a model whose calls are not known, or
-                something that its devices cannot share.
-        """
+        """Return the inputs to draw: the model's calls, or the shapes that are spelt out."""
         from sage_plugin.plugin.plan.model_calls import local_shape
 
         found = self._of_model(drawn) if self.model is not None else self._spelt_out(drawn)
@@ -55,11 +50,7 @@ class ModelOptions:
         ]
 
     def linears(self, whole: LinearCallOptions) -> LinearOptions:
-        """Return the linears that one of the devices has.
-
-        Raises:
-            UsageError: a model is named too.
-        """
+        """Return the linears that one of the devices has."""
         for name in ("model", "image_size", "num_frames"):
             if getattr(self, name) is not None:
                 option = f"--{name.replace('_', '-')}"
@@ -81,11 +72,7 @@ class ModelOptions:
         )
 
     def refuse_with_captures(self) -> None:
-        """Refuse what would change captures, which are replayed as they are.
-
-        Raises:
-            UsageError: such an option was given.
-        """
+        """Refuse what would change captures, which are replayed as they are."""
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
                 option = f"--{field.name.replace('_', '-')}"

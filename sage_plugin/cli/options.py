@@ -157,12 +157,7 @@ class ShapeOptions:
         ]
 
     def shapes(self) -> list[CallShape]:
-        """Return the shape of each length; key heads, lengths and V's channels default to Q's.
-
-        Raises:
-            UsageError: no length, a size below 1 or beyond 32 bits, head counts that do not
-                divide, an unknown dtype, layout or mask.
-        """
+        """Return the shape of each length; key heads, lengths and V's channels default to Q's."""
         if not self.seq_len:
             raise UsageError(f"{', '.join(self.given())} without a length: add --seq-len N")
         return [self._shape(length) for length in lengths(self.seq_len)]
@@ -209,11 +204,7 @@ class DrawnInputOptions(ShapeOptions):
     seed: Annotated[int, typer.Option(help="Of drawn values, and of what is shuffled.")] = 0
 
     def inputs(self) -> list[ReplayInputs]:
-        """Return the inputs to draw; empty if no shape is spelt out or named.
-
-        Raises:
-            UsageError: options that exclude each other, or a value that is not allowed.
-        """
+        """Return the inputs to draw; empty if no shape is spelt out or named."""
         from sage_plugin.families import ATTENTION
         from sage_plugin.measure.inputs import DISTRIBUTIONS, presets
         from sage_plugin.replay.inputs import ReplayInputs
@@ -250,27 +241,14 @@ class DrawnInputOptions(ShapeOptions):
         ]
 
     def refuse_with_captures(self) -> None:
-        """Refuse what would change captures, which are replayed as they are.
-
-        Raises:
-            UsageError: such an option was given.
-        """
+        """Refuse what would change captures, which are replayed as they are."""
         check_seed(self.seed)
         if given := self.given():
             raise UsageError(f"{given[0]} does not change captures: leave it out, or the captures")
 
 
 def folder_of(words: Sequence[str] | None, inputs: DrawnInputOptions) -> Path | None:
-    """Return the folder among a command's words; numbers behind --seq-len are further lengths.
-
-    Raises:
-        UsageError: more than one folder.
-
-    Example:
-        >>> inputs = DrawnInputOptions(seq_len=["8192"])
-        >>> folder_of(["16384"], inputs), inputs.seq_len
-        (None, ['8192', '16384'])
-    """
+    """Return the folder among a command's words; numbers behind --seq-len are further lengths."""
     names = list(words or ())
     if inputs.seq_len:
         further = [name for name in names if name.replace(",", "").isdigit()]
@@ -286,11 +264,7 @@ def _or(value: int | None, default: int) -> int:
 
 
 def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
-    """Return a value that is one of those allowed.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Return a value that is one of those allowed."""
     if value not in allowed:
         raise UsageError(
             f"{option} {value!r}: allowed are {', '.join(allowed)}{did_you_mean(value, allowed)}"
@@ -299,40 +273,24 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
 
 
 def dtype_name(text: str) -> str:
-    """Return torch's name of a dtype given in either spelling.
-
-    Raises:
-        UsageError: it is not one that attention takes.
-    """
+    """Return torch's name of a dtype given in either spelling."""
     return DTYPES.get(text) or one_of("--dtype", text, (*DTYPES, *DTYPES.values()))
 
 
 def check_config_dir(folder: Path | None) -> None:
-    """See that configs can be read there, if the folder was named.
-
-    Raises:
-        UsageError: there is no such folder.
-    """
+    """See that configs can be read there, if the folder was named."""
     if folder is not None and not os.path.isdir(folder):
         raise UsageError(f"--config-dir {folder}: no such folder")
 
 
 def check_seed(seed: int) -> None:
-    """See that every generator takes a seed.
-
-    Raises:
-        UsageError: it is negative, or has more than 63 bits.
-    """
+    """See that every generator takes a seed."""
     if not 0 <= seed <= MAX_SEED:
         raise UsageError(f"--seed {_short(seed)}: must be from 0 to 2**63 - 1")
 
 
 def lengths(texts: Sequence[str], option: str = "--seq-len") -> list[int]:
-    """Read numbers from repeated options, each of which may hold several with commas.
-
-    Raises:
-        UsageError: one is not a positive whole number that kernels can count to.
-    """
+    """Read numbers from repeated options, each of which may hold several with commas."""
     parts = [part.strip() for text in texts for part in text.split(",")]
     for part in parts:
         if not (part.isascii() and part.isdigit()) or not part.strip("0"):
@@ -351,12 +309,7 @@ def _short(number: int | str) -> str:
 def named_kernels(
     names: Sequence[str], facts: DeviceFacts, family: Family | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """Return the named kernels; by default all that the device runs, but not the oracle itself.
-
-    Raises:
-        UnknownKernelError: there is none of a name.
-        UsageError: `auto`, which names none.
-    """
+    """Return the named kernels; by default all that the device runs, but not the oracle itself."""
     from sage_plugin.families import ATTENTION
 
     family = family or ATTENTION

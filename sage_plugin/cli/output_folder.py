@@ -9,17 +9,7 @@ from sage_plugin.errors import OutputError, UsageError
 
 
 def prepare(folder: Path, *, marker: str, command: str) -> None:
-    """Make an empty folder; one of an earlier run is replaced, any other is refused.
-
-    Args:
-        folder: where the files go.
-        marker: name of the file that says that a folder is the command's own.
-        command: the command, e.g. `sage demo`.
-
-    Raises:
-        UsageError: the folder holds something else.
-        OutputError: it cannot be written.
-    """
+    """Make an empty folder; one of an earlier run is replaced, any other is refused."""
     try:
         if folder.is_dir() and (folder / marker).is_file():
             shutil.rmtree(folder)

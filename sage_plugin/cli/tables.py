@@ -88,15 +88,7 @@ def _filled(rows: Sequence[Row], columns: Sequence[Column[Row]], padding: int) -
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> str:
-    """Write a table in Markdown, numbers to the right.
-
-    Example:
-        >>> print(markdown([1, 2], [("kernel", str), ("ms", lambda row: f"{row / 2}")]))
-        | kernel | ms |
-        | :-- | --: |
-        | 1 | 0.5 |
-        | 2 | 1.0 |
-    """
+    """Write a table in Markdown, numbers to the right."""
     names = [name for name, _ in columns]
     rules = [":--" if name in WORDS else "--:" for name in names]
     cells = [[str(cell(row)).replace("|", r"\|") for _, cell in columns] for row in rows]
@@ -104,12 +96,7 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> str:
 
 
 def digits(value: float, count: int = 4) -> str:
-    """Write a number to some significant digits, at most four of them behind the point.
-
-    Example:
-        >>> digits(8.12345), digits(0.0312, 3), digits(0.00912), digits(0.00071), digits(0.0)
-        ('8.123', '0.0312', '0.0091', '7e-04', '0')
-    """
+    """Write a number to some significant digits, at most four of them behind the point."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     places = count - 1 - math.floor(math.log10(abs(value)))

@@ -29,7 +29,7 @@ from sage_plugin.cli.paged_options import PagedOptions
 from sage_plugin.cli.tuning.options import PlaceOptions, SearchOptions
 from sage_plugin.errors import UsageError
 from sage_plugin.paged_records import PAGED_ATTENTION
-from sage_plugin.schema import LINEAR
+from sage_plugin.schema import ATTENTION, LINEAR
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.inputs import TuningInputs
@@ -118,16 +118,7 @@ def command(
         update=update,
         family=family(linears.op),
     )
-    plan = build(request)
-    if dry_run:
-        show_plan(plan)
-        return
-    report = run_plan(plan, place)
-    show_report(report)
-    if report.interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if report.failed:
-        raise typer.Exit(SOME_FAILED)
+    follow(build(request), place, dry_run=dry_run)
 
 
 def _simulate(runs: Sequence[Path], search: SearchOptions) -> None:
@@ -162,34 +153,51 @@ def _inputs(
     max_per_key: int,
 ) -> TuningInputs:
     """What is tuned on: drawn inputs if some are spelt out, else captures."""
+    from sage_plugin.families import family
     from sage_plugin.tune.configs import inputs as tuning_inputs
 
+    recorded = DEFAULT_FOLDER if from_captures and folder is None else folder
     if paged.chosen(linears.op):
-        recorded = "--from-captures" if from_captures else folder
         return tuning_inputs.from_drawn(paged.inputs(inputs, recorded, model.tp_size))
     if linears.chosen:
-        linears.refuse_captures("--from-captures" if from_captures else folder)
-        return tuning_inputs.from_drawn(model.linears(linears).inputs(inputs))
-    if not from_captures and folder is None and (drawn := model.inputs(inputs)):
+        whole = model.linears(linears)
+        if whole.draws(recorded):
+            return tuning_inputs.from_drawn(whole.inputs(inputs))
+    elif recorded is None and (drawn := model.inputs(inputs)):
         return tuning_inputs.from_drawn(drawn)
     inputs.refuse_with_captures()
-    model.refuse_with_captures()
+    if not linears.chosen:
+        model.refuse_with_captures()
     if not from_captures and folder is None and not DEFAULT_FOLDER.exists():
         raise UsageError(
             "nothing to tune on: give a folder of captures (sage capture records one), "
             "--preset NAME, or --seq-len N"
         )
-    return tuning_inputs.from_captures(folder or DEFAULT_FOLDER, max_per_key=max_per_key)
+    return tuning_inputs.from_captures(
+        folder or DEFAULT_FOLDER, family=family(linears.op), max_per_key=max_per_key
+    )
 
 
-def run_plan(plan: TuningPlan, place: PlaceOptions | None = None) -> TuneReport:
-    """Tune as a plan says, with progress on stderr."""
+def follow(plan: TuningPlan, place: PlaceOptions, *, dry_run: bool) -> None:
+    """Tune as a plan says and show what came of it, or show the plan alone."""
+    if dry_run:
+        _show_plan(plan)
+        return
+    report = _run_plan(plan, place)
+    _show_report(report)
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if report.failed:
+        raise typer.Exit(SOME_FAILED)
+
+
+def _run_plan(plan: TuningPlan, place: PlaceOptions) -> TuneReport:
+    """Tune with progress on stderr."""
     from sage_plugin.cli.tuning.progress import ProgressView
     from sage_plugin.tune.configs.compile_pool import default_workers
     from sage_plugin.tune.configs.forecast import forecast
     from sage_plugin.tune.configs.session import tune
 
-    place = place or PlaceOptions()
     say_left_out(plan.notes)
     expected = forecast(plan, num_workers=place.num_workers or default_workers())
     say(f"Tune: {expected.text()}. Ctrl-C keeps what is known.", to_stderr=True)
@@ -198,7 +206,7 @@ def run_plan(plan: TuningPlan, place: PlaceOptions | None = None) -> TuneReport:
         return tune(plan, first, view, argv=sys.argv, more_lanes=more)
 
 
-def show_plan(plan: TuningPlan) -> None:
+def _show_plan(plan: TuningPlan) -> None:
     """Show what would be tuned."""
     from sage_plugin.cli.tune_view import plan_table
 
@@ -208,7 +216,7 @@ def show_plan(plan: TuningPlan) -> None:
     say("Next: the same command without --dry-run")
 
 
-def show_report(report: TuneReport) -> None:
+def _show_report(report: TuneReport) -> None:
     """Show the table, where everything went, and what to run next."""
     from sage_plugin.cli.tune_view import best_lines, front_lines, outcome_notes, outcome_table
     from sage_plugin.tune.configs.outcome import save_fronts
@@ -249,4 +257,5 @@ def _next_command(plan: TuningPlan) -> str:
         }
         user = users.get(study.key.family, "patch(pipe)")
         return f"sage configs list{where}, or your pipeline: sage_plugin.{user} uses them"
-    return f"sage bench {shlex.quote(study.timed.folder)}{where}"
+    op = "" if study.key.family == ATTENTION else f" --op {study.key.family}"
+    return f"sage bench {shlex.quote(study.timed.folder)}{op}{where}"

@@ -23,11 +23,7 @@ INK, PAPER = (20, 20, 20), (255, 255, 255)
 
 
 def save_comparison(clips: Clips, path: Path, *, fps: int = 12) -> tuple[Path, Path]:
-    """Save clips beside the first of them, each also as its difference from it, tenfold.
-
-    Raises:
-        OutputError: the files cannot be written.
-    """
+    """Save clips beside the first of them, each also as its difference from it, tenfold."""
     baseline = next(iter(clips))
     shown: dict[str, np.ndarray[Any, Any]] = {}
     for name, frames in clips.items():
@@ -50,9 +46,6 @@ def save_clips(clips: Clips, path: Path, *, columns: int = 8, fps: int = 12) -> 
 
     Returns:
         The paths of the sheet and of the film.
-
-    Raises:
-        OutputError: the files cannot be written.
     """
     count = len(next(iter(clips.values())))
     spread = np.linspace(0, count - 1, min(columns, count)).round().astype(int)

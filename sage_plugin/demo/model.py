@@ -70,11 +70,7 @@ def shipped_folder() -> Path:
 
 
 def read_config(folder: Path | None = None) -> dict[str, Any]:
-    """Read `config.json` from `folder`, by default the shipped one.
-
-    Raises:
-        DemoError: If the file is missing, damaged or of another format version.
-    """
+    """Read `config.json` from `folder`, by default the shipped one."""
     path = (folder or shipped_folder()) / CONFIG_FILE
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -120,11 +116,7 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> DemoModel:
-    """Load the trained model, ready for inference.
-
-    Raises:
-        DemoError: If the weights are missing, damaged or do not fit the settings.
-    """
+    """Load the trained model, ready for inference."""
     folder = folder or shipped_folder()
     path = folder / WEIGHTS_FILE
     model = build_model(read_config(folder))

@@ -76,11 +76,7 @@ def quality(frames: np.ndarray[Any, Any], reference: np.ndarray[Any, Any]) -> Qu
 
 
 def check_installed() -> None:
-    """Refuse before hours of drawing, not after them.
-
-    Raises:
-        DeviceError: scikit-image is not installed.
-    """
+    """Refuse before hours of drawing, not after them."""
     try:
         import skimage.metrics  # noqa: F401
     except ImportError as error:

@@ -67,11 +67,7 @@ SIZES: dict[str, DemoSize] = {
 
 
 def find_size(size: str | DemoSize) -> DemoSize:
-    """Return the geometry that `size` names (a `DemoSize` is returned as it is).
-
-    Raises:
-        DemoError: If there is no size of that name.
-    """
+    """Return the geometry that `size` names (a `DemoSize` is returned as it is)."""
     if isinstance(size, DemoSize):
         return size
     if size not in SIZES:

@@ -178,6 +178,11 @@ TORCH_FP8_FASTEST = ("sm_90", "sm_100", "sm_103")
 """Where nothing of ours is faster: 1,310 to 1,480 TFLOPS on an H200, bf16 has 670 to 800 there."""
 
 
+def torch_alignment(*, int8: bool) -> int:
+    """Return what in and out features are multiples of where torch's products take a weight."""
+    return 8 if int8 else 16
+
+
 def fewest_products(arch: str) -> float:
     """Products M x K x N of a linear under which torch's own 16-bit one is faster; 0 if unknown.
 

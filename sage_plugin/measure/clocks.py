@@ -66,12 +66,7 @@ def snapshot(device: torch.device | str | int) -> ClockSnapshot | None:
 
 
 def stamp(aa_ratio: float | None, before: ClockSnapshot | None, after: ClockSnapshot | None) -> str:
-    """Say how far a table can be trusted: `clean`, `noisy` or `throttled`.
-
-    Example:
-        >>> stamp(1.002, None, None), stamp(0.97, None, None)
-        ('clean', 'noisy')
-    """
+    """Say how far a table can be trusted: `clean`, `noisy` or `throttled`."""
     if any(state is not None and state.throttled for state in (before, after)):
         return "throttled"
     return "clean" if aa_ratio is not None and abs(aa_ratio - 1) < AA_TOLERANCE else "noisy"

@@ -17,11 +17,7 @@ DOTS_PER_INCH = 150
 def save(
     draw: Callable[[Figure], None], path: Path, *, width: float = 8.0, height: float = 5.0
 ) -> str:
-    """Draw a figure and save it whole or not at all, on any machine: no display is needed.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Draw a figure and save it whole or not at all, on any machine: no display is needed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

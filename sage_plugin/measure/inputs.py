@@ -31,12 +31,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def presets() -> dict[str, CallShape]:
-    """Return the five video shapes by name, as one device calls them.
-
-    Example:
-        >>> presets()["cogvideox-2b"].seq_q
-        17776
-    """
+    """Return the five video shapes by name, as one device calls them."""
     return {name: self_attention(*numbers) for name, numbers in _PRESETS.items()}
 
 
@@ -145,23 +140,14 @@ def _v_change(
 
 
 def in_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """Make the memory of a bhsd-indexed tensor contiguous in `layout`.
-
-    Args:
-        tensor: (B, H, S, D).
-        layout: `"bhsd"` or `"bshd"`.
-    """
+    """Make the memory of a bhsd-indexed tensor contiguous in `layout`."""
     if layout == "bhsd":
         return tensor.contiguous()
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype by the name that a `CallShape` holds.
-
-    Raises:
-        UsageError: it is none of float16, bfloat16 and float32.
-    """
+    """Return torch's dtype by the name that a `CallShape` holds."""
     known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in known:
         raise UsageError(f"dtype {name!r}: allowed are {', '.join(known)}")

@@ -20,9 +20,6 @@ def synthetic_mask(
     evenly from half of them to all but one. `dense` is (B, 1, Sq, Sk): square blocks, an eighth of
     the shorter side and at most 128 wide, are visible with even odds, and those that hold a row's
     own key (bottom-right aligned) always, so that no row is without a key.
-
-    Raises:
-        UsageError: the mask kind is unknown.
     """
     if shape.mask_kind not in MASK_KINDS:
         raise UsageError(f"mask {shape.mask_kind!r}: allowed are {', '.join(MASK_KINDS)}")

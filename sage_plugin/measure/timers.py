@@ -25,6 +25,7 @@ GRAPH_MS = 1.0
 
 Functions = Mapping[str, Callable[[], object]]
 Round = Callable[[Sequence[str]], Sequence[float]]
+"""Times the named functions once each, in that order; milliseconds."""
 
 
 @contextlib.contextmanager
@@ -41,11 +42,6 @@ def timer(
 
     Raises:
         UsageError: the method is unknown, or the device has not got it.
-
-    Example:
-        >>> with timer({"a": lambda: 1 + 1}, torch.device("cpu"), "wall") as run_round:
-        ...     len(run_round(["a", "a"]))
-        2
     """
     check_method(method, device)
     if device.type == "cpu":
@@ -65,11 +61,7 @@ def timer(
 
 
 def check_method(method: str, device: torch.device) -> None:
-    """Refuse a method that the device has not got.
-
-    Raises:
-        UsageError: the method is unknown, or needs another device.
-    """
+    """Refuse a method that the device has not got."""
     allowed = ("wall",) if device.type == "cpu" else METHODS
     if method not in allowed:
         raise UsageError(

@@ -19,9 +19,6 @@ from sage_plugin.measure import timers
 from sage_plugin.measure.statistics import gain_interval, median_interval
 from sage_plugin.schema import Timing
 
-Round = Callable[[Sequence[str]], Sequence[float]]
-"""Times the named functions once each, in that order; milliseconds."""
-
 Keep = Callable[[Mapping[str, Sequence[float]]], Collection[str]]
 """Chooses, from the times so far, which functions are timed on; none ends the measurement."""
 
@@ -82,11 +79,7 @@ class Samples:
         )
 
     def gain_over(self, base: Samples) -> tuple[float, float, float]:
-        """Paired gain over `base` from the same measurement, as `(gain, low, high)`.
-
-        Raises:
-            ValueError: the two were taken by different methods or in different measurements.
-        """
+        """Paired gain over `base` from the same measurement, as `(gain, low, high)`."""
         if self.method != base.method:
             raise ValueError(
                 f"{self.name} was timed by {self.method} and {base.name} by {base.method}: "
@@ -95,11 +88,7 @@ class Samples:
         return gain_interval(base.ms, self.ms)
 
     def speedup_over(self, base: Samples) -> tuple[float, float, float]:
-        """Return the time of `base` over this one's, with its interval; infinite for no time.
-
-        Raises:
-            ValueError: as `gain_over`.
-        """
+        """Return the time of `base` over this one's, with its interval; infinite for no time."""
         rests = (1 - gain for gain in self.gain_over(base))
         center, low, high = (1 / rest if rest > 0 else math.inf for rest in rests)
         return center, low, high
@@ -156,7 +145,7 @@ def measure(
 
 def interleave(
     names: Sequence[str],
-    run_round: Round,
+    run_round: timers.Round,
     *,
     limits: TimingLimits = DEFAULT_LIMITS,
     seed: int = 0,

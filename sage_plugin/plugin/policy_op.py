@@ -14,7 +14,7 @@ import torch
 
 from sage_plugin import settings
 from sage_plugin.kernels.attention.call import AttentionCall
-from sage_plugin.kernels.attention.runtime import as_promised, empty_as
+from sage_plugin.kernels.attention.executor import as_promised, empty_as
 from sage_plugin.kernels.contract import bhsd
 from sage_plugin.plugin import route
 from sage_plugin.plugin.context import LAYERS, STACK, Frame

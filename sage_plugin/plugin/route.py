@@ -23,13 +23,12 @@ from sage_plugin.kernels.attention.call import (
     is_plain,
 )
 from sage_plugin.kernels.attention.executor import Executor, decide, known, resolve
-from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.attention.validate import FLOATS
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.notice import warn_once
-from sage_plugin.kernels.surroundings import wants_gradient
+from sage_plugin.kernels.surroundings import can_bypass_dispatcher, wants_gradient
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.plugin.hosts import parallel
 from sage_plugin.plugin.prologue.settle import settled
@@ -263,7 +262,7 @@ def _request(layer: LayerContext, choice: Choice, grouped: bool) -> KernelReques
     changes = tuple(sorted(choice.launch.items())) if choice.launch else ()
     options = layer.state.options
     if options.policy is None:
-        return options.requests[bool(grouped)]
+        return options.requests[1 if grouped else 0]
     return KernelRequest(choice.kernel, choice.variant, None, options.config_dir, 0, changes)
 
 
@@ -330,7 +329,7 @@ def _known(layer: LayerContext, call: AttentionCall) -> Executor | None:
         or torch.is_autocast_enabled(call.q.device.type)
     ):
         return None
-    answer = known(call, options.requests[bool(call.enable_gqa)])
+    answer = known(call, options.requests[1 if call.enable_gqa else 0])
     return answer if isinstance(answer, Executor) and answer.decision.kernel != "sdpa" else None
 
 

@@ -15,7 +15,8 @@ def recorded(slug: str, config_dir: str | Path | None = None) -> DeviceFacts:
     """Return the facts of a card as the first of the user's and shipped files recorded them.
 
     Args:
-        slug: name of its folder of configs, such as `nvidia-h200`.
+        slug: name of its folder of configs, such as `nvidia-h200`, or a beginning that no other
+            card has, such as `nvidia-h100`.
         config_dir: folder to ask first.
 
     Raises:
@@ -26,8 +27,9 @@ def recorded(slug: str, config_dir: str | Path | None = None) -> DeviceFacts:
         'sm_90'
     """
     known = dict(_cards(config_dir))
-    if slug in known:
-        return known[slug]
+    longer = [name for name in known if name.startswith(f"{slug}-")]
+    if slug in known or len(longer) == 1:
+        return known[slug if slug in known else longer[0]]
     close = difflib.get_close_matches(slug, known, n=1)
     meant = f"did you mean {close[0]!r}? Cards" if close else "cards"
     raise UsageError(

@@ -18,10 +18,6 @@ WIDTH = 24
 def config_text(config: AnyLaunch, default: AnyLaunch | None = None) -> str:
     """Write a launch config on one line: tile, warps, stages, then each field that differs.
 
-    Args:
-        config: what is shown.
-        default: what it is compared with; without it each field that is switched on is named.
-
     Example:
         >>> one = LaunchConfig(128, 64, 4, 3, "descriptor", True, False, 8, overlap=True)
         >>> config_text(one)

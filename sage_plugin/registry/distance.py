@@ -23,7 +23,7 @@ def log_distance(first: AnyKey, second: AnyKey) -> float:
 
 
 REACH = 2
-"""An entry serves lengths up to this factor beyond what was measured around it."""
+"""An entry serves numbers up to this factor beyond what was measured around it."""
 
 SHARED_DTYPES = ("float16", "bfloat16")
 """Dtypes that share entries: kernels move as many bytes for each."""
@@ -35,9 +35,9 @@ class Nearness(IntEnum):
     EXACT = 0
     """The very key."""
     MEASURED = 1
-    """Lengths inside the range between its measured neighbors."""
+    """Numbers inside the ranges between its measured neighbors."""
     REACHED = 2
-    """Lengths within `REACH` of that range; no loss was measured there."""
+    """Numbers within `REACH` of those ranges; no loss was measured there."""
 
 
 def alike(key: AnyKey) -> tuple[object, ...]:
@@ -74,21 +74,16 @@ def nearness(entry: AnyEntry, key: AnyKey) -> Nearness | None:
 
 
 def range_problem(entry: AnyEntry, key: AnyKey) -> str | None:
-    """Which length of a key lies beyond an entry's reach, or `None`."""
+    """Which number of a key lies beyond an entry's reach, or `None`."""
     for name, (low, high) in ranges(entry).items():
-        length = getattr(key, name)
-        if not low <= length * REACH or not length <= high * REACH:
-            return f"{name} {length} is over {REACH} times from its measured range {low}..{high}"
+        number = getattr(key, name)
+        if not low <= number * REACH or not number <= high * REACH:
+            return f"{name} {number} is over {REACH} times from its measured range {low}..{high}"
     return None
 
 
 def first_difference(entry: AnyEntry, key: AnyKey) -> str | None:
-    """The first field in which an entry differs from a key so that it cannot serve it, or `None`.
-
-    Example:
-        "head_dim is 64 there, 128 here", or "seq_q 9000 is over 2 times from its measured range
-        1024..4096".
-    """
+    """Name the first field in which an entry differs so that it cannot serve a key, or `None`."""
     for name in _discrete(key):
         there, here = getattr(entry.key, name), getattr(key, name)
         shared = name == "dtype" and {there, here} <= set(SHARED_DTYPES)

@@ -1,4 +1,4 @@
-"""Registry entries of any family: how one is made, and the lengths that it serves."""
+"""Registry entries of any family: how one is made, and the calls that it serves."""
 
 from __future__ import annotations
 
@@ -41,21 +41,13 @@ def entry_of(key: AnyKey, config: AnyLaunch, evidence: EntryEvidence) -> AnyEntr
 
 
 def key_from_json(data: object) -> AnyKey:
-    """Check and build a key of any family.
-
-    Raises:
-        ConfigError: an unknown, missing or wrongly typed field.
-    """
+    """Check and build a key of any family."""
     key: AnyKey = record_from_json(data, (CallKey, LinearKey, PagedKey))
     return key
 
 
 def entry_from_json(data: object) -> AnyEntry:
-    """Check and build an entry of any family.
-
-    Raises:
-        ConfigError: an unknown, missing or wrongly typed field.
-    """
+    """Check and build an entry of any family."""
     entry: AnyEntry = record_from_json(data, RECORDS.values())
     return entry
 
@@ -66,11 +58,12 @@ def lengths(key: AnyKey) -> dict[str, int]:
 
 
 def ranges(entry: AnyEntry) -> dict[str, Span]:
-    """Return the lowest and highest of each length that an entry serves."""
-    return {name: getattr(entry, f"{name}_range") for name in entry.key.LENGTHS}
+    """Return the lowest and highest of each number that an entry has a range of."""
+    found = {name: getattr(entry, f"{name}_range", None) for name in entry.key.NUMBERS}
+    return {name: span for name, span in found.items() if span is not None}
 
 
 def with_ranges(entry: AnyEntry, spans: Mapping[str, Span], **changes: object) -> AnyEntry:
-    """Return an entry that serves other lengths, and has other changes."""
+    """Return an entry that serves other numbers, and has other changes."""
     changed: Any = {f"{name}_range": span for name, span in spans.items()} | changes
     return dataclasses.replace(entry, **changed)

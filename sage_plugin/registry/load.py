@@ -46,11 +46,7 @@ def read(path: str | Path) -> RegistryFile:
 
 
 def parse(text: str, where: str) -> RegistryFile:
-    """Check and build a registry file from its text; `where` is what error messages name.
-
-    Raises:
-        ConfigError: as `read`.
-    """
+    """Check and build a registry file from its text; `where` is what error messages name."""
     data = files.loads(text, where)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if isinstance(version, int) and version != SCHEMA_VERSION:

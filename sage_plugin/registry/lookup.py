@@ -73,9 +73,6 @@ def find(
 
     Returns:
         The match, or `None` where no place has a legal one.
-
-    Example:
-        >>> match = find(key, facts=device.facts(), is_legal=lambda config: True)  # doctest: +SKIP
     """
     memo_key = (key, facts.slug, facts.arch, config_dir, settings.current().config_dir)
     ranked = _ranked.get(memo_key)

@@ -1,72 +1,76 @@
-"""What a call loses by the config of another length, and the lengths that an entry may serve so."""
+"""What a call loses by the config of another length or batch, and what an entry may serve so."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from sage_plugin.registry.distance import alike
-from sage_plugin.registry.entries import lengths, ranges, with_ranges
+from sage_plugin.registry.entries import Span, lengths, ranges, with_ranges
 from sage_plugin.schema import AnyEntry, AnyKey, AnyLaunch
 
 LIMIT = 0.01
 """Loss that a region may have, as a share of the best time."""
+MOST_COMPARED = 12
+"""Boxes of which every subset is looked at for the fewest that do; of more, the widest are taken
+first."""
 
-Times = Mapping[int, Mapping[AnyLaunch, float]]
-"""Milliseconds by length and config; each config of a row was timed at that length."""
+Point = tuple[int, ...]
+"""Where configs were timed: the length of a call, and of attention batch times heads."""
+Box = tuple[Span, ...]
+"""Lowest and highest of each number of a point."""
+Times = Mapping[Point, Mapping[AnyLaunch, float]]
+"""Milliseconds by point and config; each config of a row was timed at that point."""
+Name = TypeVar("Name")
 
 
-def winners(times: Times) -> dict[int, AnyLaunch]:
-    """Return the fastest config of each length."""
-    return {seq: min(row, key=row.__getitem__) for seq, row in sorted(times.items())}
+def winners(times: Times) -> dict[Point, AnyLaunch]:
+    """Return the fastest config of each point."""
+    return {at: min(row, key=row.__getitem__) for at, row in sorted(times.items())}
 
 
-def regret(times: Times, seq: int, config: AnyLaunch) -> float | None:
-    """Return what a length loses by a config; `None` where it was not timed there."""
-    row = times[seq]
+def regret(times: Times, at: Point, config: AnyLaunch) -> float | None:
+    """Return what a point loses by a config; `None` where it was not timed there."""
+    row = times[at]
     return row[config] / min(row.values()) - 1 if config in row else None
 
 
-def prices(times: Times) -> dict[int, dict[int, float | None]]:
-    """Return the regret of each length's winner at every length."""
+def prices(times: Times) -> dict[Point, dict[Point, float | None]]:
+    """Return the regret of each point's winner at every point."""
     return {
-        at: {seq: regret(times, seq, config) for seq in sorted(times)}
+        at: {other: regret(times, other, config) for other in sorted(times)}
         for at, config in winners(times).items()
     }
 
 
-def region(
-    times: Times, at: int, config: AnyLaunch, limit: float = LIMIT
-) -> tuple[int, int, float]:
-    """Return the lengths around one, without a gap, that lose no more than a limit by a config.
+def region(times: Times, at: Point, config: AnyLaunch, limit: float = LIMIT) -> tuple[Box, float]:
+    """Return the largest box around a point, without a gap, that loses within a limit by a config.
 
     Returns:
-        The lowest, the highest, and the most that one of them loses; itself counts as it is.
+        The box, and the most that one of its points loses; the point itself counts as it is.
     """
-    lengths = sorted(times)
-    place = lengths.index(at)
+    losses = {point: regret(times, point, config) for point in times}
+    sound = {p for p, loss in losses.items() if p == at or (loss is not None and loss <= limit)}
+    axes = [sorted(set(values)) for values in zip(*times, strict=True)]
+    best: list[Point] = [at]
+    for box in itertools.product(*map(_spans, axes, at)):
+        inside = [
+            [v for v in axis if low <= v <= high]
+            for axis, (low, high) in zip(axes, box, strict=True)
+        ]
+        points = list(itertools.product(*inside))
+        if len(points) > len(best) and sound.issuperset(points):
+            best = points
+    found = tuple((min(values), max(values)) for values in zip(*best, strict=True))
+    return found, max(loss for point in best if (loss := losses[point]) is not None)
 
-    def within(seq: int) -> bool:
-        loss = regret(times, seq, config)
-        return seq == at or (loss is not None and loss <= limit)
 
-    below = list(itertools.takewhile(within, reversed(lengths[: place + 1])))
-    above = list(itertools.takewhile(within, lengths[place:]))
-    losses = (regret(times, seq, config) for seq in (*below, *above))
-    return below[-1], above[-1], max((loss for loss in losses if loss is not None), default=0.0)
-
-
-def fewest(times: Times, limit: float = LIMIT) -> dict[int, tuple[int, int]]:
-    """Return the fewest lengths whose winners keep all within a limit, with their regions."""
-    best, lengths = winners(times), sorted(times)
-    spans = {at: region(times, at, best[at], limit)[:2] for at in lengths}
-    covered = {
-        at: {seq for seq in lengths if low <= seq <= high} for at, (low, high) in spans.items()
-    }
-    sets = (s for n in range(1, len(lengths) + 1) for s in itertools.combinations(lengths, n))
-    kept = next(s for s in sets if set().union(*(covered[at] for at in s)) == set(lengths))
-    return {at: spans[at] for at in kept}
+def fewest(times: Times, limit: float = LIMIT) -> dict[Point, Box]:
+    """Return the fewest points whose winners keep all within a limit, with their regions."""
+    boxes = {at: region(times, at, config, limit)[0] for at, config in winners(times).items()}
+    return {at: boxes[at] for at in _fewest(boxes, times.keys())}
 
 
 def priced(
@@ -82,54 +86,79 @@ def priced(
         limit: loss that a region may have.
 
     Returns:
-        The entries in their order; those whose key was not timed beside other lengths as they were.
-        Only calls of as many queries as keys are priced.
+        The entries in their order; those whose key was not timed beside others as they were. Only
+        calls of as many queries as keys are priced.
     """
-    groups: defaultdict[object, dict[int, Mapping[AnyLaunch, float]]] = defaultdict(dict)
+    groups: defaultdict[object, dict[Point, Mapping[AnyLaunch, float]]] = defaultdict(dict)
     for key, row in times.items():
-        if (length := _length(key)) is not None:
-            groups[_kind(key)][length] = row
-    return tuple(_priced(entry, groups.get(_kind(entry.key), {}), limit) for entry in entries)
+        if (point := _point(key)) is not None:
+            groups[alike(key)][point] = row
+    return tuple(_priced(entry, groups.get(alike(entry.key), {}), limit) for entry in entries)
 
 
 def redundant(entries: Sequence[AnyEntry], limit: float = LIMIT) -> tuple[AnyEntry, ...]:
-    """List the entries without which every length of a priced region still lies in one."""
-    groups: defaultdict[object, list[AnyEntry]] = defaultdict(list)
-    for entry in entries:
-        if entry.regret is not None and entry.regret <= limit:
-            groups[_kind(entry.key)].append(entry)
-    found: list[AnyEntry] = []
-    for group in groups.values():
-        spans = {i: next(iter(ranges(entry).values())) for i, entry in enumerate(group)}
-        kept = _fewest(spans, sorted({seq for span in spans.values() for seq in span}))
-        found += [entry for i, entry in enumerate(group) if i not in kept]
-    return tuple(found)
+    """List the entries without which every corner of a priced region still lies in one."""
+    groups: defaultdict[object, dict[int, Box]] = defaultdict(dict)
+    for number, entry in enumerate(entries):
+        point = _point(entry.key)
+        if point is not None and entry.regret is not None and entry.regret <= limit:
+            spans = ranges(entry)
+            own = ((value, value) for value in point[1:])
+            others = (spans.get(n, here) for n, here in zip(_others(entry.key), own, strict=True))
+            groups[alike(entry.key)][number] = (spans[entry.key.LENGTHS[0]], *others)
+    gone: set[int] = set()
+    for boxes in groups.values():
+        corners = {corner for box in boxes.values() for corner in itertools.product(*box)}
+        gone |= boxes.keys() - set(_fewest(boxes, corners))
+    return tuple(entry for number, entry in enumerate(entries) if number in gone)
 
 
-def _fewest(spans: Mapping[int, tuple[int, int]], lengths: Sequence[int]) -> tuple[int, ...]:
-    """The fewest spans that together hold all lengths, each of which lies in some span."""
-    sets = (s for n in range(1, len(spans) + 1) for s in itertools.combinations(spans, n))
-    return next(
-        s for s in sets if all(any(spans[i][0] <= seq <= spans[i][1] for i in s) for seq in lengths)
-    )
+def _spans(axis: Sequence[int], value: int) -> list[Span]:
+    """Ranges of the values of an axis that hold one of them."""
+    return [(a, b) for a in axis if a <= value for b in axis if b >= value]
+
+
+def _fewest(boxes: Mapping[Name, Box], points: Collection[Point]) -> tuple[Name, ...]:
+    """The fewest boxes that together hold all points, each of which lies in some box."""
+    held = {
+        name: {p for p in points if all(a <= v <= b for v, (a, b) in zip(p, box, strict=True))}
+        for name, box in boxes.items()
+    }
+    wanted = set(points)
+    if len(boxes) <= MOST_COMPARED:
+        sets = (s for n in range(1, len(boxes) + 1) for s in itertools.combinations(boxes, n))
+        return next(s for s in sets if set().union(*(held[name] for name in s)) >= wanted)
+    chosen: list[Name] = []
+    while wanted:
+        widest = max(boxes, key=lambda name: len(held[name] & wanted))
+        chosen.append(widest)
+        wanted -= held[widest]
+    return tuple(chosen)
 
 
 def _priced(entry: AnyEntry, times: Times, limit: float) -> AnyEntry:
-    at = _length(entry.key)
-    if len(times) < 2 or at is None or at not in times:
+    at = _point(entry.key)
+    if at is None or at not in times:
         return entry
-    low, high, loss = region(times, at, entry.config, limit)
-    spans = dict.fromkeys(entry.key.LENGTHS, (low, high))
-    return with_ranges(entry, spans, regret=float(f"{loss:.3g}"))
+    box, loss = region(times, at, entry.config, limit)
+    spans: dict[str, Span] = {}
+    for axis, names in enumerate((entry.key.LENGTHS, *((name,) for name in _others(entry.key)))):
+        if any(_differ_in(axis, at, other) for other in times):
+            spans |= dict.fromkeys(names, box[axis])
+    return with_ranges(entry, spans, regret=float(f"{loss:.3g}")) if spans else entry
 
 
-def _length(key: AnyKey) -> int | None:
-    """The one length of a call; `None` where it has two."""
+def _differ_in(axis: int, first: Point, second: Point) -> bool:
+    """Whether two points differ in one number, and in no other."""
+    return [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b] == [axis]
+
+
+def _point(key: AnyKey) -> Point | None:
+    """Where a call was timed; `None` where it has two lengths."""
     found = set(lengths(key).values())
-    return found.pop() if len(found) == 1 else None
+    return (*found, *(getattr(key, name) for name in _others(key))) if len(found) == 1 else None
 
 
-def _kind(key: AnyKey) -> object:
-    """What calls share whose lengths are priced against each other."""
-    others = (name for name in key.NUMBERS if name not in key.LENGTHS)
-    return alike(key), *(getattr(key, name) for name in others)
+def _others(key: AnyKey) -> tuple[str, ...]:
+    """The numbers of a key that are no lengths."""
+    return tuple(name for name in key.NUMBERS if name not in key.LENGTHS)

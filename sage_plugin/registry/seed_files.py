@@ -53,11 +53,7 @@ class BestConfig:
 
 
 def read(path: Path) -> list[BestConfig]:
-    """Read the rows of a file.
-
-    Raises:
-        ConfigError: it is missing, not strict JSON, or a row is not of that form.
-    """
+    """Read the rows of a file."""
     data = files.read_json(path, MAX_FILE_BYTES, "file of best configs")
     if not isinstance(data, dict) or not data:
         raise ConfigError(f"{path}: expected an object of configs by sequence length")

@@ -6,29 +6,34 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sage_plugin import files
 from sage_plugin.errors import OutputError
-from sage_plugin.schema import RegistryFile
+from sage_plugin.schema import AnyEntry, RegistryFile
 
 LOCK_TIMEOUT_S = 60.0
+OPTIONAL = ("batch_heads_range",)
+"""Fields of entries that files of earlier releases do not have."""
 
 
 def text_of(file: RegistryFile) -> str:
     """Write a registry file: sorted entries, a line per flat record, hence small diffs."""
     ordered = sorted(file.entries, key=lambda entry: (entry.key.discrete(), entry.key.numbers()))
     data = file.to_json()
-    data["entries"] = [entry.to_json() for entry in ordered]
+    data["entries"] = [_entry(one) for one in ordered]
     return _lines(data, "") + "\n"
+
+
+def _entry(entry: AnyEntry) -> dict[str, Any]:
+    """An entry as JSON; a range of batches that was not measured is left out."""
+    data = entry.to_json()
+    return {name: v for name, v in data.items() if v is not None or name not in OPTIONAL}
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the writers' lock of a file: its sibling `.lock`, which the kernel frees if we die.
-
-    Raises:
-        OutputError: the lock file cannot be created, or another writer holds it for too long.
-    """
+    """Hold the writers' lock of a file: its sibling `.lock`, which the kernel frees if we die."""
     import filelock
 
     target = Path(os.path.realpath(path))

@@ -55,11 +55,7 @@ def problems(
 
 
 def registry_files(path: str | Path) -> list[Path]:
-    """List the registry files of a folder (`<device_slug>/<family>.json`), or a file itself.
-
-    Raises:
-        ConfigError: there is nothing at `path`, or a folder without registry files.
-    """
+    """List the registry files of a folder (`<device_slug>/<family>.json`), or a file itself."""
     path = Path(path)
     if os.path.isfile(path):
         return [path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from sage_plugin import device as devices
+from sage_plugin.device import Gpu
 from sage_plugin.errors import UsageError
 from sage_plugin.families import ATTENTION
 from sage_plugin.plugin.owners import modules_of
@@ -20,12 +22,12 @@ from sage_plugin.plugin.plan.model_calls import CallWishes, calls_of, config_of
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import CallShape, DeviceFacts, Trial
 from sage_plugin.tune.configs import inputs as tuning_inputs
+from sage_plugin.tune.configs import lanes
 from sage_plugin.tune.configs import plan as plans
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.outcome import TuneReport
 from sage_plugin.tune.configs.plan import TuningRequest
 from sage_plugin.tune.configs.session import tune
-from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.observer import Observer
 from sage_plugin.tune.run.study import Study
 from sage_plugin.tune.search.search import SearchLimits
@@ -81,13 +83,15 @@ def autotune(
     first_step: Callable[[], object] | None = None,
     seq_lens: Sequence[int] = (),
     device: str | None = None,
+    gpus: str | None = None,
+    num_workers: int | None = None,
     config_dir: str | os.PathLike[str] | None = None,
     progress: Callable[[AutotuneProgress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> AutotuneReport:
     """Tune the calls of a model or a recording before the first request, and return.
 
-    Candidates run in processes of their own, one at a time; a program that starts processes keeps
+    Candidates are compiled and run in processes of their own; a program that starts processes keeps
     its own start under `if __name__ == "__main__":`. Configs are used by calls from then on.
 
     Args:
@@ -101,12 +105,15 @@ def autotune(
             what it computes.
         seq_lens: lengths, for a model whose configuration does not tell.
         device: where to tune, by torch's name; by default the model's.
+        gpus: GPUs of one kind that share the calls instead, `"all"` or numbers such as `"0,1"`.
+        num_workers: compile processes for a GPU, by default by cores; each takes 0.8 GB.
         config_dir: folder of configs to write to, by default the user's.
         progress: called after each config that was tried.
         cancelled: asked after each config; once it says true, tuning ends with the best so far.
 
     Raises:
-        UsageError: it is called inside of a forward, or the model's calls are not known.
+        UsageError: it is called inside of a forward, the model's calls are not known, or `gpus`
+            names what is not there, or beside `device`.
         CaptureError: the recording cannot be read.
         TuningError: no config of any call passed the gate.
 
@@ -115,8 +122,11 @@ def autotune(
     """
     if _inside_a_forward():
         raise UsageError("autotune inside of a model's forward: call it between requests")
+    if gpus is not None and device is not None:
+        raise UsageError(f"gpus={gpus!r} and device={device!r} both say where: leave one out")
     where = None if config_dir is None else Path(config_dir)
-    asked = _Asked(budget_s, only_missing, where, progress, cancelled)
+    shared = () if gpus is None else lanes.chosen_gpus(gpus)
+    asked = _Asked(budget_s, only_missing, where, shared, num_workers, progress, cancelled)
     if isinstance(target, str | os.PathLike):
         return asked.tune(tuning_inputs.from_captures(Path(target)), (), device)
     modules = modules_of(target)
@@ -136,6 +146,8 @@ class _Asked:
     budget_s: float
     only_missing: bool
     config_dir: Path | None
+    gpus: tuple[Gpu, ...]
+    num_workers: int | None
     progress: Callable[[AutotuneProgress], None] | None
     cancelled: Callable[[], bool] | None
 
@@ -143,8 +155,8 @@ class _Asked:
         self, found: TuningInputs, kernels: tuple[str, ...], device: str | None
     ) -> AutotuneReport:
         """Tune those of some calls that want it."""
-        from sage_plugin.tune.configs.subprocess_runner import SubprocessRunner
-
+        if self.gpus:
+            device = f"cuda:{self.gpus[0].index}"
         facts = devices.chosen(device)[1]
         kernels = kernels or ((plans.CPU_KERNEL,) if facts.kind == "cpu" else ("auto",))
         calls = tuple(group.shape for group in found.groups)
@@ -156,14 +168,14 @@ class _Asked:
                 inputs=TuningInputs(groups, found.notes),
                 kernels=kernels,
                 device=device,
+                gpus=self.gpus,
                 config_dir=self.config_dir,
                 limits=SearchLimits(budget_s=self.budget_s),
             )
         )
         follower = _Follower(len(plan.studies), self.progress, self.cancelled)
-        log = plan.run_folder / run_folder.LOG
-        runner = SubprocessRunner(timeout_s=plan.request.timeout_s, log=log)
-        report = tune(plan, runner, follower, argv=["sage_plugin.autotune"])
+        runner, *more = lanes.lanes(plan, self.num_workers)
+        report = tune(plan, runner, follower, argv=["sage_plugin.autotune"], more_lanes=more)
         return AutotuneReport(calls, tuple(study.timed.shape for study in plan.studies), report)
 
     def _wants(self, shape: CallShape, kernel: str, facts: DeviceFacts) -> bool:
@@ -188,18 +200,21 @@ class _Follower(Observer):
         cancelled: Callable[[], bool] | None,
     ) -> None:
         self._studies, self._progress, self._cancelled = studies, progress, cancelled
-        self._study = self._tried = 0
-        self._best_ms: float | None = None
+        self._told: dict[str, AutotuneProgress] = {}
 
     def study_started(self, study: Study, *, done: int, total: int) -> None:
-        self._study, self._tried, self._best_ms = self._study + 1, done, None
+        number = len(self._told) + 1
+        self._told[study.id] = AutotuneProgress(number, self._studies, done, None)
 
     def trial_finished(self, study: Study, trial: Trial) -> None:
-        self._tried += 1
+        told = self._told[study.id]
+        best_ms = told.best_ms
         if trial.time is not None:
-            self._best_ms = min(self._best_ms or trial.time.median_ms, trial.time.median_ms)
+            best_ms = min(best_ms or trial.time.median_ms, trial.time.median_ms)
+        told = dataclasses.replace(told, tried=told.tried + 1, best_ms=best_ms)
+        self._told[study.id] = told
         if self._progress is not None:
-            self._progress(AutotuneProgress(self._study, self._studies, self._tried, self._best_ms))
+            self._progress(told)
         if self._cancelled is not None and self._cancelled():
             raise KeyboardInterrupt
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sage_plugin.accuracy.metrics import compare
-from sage_plugin.families.attention.replay import attention_errors
 from sage_plugin.measure.inputs import self_attention, synthetic
+from tests.accuracy.judged import attention_errors
 
 
 def rows(*values):

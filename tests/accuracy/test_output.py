@@ -11,10 +11,10 @@ from sage_plugin.accuracy import output
 from sage_plugin.accuracy.gate import failures
 from sage_plugin.families.attention import replay
 from sage_plugin.families.attention.gates import gate_for
-from sage_plugin.families.attention.replay import attention_errors
 from sage_plugin.kernels.attention.api import attention
 from sage_plugin.measure.inputs import self_attention, synthetic
 from sage_plugin.measure.masks import synthetic_mask
+from tests.accuracy.judged import attention_errors
 
 SHAPE = self_attention(1, 2, 64, 32)
 

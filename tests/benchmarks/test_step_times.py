@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -56,7 +57,13 @@ def test_full_size_models_have_the_size_of_their_names(
 @pytest.mark.parametrize("name", CALLS)
 def test_every_attention_call_of_a_step_is_counted(step_times: ModuleType, name: str) -> None:
     asked = argparse.Namespace(
-        device="cpu", tiny=True, kernels=["sage", "auto"], budget=0.1, compiled=False, layers=None
+        device="cpu",
+        tiny=True,
+        kernels=["sage", "auto"],
+        budget=0.1,
+        compiled=False,
+        layers=None,
+        config_dir=None,
     )
     facts = step_times.measured(name, asked)
     unpatched, sage, auto = facts["rows"]
@@ -72,7 +79,7 @@ def test_report_77_compiled_steps_are_compared_with_the_compiled_one(
     step_times: ModuleType,
 ) -> None:
     asked = argparse.Namespace(device="cpu", tiny=True, kernels=["auto"], budget=0.5, compiled=True,
-                               layers=None)  # fmt: skip
+                               layers=None, config_dir=None)  # fmt: skip
     rows = {row["name"]: row for row in step_times.measured("wan-1.3b", asked)["rows"]}
     assert list(rows) == ["unpatched", "unpatched, compiled", "auto", "auto, compiled"]
     assert rows["unpatched, compiled"]["ratio"] is None
@@ -137,7 +144,13 @@ def test_a_sharing_copy_is_patched_alone(step_times: ModuleType, step_models: Mo
 
 def test_linears_beside_attention_are_counted_and_of_fewer_blocks(step_times: ModuleType) -> None:
     asked = argparse.Namespace(
-        device="cpu", tiny=True, kernels=["sdpa+int8_row"], budget=0.1, compiled=False, layers=1
+        device="cpu",
+        tiny=True,
+        kernels=["sdpa+int8_row"],
+        budget=0.1,
+        compiled=False,
+        layers=1,
+        config_dir=None,
     )
     unpatched, linears = step_times.measured("wan-1.3b", asked)["rows"]
     assert unpatched["linear_calls"] == {}
@@ -146,3 +159,56 @@ def test_linears_beside_attention_are_counted_and_of_fewer_blocks(step_times: Mo
     assert linears["time"] is None
     with pytest.raises(argparse.ArgumentTypeError, match="no kernel of linears"):
         step_times.kernels_and_linears("auto,auto+int9")
+
+
+def test_peers_are_timed_in_their_turn(
+    step_times: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes, torchs = [], torch.nn.functional.scaled_dot_product_attention
+
+    def flash_attn_func(q, k, v, *, softmax_scale, causal):
+        shapes.append(tuple(q.shape))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torchs(q, k, v, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+    fa3 = ModuleType("fa3_fwd_interface")
+    fa3.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3)
+    asked = argparse.Namespace(
+        device="cpu",
+        tiny=True,
+        kernels=["fa3", "sdpa"],
+        budget=0.1,
+        compiled=False,
+        layers=1,
+        config_dir=None,
+    )
+    _, ours, sdpa = step_times.measured("wan-1.3b", asked)["rows"]
+    assert set(shapes) == {(1, 48, 2, 32)}, "self and cross attention, with heads behind tokens"
+    assert len(shapes) % 2 == 0
+    assert torch.nn.functional.scaled_dot_product_attention is torchs
+    assert ours["ratio"] > 0
+    assert ours["attention_calls"] == 0, "no call of ours"
+    assert sdpa["attention_calls"] == 2
+    assert step_times.kernels_and_linears("auto,torchao+fa3") == ["auto", "torchao+fa3"]
+
+
+def test_kernels_are_timed_with_configs_of_a_folder_too(
+    step_times: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import sage_plugin
+
+    asked_of, stock = [], sage_plugin.patch
+
+    def patch(target, **options):
+        asked_of.append((options["kernel"], options["config_dir"]))
+        return stock(target, **options)
+
+    monkeypatch.setattr(sage_plugin, "patch", patch)
+    asked = argparse.Namespace(
+        device="cpu", tiny=True, kernels=["sdpa"], budget=0.1, compiled=False, layers=1,
+        config_dir=str(tmp_path),
+    )  # fmt: skip
+    rows = step_times.measured("wan-1.3b", asked)["rows"]
+    assert [row["name"] for row in rows] == ["unpatched", "sdpa", "sdpa, tuned"]
+    assert asked_of == [("sdpa", None), ("sdpa", None), ("sdpa", str(tmp_path))]

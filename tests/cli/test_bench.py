@@ -11,11 +11,12 @@ import pytest
 
 from sage_plugin.bench import compare
 from sage_plugin.cli import console
+from sage_plugin.cli.bench.command import METRICS
 from sage_plugin.families.attention import replay
-from sage_plugin.kernels.attention.dispatch import kernels_of
 from sage_plugin.measure.timing import TimingLimits
 from sage_plugin.schema import KERNELS
 from tests.bench.folders import SHAPE, write
+from tests.bench.test_compare import breaks
 from tests.cli.program import error_of, sage
 
 TINY = ["-b", "1", "-hq", "2", "-sq", "48", "-d", "32", "--device", "cpu"]
@@ -85,12 +86,8 @@ def test_max_inputs_layout_dtype_causal_groups_seed(tmp_path):
         *TINY, *shape, "--inputs-distribution", "drift", "--kernel", "qk_int8", "--csv", "-"
     )
     line = rows_of(result.stdout)[0]
-    assert (line["kernel"], line["shape_layout"], line["shape_dtype"]) == (
-        "sage",
-        "bshd",
-        "float16",
-    )
-    assert (line["shape_heads_k"], line["shape_causal"]) == ("1", "True")
+    fields = ("kernel", "shape_layout", "shape_dtype", "shape_heads_k", "shape_causal")
+    assert [line[name] for name in fields] == ["sage", "bshd", "float16", "1", "True"]
     assert line["source"] == "synthetic:drift"
 
 
@@ -126,14 +123,9 @@ def test_layer_names_of_a_foreign_manifest_are_harmless(tmp_path):
         assert not {"\x1b", "\x07"} & set(text)
 
 
-@pytest.mark.parametrize("metric", ["time", "throughput", "bandwidth", "arithmetic_intensity"])
+@pytest.mark.parametrize("metric", METRICS)
 def test_metric_chooses_the_columns(metric):
-    heads = {
-        "time": "time ms",
-        "throughput": "TFLOPS",
-        "bandwidth": "GB/s",
-        "arithmetic_intensity": "FLOP/B",
-    }
+    heads = dict(zip(METRICS, ("time ms", "TFLOPS", "GB/s", "FLOP/B"), strict=True))
     shown = bench(*TINY, "--kernel", "fav2", "--metric", metric).stdout
     assert [head in shown for head in heads.values()] == [name == metric for name in heads]
 
@@ -174,14 +166,7 @@ def test_gate_fails_a_wrong_kernel_with_exit_1_after_writing(monkeypatch):
 
 
 def test_a_named_kernel_that_cannot_run_is_exit_4(monkeypatch):
-    real = replay.implementation
-
-    def broken(kernel, variant, fp8):
-        if kernel == "fav3_fp8":
-            raise RuntimeError("no kernel image")
-        return real(kernel, variant, fp8)
-
-    monkeypatch.setattr(replay, "implementation", broken)
+    breaks(monkeypatch, "fav3_fp8", "no kernel image")
     assert bench(*TINY).exit_code == 0
     named = bench(*TINY, "--kernel", "fav3_fp8", "--kernel", "sage")
     assert named.exit_code == 4
@@ -232,13 +217,6 @@ def test_force_runs_what_would_be_refused(monkeypatch):
     monkeypatch.setattr(forecast, "PATIENCE_S", -1.0)
     assert bench(*TINY, "--kernel", "sdpa").exit_code == 2
     assert bench(*TINY, "--kernel", "sdpa", "--force").exit_code == 0
-
-
-def test_the_default_is_every_kernel_but_the_oracle():
-    from sage_plugin import device
-
-    expected = [kernel for kernel in kernels_of(device.facts("cpu")) if kernel != "torch"]
-    assert [line["kernel"] for line in rows_of(bench(*TINY, "--csv", "-").stdout)] == expected
 
 
 @pytest.mark.gpu

@@ -8,26 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import Result
 
 from sage_plugin import demo
 from sage_plugin.capture.store.reader import open_captures
-from sage_plugin.cli import app, capture
+from sage_plugin.cli import capture
 from sage_plugin.demo.sizes import SIZES
 from tests.capture.toys import LAYERS, SCRIPT, denoise, video_model
+from tests.cli.program import error_of, sage
 
 
-class Answer:
-    """Exit code and output of one run of `sage capture`."""
-
-    def __init__(self, *args: object) -> None:
-        result = CliRunner().invoke(app, ["capture", *map(str, args)])
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        self.code, self.stdout, self.stderr = result.exit_code, result.stdout, result.stderr
-        errors = [line for line in self.stderr.splitlines() if line.startswith("error: ")]
-        self.error = errors[-1] if errors else ""
-        assert len(errors) <= 1
+def record(*words: object) -> Result:
+    return sage("capture", *words)
 
 
 @pytest.fixture
@@ -72,8 +64,8 @@ def demo_pipe(monkeypatch) -> DemoPipe:
 
 
 def test_bare_capture_records_the_demo(out, demo_pipe):
-    answer = Answer("--max-captures", 4)
-    assert answer.code == 0, answer.error
+    answer = record("--max-captures", 4)
+    assert answer.exit_code == 0, answer.stderr
     steps = SIZES[demo_pipe.size].default_steps
     assert demo_pipe.size == ("large" if torch.cuda.is_available() else "small")
     captures = open_captures(out)
@@ -88,10 +80,10 @@ def test_bare_capture_records_the_demo(out, demo_pipe):
 
 
 def test_the_demo_takes_size_steps_and_folder(out, demo_pipe):
-    answer = Answer(
+    answer = record(
         "--size", "large", "--num-steps", 2, "-o", "elsewhere/deep", "--max-captures", 3
     )
-    assert answer.code == 0, answer.error
+    assert answer.exit_code == 0, answer.stderr
     assert demo_pipe.size == "large"
     assert len(open_captures(out.parent / "elsewhere" / "deep").records) == 3
     assert not out.exists()
@@ -103,20 +95,9 @@ def test_the_demo_takes_size_steps_and_folder(out, demo_pipe):
 def test_a_script_with_its_own_options(out, script, patch, caplog):
     caplog.set_level(logging.INFO)
     end = "assert sys.argv[2:] == ['--size', 'huge', '-o', 'x', '--help']\nprint('their output')"
-    answer = Answer(
-        "--max-captures",
-        4,
-        "--num-steps",
-        6,
-        script(patch, end),
-        6,
-        "--size",
-        "huge",
-        "-o",
-        "x",
-        "--help",
-    )
-    assert answer.code == 0, answer.error + answer.stderr
+    own = (6, "--size", "huge", "-o", "x", "--help")
+    answer = record("--max-captures", 4, "--num-steps", 6, script(patch, end), *own)
+    assert answer.exit_code == 0, answer.stderr
     assert "their output" in answer.stdout
     captures = open_captures(out)
     assert len(captures.records) == 4
@@ -130,8 +111,8 @@ def test_a_script_with_its_own_options(out, script, patch, caplog):
 def test_options_behind_the_script_get_a_hint(out, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("import argparse; argparse.ArgumentParser().parse_args()")
-    answer = Answer("-o", "x", mine, "--max-captures", "3", "--mine=1")
-    assert answer.code == 2
+    answer = record("-o", "x", mine, "--max-captures", "3", "--mine=1")
+    assert answer.exit_code == 2
     assert "note: --max-captures stands behind" in answer.stderr
     assert f"sage capture --max-captures ... {mine}" in answer.stderr
 
@@ -154,8 +135,8 @@ def test_a_language_model_is_recorded_from_a_script(out, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, pipelines)
     mine = tmp_path / "mine.py"
     mine.write_text(LANGUAGE_SCRIPT)
-    answer = Answer("-o", "x", mine)
-    assert answer.code == 0, answer.error + answer.stderr
+    answer = record("-o", "x", mine)
+    assert answer.exit_code == 0, answer.stderr
     records = open_captures("x").records
     assert {r.shape.seq_q for r in records} == {12}
     assert {(r.shape.heads_q, r.shape.heads_k) for r in records} == {(4, 2)}
@@ -163,11 +144,11 @@ def test_a_language_model_is_recorded_from_a_script(out, tmp_path, monkeypatch):
 
 
 def test_filters_reach_the_recorder(out, script):
-    answer = Answer(
+    answer = record(
         "--layers", "*.0.*,*.1.*", "--layers", "*.2.nothing", "--steps", "1-2", "--heads", "1,",
         "--batch", "0", "--max-captures", 50, script(),
     )  # fmt: skip
-    assert answer.code == 0, answer.error
+    assert answer.exit_code == 0, answer.stderr
     records = open_captures(out).records
     assert len(records) == 4
     assert {(r.step, r.head_indices, r.batch_indices) for r in records} == {
@@ -179,47 +160,47 @@ def test_filters_reach_the_recorder(out, script):
 
 def test_zero_records_exit_2_with_what_was_seen(out, script):
     """H4: the message names the calls that were there and the filter that took none of them."""
-    answer = Answer("--layers", "wrong.*", "--steps", "1", script())
-    assert answer.code == 2
-    assert f"{4 * LAYERS} attention calls of {LAYERS} layers" in answer.error
-    assert "transformer.transformer_blocks.0.attn1" in answer.error
-    assert "layer not selected" in answer.error
-    assert "'wrong.*', steps 1" in answer.error
+    answer = record("--layers", "wrong.*", "--steps", "1", script())
+    assert answer.exit_code == 2
+    assert f"{4 * LAYERS} attention calls of {LAYERS} layers" in error_of(answer)
+    assert "transformer.transformer_blocks.0.attn1" in error_of(answer)
+    assert "layer not selected" in error_of(answer)
+    assert "'wrong.*', steps 1" in error_of(answer)
     assert not out.exists()
 
 
 def test_a_script_without_a_denoiser(out, tmp_path):
     (tmp_path / "other.py").write_text("print('hello')")
-    answer = Answer(tmp_path / "other.py")
-    assert answer.code == 2
-    assert "no attention of a diffusers or transformers model ran" in answer.error
+    answer = record(tmp_path / "other.py")
+    assert answer.exit_code == 2
+    assert "no attention of a diffusers or transformers model ran" in error_of(answer)
     assert not out.exists()
 
 
 def test_a_failing_script_keeps_its_captures(out, script):
-    answer = Answer(script(end="raise ValueError('theirs')"), 2)
-    assert answer.code == 1
+    answer = record(script(end="raise ValueError('theirs')"), 2)
+    assert answer.exit_code == 1
     assert "ValueError: theirs\nerror: " in answer.stderr
-    assert "failed by itself" in answer.error
-    assert f"{2 * LAYERS} captures in captured_inputs" in answer.error
+    assert "failed by itself" in error_of(answer)
+    assert f"{2 * LAYERS} captures in captured_inputs" in error_of(answer)
     assert len(open_captures(out).records) == 2 * LAYERS
 
 
 def test_a_script_that_fails_before_anything(out, script):
-    answer = Answer(script(patch="sys.exit(7)"))
-    assert answer.code == 2
-    assert "failed by itself (status 7)" in answer.error
+    answer = record(script(patch="sys.exit(7)"))
+    assert answer.exit_code == 2
+    assert "failed by itself (status 7)" in error_of(answer)
     assert not out.exists()
 
 
 def test_a_capture_folder_is_replaced_only_on_demand(out, script):
-    assert Answer(script()).code == 0
+    assert record(script()).exit_code == 0
     before = open_captures(out).records
-    again = Answer(script())
-    assert again.code == 2
-    assert "--overwrite" in again.error
+    again = record(script())
+    assert again.exit_code == 2
+    assert "--overwrite" in error_of(again)
     assert open_captures(out).records == before
-    assert Answer("--overwrite", "--max-captures", 2, script()).code == 0
+    assert record("--overwrite", "--max-captures", 2, script()).exit_code == 0
     assert len(open_captures(out).records) == 2
 
 
@@ -232,9 +213,6 @@ def test_ctrl_c_keeps_the_captures(out, script):
 
 
 def test_progress_does_not_reach_stdout(out, script):
-    answer = Answer(script(), 2)
-    assert [line.split()[0] for line in answer.stdout.splitlines()] == [
-        "Recorded",
-        "Counted",
-        "Next:",
-    ]
+    answer = record(script(), 2)
+    first = [line.split()[0] for line in answer.stdout.splitlines()]
+    assert first == ["Recorded", "Counted", "Next:"]

@@ -11,10 +11,10 @@ import torch
 from sage_plugin import device as devices
 from sage_plugin.cli.linear_options import LinearOptions
 from sage_plugin.cli.options import DrawnInputOptions
-from sage_plugin.errors import UsageError
 from sage_plugin.registry import load
 from sage_plugin.schema import LinearLaunch
 from sage_plugin.tune.configs import subprocess_runner
+from tests.capture.toys import SCRIPT
 from tests.cli.program import sage
 from tests.registry.samples import FACTS
 from tests.tune.scripted import ScriptedRunner
@@ -65,34 +65,6 @@ def test_shapes_are_those_of_one_device(changes, features) -> None:
     ]
 
 
-WRONG = (
-    ((*SMALL[:2], "--batch-sizes", "2"), "--out-in-features"),
-    ((*SMALL[:2], "--out-in-features", "12", "--batch-sizes", "2"), "pairs as OUT/IN"),
-    ((*SMALL[:2], "--out-in-features", "a/2", "--batch-sizes", "2"), "--out-in-features 'a'"),
-    ((*SMALL, "--tp-size", "5"), "--tp-size 5 does not divide out features 96"),
-    ((*SMALL, "--tp-split-dim", "up"), "--tp-split-dim 'up'"),
-    ((*SMALL, "--x-q-dtype", "fp8", "--w-q-dtype", "int8"), "give both the same"),
-    ((*SMALL, "--x-q-dtype", "fp4"), "--x-q-dtype 'fp4'"),
-    ((*SMALL, "--seq-len", "64"), "--seq-len belongs to attention"),
-    ((*SMALL, "--kernel", "sage"), "kernel 'sage' is not known"),
-    ((*SMALL, "captured"), "drawn, not captured"),
-    (("--op", "convolution"), "--op 'convolution'"),
-    (("--seq-len", "64", "--tp-size", "2"), "add --op linear"),
-)
-
-
-@pytest.mark.parametrize(("words", "message"), WRONG)
-def test_what_is_wrong_is_named(words, message: str) -> None:
-    done = sage("bench", *words)
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
-
-
-def test_options_of_linears_need_the_family() -> None:
-    with pytest.raises(UsageError, match="add --op linear"):
-        LinearOptions(batch_sizes=["2"]).chosen  # noqa: B018
-
-
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands work for a card that is not here, with a scripted runner in place of it."""
@@ -140,6 +112,29 @@ def test_what_was_tuned_is_shown_listed_and_explained(on_gpu) -> None:
     assert "sage tune --kernel int8_row:triton --op linear" in " ".join(other.split())
 
 
+def test_recorded_linears_are_compared_and_tuned_on_their_own_tensors(request, tmp_path) -> None:
+    script = tmp_path / "theirs.py"
+    script.write_text(SCRIPT.format(patch="", end=""))
+    words = ("--op", "attention,linear", "--rows", "24", "--max-captures", "3", "--out", "both")
+    done = sage("capture", *words, script, "1")
+    assert done.exit_code == 0, done.output
+    told = " ".join(done.stdout.split())
+    assert "Counted 21 attention and linear calls" in told
+    assert "hold 24 of 80 rows" in told
+    assert "Next: sage tune both --op linear" in told
+    done = sage("bench", "both", "--op", "linear", "--kernel", "int8_row", "--compare-to-ref",
+                "bf16", "--csv", "rows.csv")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    rows = Path("rows.csv").read_text().splitlines()
+    assert [row.split(",")[1] for row in rows[1:]].count("capture") == 6
+    request.getfixturevalue("on_gpu")
+    done = sage("tune", "both", "--op", "linear", *INT8, "--dry-run", "--config-dir", "c")
+    assert done.exit_code == 0, done.output
+    assert "80 rows" in done.stdout
+    missing = sage("bench", "both", "--op", "linear", "--out-in-features", "8/8")
+    assert "leave it out, or the captures both" in missing.output
+
+
 def test_a_product_of_torch_has_no_config_to_explain() -> None:
     about = ("--op", "linear", "--batch-sizes", "4096", "--out-in-features", "4096/4096")
     told = sage("configs", "explain", *about, "--as", "nvidia-h200").stdout
@@ -147,16 +142,10 @@ def test_a_product_of_torch_has_no_config_to_explain() -> None:
     assert "--kernel fp8_row:triton" in told
 
 
-REFUSED = (
-    ((*FEW, *INT8), 3, "linears are tuned on a GPU only"),
-    ((*FEW, "--from-captures"), 2, "linears are drawn, not captured; leave --from-captures out"),
-    ((*FEW, "--num-frames", "4"), 2, "--num-frames belongs to attention"),
-    (FEW[2:], 2, "--out-in-features belongs to linears: add --op linear"),
-)
-
-
-@pytest.mark.parametrize(("words", "code", "says"), REFUSED)
-def test_what_tune_cannot_do_with_linears(words, code, says) -> None:
-    done = sage("tune", *words)
-    assert done.exit_code == code
-    assert says in " ".join(done.stderr.split())
+def test_without_captures_or_shapes_both_ways_are_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = sage("bench", "--op", "linear")
+    assert done.exit_code == 2
+    assert "sage capture --op linear records them), or --out-in-features OUT/IN" in " ".join(
+        done.output.split()
+    )

@@ -35,8 +35,6 @@ def test_presets_by_name_and_all():
     assert (made.name, made.shape.dtype, made.label) == ("wan-720p", "float16", "synthetic:drift:1")
     every = DrawnInputOptions(preset=["all"]).inputs()
     assert [one.shape for one in every] == list(presets().values())
-    with pytest.raises(UsageError, match="'wan': allowed are cogvideox-2b"):
-        DrawnInputOptions(preset=["wan"]).inputs()
 
 
 def test_nothing_given_is_nothing_to_draw_and_fits_captures():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import pytest
 from PIL import Image
@@ -13,12 +14,14 @@ pytest.importorskip("diffusers")
 pytest.importorskip("skimage")
 
 from sage_plugin.cli import clip_table
+from sage_plugin.cli.clips import ClipOptions
 from sage_plugin.cli.policy import prove as policy_prove
 from sage_plugin.demo.sizes import SIZES
 from tests.bench.clips.comparisons import timed
 from tests.cli.program import sage
+from tests.short import FRAMES, keep_short
 
-FRAMES, STEPS, LAYERS = 8, 3, 4
+STEPS, LAYERS = 3, 4
 SHORT = dataclasses.replace(SIZES["small"], frames=FRAMES)
 FILES = {
     ".sage-policy-bench",
@@ -46,7 +49,7 @@ PREDICTION = {
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setitem(SIZES, "small", SHORT)
+    keep_short(monkeypatch)
 
 
 def prove(*words: object):
@@ -116,9 +119,12 @@ def test_all_kernels_of_the_device_by_default_and_steps_as_asked(monkeypatch, tm
 
 
 def test_without_matplotlib_the_plot_is_left_out_and_said(monkeypatch, tmp_path):
+    drawn = types.SimpleNamespace(denoisers=lambda configs: None)
+    monkeypatch.setattr(ClipOptions, "subject", lambda *_: drawn)
+    monkeypatch.setattr("sage_plugin.bench.clips.run.compare_clips", lambda *_, **__: (timed(), {}))
     monkeypatch.setattr("sage_plugin.bench.clips.plot.save", lambda *_: "no plane.png: why")
     write_policy()
-    result = proof("--num-inference-steps", 1, "--out", "out")
+    result = proof("--out", "out")
     assert result.exit_code == 0
     assert "no plane.png: why" in result.stderr
     assert not (tmp_path / "out" / "plane.png").exists()

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from sage_plugin import files
 from sage_plugin.bench.clips.draw import Subject
 from sage_plugin.bench.clips.sensitivity import measure_sensitivity
 from sage_plugin.cli.policy import sensitivity as policy_sensitivity
 from sage_plugin.errors import DeviceError
-from sage_plugin.tune.policy import sensitivity_file
+from sage_plugin.tune.policy.sensitivity_file import Sensitivities, Sensitivity, read
 from tests.cli.program import sage
+from tests.short import keep_short
 
 pytest.importorskip("diffusers")
 
 LAYERS = 4
+EARLIER = Sensitivities(1, "sage", (Sensitivity("x.0", "", 0.1), Sensitivity("x.1", "", 0.0)))
 
 
 def sensitivity(*words):
@@ -27,18 +30,15 @@ def sensitivity(*words):
 
 @pytest.fixture
 def brief(monkeypatch):
-    from dataclasses import replace
-
-    from sage_plugin.demo.sizes import SIZES
-
-    monkeypatch.setitem(SIZES, "small", replace(SIZES["small"], frames=8))
+    keep_short(monkeypatch)
 
 
 def test_it_is_measured_per_layer_and_range_and_written(brief):
     words = ("--kernel", "sage", "--step-ranges", 2, "--num-inference-steps", 2)
+    files.write_json(Path("e.json"), EARLIER.to_json())  # a file of its own is replaced
     result = sensitivity("--output", "e.json", *words)
     assert result.exit_code == 0, result.output
-    found = sensitivity_file.read(Path("e.json"))
+    found = read(Path("e.json"))
     assert found.kernel == "sage"
     assert len({one.layer for one in found.cells}) == LAYERS
     assert [one.steps for one in found.cells] == [":50%", "50%:"] * LAYERS
@@ -46,7 +46,22 @@ def test_it_is_measured_per_layer_and_range_and_written(brief):
     assert all(0 < one.rmse < 1 / 255 for one in found.cells)
     level = -20 * math.log10(found.cells[0].rmse)
     assert f"{level:.1f}" in result.stdout
-    assert sensitivity("-o", "e.json", *words).exit_code == 0  # its own file is replaced
+
+
+def test_both_op_families_are_measured_into_one_file(brief):
+    words = ("--kernel", "fp8_row", "--kernel", "sage", "--num-inference-steps", 1)
+    chosen = ("--layers", "*.0.ff.*", "--layers", "*.3.attn1")
+    result = sensitivity("--output", "e.json", *words, *chosen)
+    assert result.exit_code == 0, result.output
+    found = read(Path("e.json"))
+    block = "transformer.transformer_blocks"
+    assert [(one.layer, one.kernel, one.steps) for one in found.cells] == [
+        (f"{block}.0.ff.net.0.proj", "fp8_row", ""), (f"{block}.0.ff.net.2", "fp8_row", ""),
+        (f"{block}.3.attn1", "sage", ""),
+    ]  # fmt: skip
+    assert all(one.rmse > 0 for one in found.cells)
+    refused = sensitivity("--kernel", "fp8_row", "--kernel", "int8_row")
+    assert "one kernel of each op" in " ".join(refused.output.split())
 
 
 class Toy:
@@ -76,14 +91,14 @@ def subject(toy, monkeypatch, layers=("a.0", "a.1")):
 
 def test_a_sensitivity_is_the_root_mean_square_of_the_difference(monkeypatch):
     toy = Toy([0.5, 0.5, 0.6, 0.3, 0.5])
-    found = measure_sensitivity(subject(toy, monkeypatch), "sage", step_ranges=2)
-    assert [(layer, steps) for layer, steps, _ in found] == [
+    found = measure_sensitivity(subject(toy, monkeypatch), ["sage"], step_ranges=2)
+    assert [(layer, steps) for layer, steps, *_ in found] == [
         ("a.0", ":50%"), ("a.0", "50%:"), ("a.1", ":50%"), ("a.1", "50%:"),
     ]  # fmt: skip
-    assert [round(rmse, 6) for _, _, rmse in found] == [0.0, 0.1, 0.2, 0.0]
+    assert [round(rmse, 6) for _, _, rmse, _ in found] == [0.0, 0.1, 0.2, 0.0]
     # Each clip has that part alone on the kernel.
     assert [(rule.kernel, rule.layers, rule.steps) for rule in toy.rules] == [
-        ("sage", (layer,), steps) for layer, steps, _ in found
+        ("sage", (layer,), steps) for layer, steps, *_ in found
     ]
 
 
@@ -92,13 +107,11 @@ def test_a_sensitivity_is_the_root_mean_square_of_the_difference(monkeypatch):
 )
 def test_clips_that_tell_nothing_are_refused(monkeypatch, levels, sentence):
     with pytest.raises(DeviceError, match=sentence):
-        measure_sensitivity(subject(Toy(levels), monkeypatch), "sage", step_ranges=1)
+        measure_sensitivity(subject(Toy(levels), monkeypatch), ["sage"], step_ranges=1)
 
 
 def test_the_table_has_a_row_a_layer(capsys):
-    one = sensitivity_file.Sensitivity("x.0", "", 0.1)
-    equal = sensitivity_file.Sensitivity("x.1", "", 0.0)
-    policy_sensitivity._show(sensitivity_file.Sensitivities(1, "sage", (one, equal)))
+    policy_sensitivity._show(EARLIER)
     shown = capsys.readouterr().out
     assert "20.0" in shown
     assert "inf" in shown

@@ -21,6 +21,7 @@ from sage_plugin.cli import app
 from sage_plugin.kernels.attention import dispatch
 from tests.capture.toys import line, tensors
 from tests.docs import markdown
+from tests.short import keep_short
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -36,6 +37,7 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     # With one thread the forecast of `sage bench` may say more than a minute, and refuse.
     monkeypatch.setattr(forecast, "PATIENCE_S", float("inf"))
+    keep_short(monkeypatch)
     for name in ("CONFIG_DIR", "KERNEL", "VARIANT", "LAUNCH", "DISABLE"):
         monkeypatch.delenv(f"SAGE_PLUGIN_{name}", raising=False)
     folder = tmp_path / "page"

@@ -54,14 +54,10 @@ def _read_ledger(path: Path) -> set[object]:
     return {int(one.study.split()[1]) for one in Ledger(path).all()}
 
 
-def merge_one(path: Path, number: int) -> None:
-    write(path, number, 1)
-
-
 def _write_registry(path: Path) -> Written:
     for number in range(2):
         with _refused():
-            merge_one(path, number)
+            write(path, number, 1)
             yield number
 
 

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.faults.stores import STORES, merge_one
-
-WRITERS, EACH = 16, 3
-MOMENTS = 25
-WRITE = """
-import sys
-from pathlib import Path
 from tests.faults.registry_writer import write
-write(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-"""
+from tests.faults.stores import STORES
+
+FORK = multiprocessing.get_context("fork")
+WRITERS, EACH = 16, 2
+MOMENTS = 25
 
 
 def test_sixteen_writers_of_one_registry_file_lose_nothing(tmp_path):
     """Processes take turns by the lock, threads of one process too; readers see whole files."""
     path = tmp_path / "attention.json"
+    of_threads, first = set(range(WRITERS)), 1000
+    starts = range(first, first + WRITERS * EACH, EACH)
+    processes = [FORK.Process(target=write, args=(path, start, EACH)) for start in starts]
+    for process in processes:
+        process.start()
     with ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(lambda number: merge_one(path, number), range(WRITERS * EACH)))
-        processes = [
-            subprocess.Popen([sys.executable, "-c", WRITE, str(path), str(start), str(EACH)])
-            for start in range(1000, 1000 + WRITERS * EACH, EACH)
-        ]
-        while any(process.poll() is None for process in processes):
-            assert STORES["registry"].read(path) >= set(range(WRITERS * EACH))
-    assert [process.returncode for process in processes] == [0] * WRITERS
-    expected = {*range(WRITERS * EACH), *range(1000, 1000 + WRITERS * EACH)}
+        list(pool.map(lambda number: write(path, number, 1), of_threads))
+    while any(process.is_alive() for process in processes):
+        assert STORES["registry"].read(path) >= of_threads
+    assert [process.exitcode for process in processes] == [0] * WRITERS
+    expected = of_threads | set(range(first, first + WRITERS * EACH))
     assert STORES["registry"].read(path) == expected
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("name", STORES)

@@ -1,4 +1,4 @@
-"""On two GPUs: a spread sequence runs on the kernels of both, and gives the outputs of one."""
+"""On two GPUs: a spread model runs on the kernels of both, and gives the outputs of one."""
 
 from __future__ import annotations
 
@@ -14,26 +14,53 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-KERNELS = ("fav2", "sage", "fav3_sage")
-CASES = [Run("wan", k, w) for k in KERNELS for w in ("ulysses", "ring")]
+KERNELS = {"fav2": "", "sage": "int8_row", "fav3_sage": "fp8_row"}
+"""Kernels of attention, each with that of the linears."""
+CASES = [Run("wan", k, w, on) for k, on in KERNELS.items() for w in ("ulysses", "ring")]
+SHARDED = [
+    *(Run("llama", k, spread.TP, on) for k, on in KERNELS.items()),
+    Run("flux", "fav3_sage", spread.SHARDS, "fp8_row"),
+]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     pytest.importorskip("diffusers")
-    return spread.results(CASES, tmp_path_factory.mktemp("spread"), gpus=True)
+    return spread.results(CASES + SHARDED, tmp_path_factory.mktemp("spread"), gpus=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_two_gpus_give_the_output_of_one(case, found):
     network, arguments = spread.build("wan", "cuda:0", torch.bfloat16, scale=6)
     exact = spread.forward(network, arguments).float().cpu()
-    with sage_plugin.patched(network, kernel=case.kernel, min_seq=32):
+    with sage_plugin.patched(network, **case.options):
         alone = spread.forward(network, arguments).float().cpu()
     for out, rows, _ in found[case.name]:
         error, usual = ((x - exact).abs().mean() for x in (out.float(), alone))
         assert error < 2 * usual + 1e-3 * exact.abs().mean()
-        own = [calls for layer, calls, why in rows if "attn1" in layer and not why]
-        assert len(own) == 2
+        own = [calls for layer, calls, why in rows if layer.endswith("attn1") and not why]
+        assert [calls.pop(spread.FUSED) for calls in own] == [1, 1]
         assert all(sum(c.values()) == (2 if case.way == "ring" else 1) for c in own)
         assert all(label.startswith(case.kernel) for c in own for label in c)
+        assert sum(len(c) for _, c, _ in rows) == 2 + 20 * bool(case.linears)
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=lambda case: case.name)
+def test_two_gpus_multiply_their_shards(case, found):
+    if case.model == "llama":
+        network = spread.language_model().to("cuda:0", torch.bfloat16)
+        arguments = spread.sentence("cuda")
+    else:
+        network, arguments = spread.build(case.model, "cuda:0", torch.bfloat16, scale=6)
+    exact = spread.forward(network, arguments).float().cpu()
+    with sage_plugin.patched(network, **case.options):
+        alone = spread.forward(network, arguments).float().cpu()
+    for out, rows, wrong in found[case.name]:
+        assert not wrong
+        error, usual = ((x - exact).abs().mean() for x in (out.float(), alone))
+        assert error < 2 * usual + 5e-3 * exact.abs().mean()
+        assert len(rows) == 2 + {"llama": 14, "flux": 17}[case.model] * bool(case.linears)
+        for layer, calls, why in rows:
+            calls.pop(spread.FUSED, None)
+            assert sum(calls.values()) == 1, layer
+            assert not why

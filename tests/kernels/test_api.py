@@ -21,9 +21,9 @@ from sage_plugin.kernels.attention.api import attention, run_op
 from sage_plugin.kernels.attention.call import AttentionCall, shape_of
 from sage_plugin.kernels.attention.oracle import oracle
 from sage_plugin.kernels.contract import Decision
-from sage_plugin.registry.merge import merge
+from sage_plugin.registry import load
 from tests.kernels.calls import EMULATED, Shape, draw, launch, relative_l1
-from tests.registry.samples import TOOLCHAIN, entry
+from tests.registry.samples import entry, merged
 
 NAMED = (*EMULATED, "torch")
 PLAIN = Shape(2, 4, 2, 33, 70, 64)
@@ -54,26 +54,6 @@ def test_report_92_they_work_by_position_and_by_name_as_sdpas_do():
         expected = F.scaled_dot_product_attention(q, k, v, *by_position, scale=0.3, enable_gqa=True)
         assert torch.equal(attention(q, k, v, *by_position, scale=0.3, enable_gqa=True), expected)
         assert torch.equal(attention(q, k, v, *by_position, 0.3, True), expected)
-
-
-@pytest.mark.parametrize(
-    "name", ["sm_scale", "smooth_k", "tensor_layout", "attention_mask", "query", "backend"]
-)
-def test_report_33_an_unknown_keyword_is_a_type_error(name):
-    q, k, v = draw(PLAIN)
-    with pytest.raises(TypeError, match=name):
-        attention(q, k, v, **{name: 1})
-
-
-def test_report_68_nothing_is_swallowed_and_the_lse_comes_as_a_second_value():
-    signature = inspect.signature(attention)
-    kinds = {p.kind for p in signature.parameters.values()}
-    assert inspect.Parameter.VAR_KEYWORD not in kinds
-    assert inspect.Parameter.VAR_POSITIONAL not in kinds
-    q, k, v = draw(Shape(2, 2, 2, 5, 5, 16))
-    out, lse = attention(q, k, v, return_lse=True)
-    assert out.shape == q.shape
-    assert lse.shape == (2, 2, 5)
 
 
 # -- what it refuses --------------------------------------------------------------------------
@@ -283,7 +263,7 @@ def test_on_a_cpu_auto_is_sdpa_bit_for_bit(kernel, causal, dtype):
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_the_lse_of_the_host_is_exact_contiguous_and_fp32(layout):
+def test_report_68_the_lse_of_the_host_is_exact_contiguous_and_fp32(layout):
     q, k, v = draw(PLAIN, torch.bfloat16, layout=layout)
     _, exact = oracle(q, k, v, layout=layout)
     for kernel in ("auto", "sdpa", "torch"):
@@ -374,8 +354,7 @@ def test_a_tuned_config_of_a_folder_is_used(tmp_path):
     key = dispatch.call_key(shape, Decision("sage", "emulation"))
     rough = launch(128, 128, smooth_k=False, smooth_v=False)
     facts = device.facts("cpu")
-    path = tmp_path / facts.slug / "attention.json"
-    merge(path, [entry(key, rough)], family="attention", facts=facts, toolchain=TOOLCHAIN)
+    merged(load.file_path(tmp_path, facts.slug), entry(key, rough), facts=facts)
     default = attention(q, k, v, kernel="sage")
     tuned = attention(q, k, v, kernel="sage", config_dir=tmp_path)
     assert torch.equal(tuned, attention(q, k, v, kernel="sage", launch=rough))

@@ -12,8 +12,8 @@ import sage_plugin
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import api
 from sage_plugin.kernels.attention.call import AttentionCall
-from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.contract import Decision
+from sage_plugin.kernels.surroundings import can_bypass_dispatcher
 from tests.kernels.calls import Shape, draw
 
 SAGE = Decision("sage", "emulation")

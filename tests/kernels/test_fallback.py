@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,12 @@ import torch
 import sage_plugin
 from sage_plugin import device
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.attention import dispatch, launch_space, runtime
+from sage_plugin.kernels.attention import dispatch, launch_space, recipes
 from sage_plugin.kernels.attention.backends.hopper.with_fallback import HopperOrPortable
+from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
 from sage_plugin.kernels.attention.launch_space import default_config
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
+from sage_plugin.kernels.contract import AttentionParams, Decision
 from sage_plugin.kernels.support import FP8_KERNELS
 from sage_plugin.schema import LaunchConfig
 from tests.kernels.calls import HOPPER, Shape, draw, hopper_launch
@@ -208,6 +210,26 @@ def test_a_variant_that_runs_is_not_in_the_way_of_its_results(monkeypatch, warni
     assert warnings() == []
 
 
+@dataclass
+class Operands:
+    problem: AttentionParams
+    launch_config: LaunchConfig
+    head_dim: int = 64
+
+
+def test_a_config_that_cannot_be_built_keeps_no_other_one_from_it(monkeypatch):
+    built, failing = variant("fav3_sage", FAILURES["RuntimeError"], monkeypatch)
+    monkeypatch.setattr(QuantizedPortable, "launch", lambda self, operands, **_: operands)
+    tried = []
+    for block_m, dim in [(128, 64), (128, 64), (192, 64), (128, 64), (128, 128), (192, 64)]:
+        operands = Operands(problem_of(), hopper_launch(block_m=block_m), dim)
+        assert built.launch(operands).launch_config == portable_config(
+            "fav3_sage", operands.launch_config, dim
+        )
+        tried.append(failing.calls)
+    assert tried == [1, 1, 2, 2, 3, 3]
+
+
 # -- what the Hopper variant refuses -----------------------------------------------------------
 
 CU = torch.tensor([0, 100, 140], dtype=torch.int32)
@@ -217,16 +239,12 @@ SPECIAL = {
     "sinks": {"sinks": torch.zeros(4)},
     "mask of rows": {"mask": torch.ones(1, 1, 30, 140, dtype=torch.bool)},
     "bias of heads": {"mask": torch.zeros(1, 4, 1, 140)},
-    "packed": {"layout": "bshd", "packed": Packed(CU, CU, 100, 100)},
 }
-
-
-UNPACKED = {name: parts for name, parts in SPECIAL.items() if name != "packed"}
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("kernel", HOPPER)
-@pytest.mark.parametrize("parts", UNPACKED.values(), ids=UNPACKED)
+@pytest.mark.parametrize("parts", SPECIAL.values(), ids=SPECIAL)
 def test_a_special_problem_that_nobody_decided_runs_on_the_portable_variant(kernel, parts):
     """A tuner knows the shape of a call and not the heads of its mask."""
     problem = problem_of(**parts)
@@ -342,4 +360,4 @@ def test_the_config_of_a_call_is_that_of_its_variant(kernel, on_an_h100):
     assert special.operands.launch_config.block_m == 64
     with pytest.raises(UnsupportedInputError, match="cannot run here: block_m 64 is not 128"):
         sage_plugin.attention(q, k, v, kernel=kernel, launch=special.operands.launch_config)
-    assert isinstance(runtime.built(prepared.decision, FACTS), HopperOrPortable)
+    assert isinstance(recipes.built(prepared.decision, FACTS), HopperOrPortable)

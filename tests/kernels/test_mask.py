@@ -57,9 +57,6 @@ def test_report_42_grouped_heads_beside_a_mask_stay_off_the_math_backend(monkeyp
     assert not options.get("enable_gqa")
 
 
-# -- window, soft cap, sinks ------------------------------------------------------------------
-
-
 # -- what is refused --------------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
-"""A sequence spread over two processes: diffusers exchanges it, our kernels attend to it."""
+"""Models spread over two processes: diffusers exchanges a sequence, transformers shards linears."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
@@ -12,14 +14,31 @@ from sage_plugin.plugin.hosts import parallel
 from tests.plugin import spread
 from tests.plugin.spread import Run
 
-KERNELS = ("fav2", "sage")
+KERNELS = {"fav2": "", "sage": "int8_row"}
+"""Kernels of attention, each with that of the linears."""
+SPREAD = [
+    Run(m, k, w, on)
+    for m in spread.MODELS
+    for k, on in KERNELS.items()
+    for w in ("ulysses", "ring")
+]
+LINEARS = {
+    "wan": {"int8_row:emulation": 18, "int8_row:emulation+gelu_tanh": 2},
+    "flux": {"int8_row:emulation": 15, "int8_row:emulation+gelu_tanh": 2},
+}
+"""Linears of a model that run on a kernel, by what they run on."""
+SHARDED = [
+    *(Run("llama", kernel, spread.TP, linears) for kernel, linears in KERNELS.items()),
+    Run("flux", "sage", spread.SHARDS, "int8_row"),
+]
 CASES = [
-    *(Run(m, k, w) for m in spread.MODELS for k in KERNELS for w in ("ulysses", "ring")),
+    *SPREAD,
+    *SHARDED,
+    Run("llama", "", spread.TP),
     *(Run(m, k, "ulysses") for m in spread.MODELS for k in ("", "sdpa")),
     Run("wan", "", "ring", raises=True),
     Run("wan", "sdpa", "ring", raises=True),
 ]
-SPREAD = [case for case in CASES if case.kernel in KERNELS]
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +54,27 @@ def whole():
     outputs = {}
     for model in spread.MODELS:
         network, arguments = spread.build(model)
-        outputs[model, ""] = spread.forward(network, arguments)
-        for kernel in KERNELS:
-            with sage_plugin.patched(network, kernel=kernel, min_seq=32):
-                outputs[model, kernel] = spread.forward(network, arguments)
+        outputs |= alone(model, network, arguments)
+    return outputs | alone("llama", spread.language_model(), spread.sentence())
+
+
+def alone(model, network, arguments):
+    """Outputs of a model in one process, unpatched and on each kernel."""
+    outputs = {(model, ""): spread.forward(network, arguments)}
+    for run in (Run(model, kernel, "", linears) for kernel, linears in KERNELS.items()):
+        with sage_plugin.patched(network, **run.options):
+            outputs[model, run.kernel] = spread.forward(network, arguments)
     return outputs
 
 
 @pytest.mark.parametrize("case", SPREAD, ids=lambda case: case.name)
 def test_all_processes_get_the_output_of_one_device(case, found, whole):
-    exact, alone = whole[case.model, ""], whole[case.model, case.kernel]
+    exact, usual = whole[case.model, ""], whole[case.model, case.kernel]
     for out, _, _ in found[case.name]:
         # Ulysses gathers whole heads, so that a kernel sees what it sees on one device.
         if case.way == "ulysses" or case.kernel == "fav2":
-            assert (out - alone).abs().max() < 1e-5
-        assert (out - exact).abs().mean() < 2 * (alone - exact).abs().mean() + 1e-6
+            assert (out - usual).abs().max() < 1e-5
+        assert (out - exact).abs().mean() < 2 * (usual - exact).abs().mean() + 1e-6
         assert case.kernel == "fav2" or (out - exact).abs().max() > 1e-4
 
 
@@ -58,12 +83,35 @@ def test_each_part_is_a_call_on_the_kernel(case, found):
     label = f"{case.kernel}:emulation"
     parts = 2 if case.way == "ring" else 1
     for _, rows, _ in found[case.name]:
-        spread_rows = [row for row in rows if "attn2" not in row[0]]
-        assert spread_rows
-        assert all(calls == {label: parts} and not why for _, calls, why in spread_rows)
+        attention = [row for row in rows if row[0].endswith(("attn", "attn1"))]
+        assert attention
+        assert all(calls == {label: parts} and not why for _, calls, why in attention)
         # Cross attention to twelve tokens of text stays where it was.
-        for _, calls, why in (row for row in rows if "attn2" in row[0]):
+        for _, calls, why in (row for row in rows if row[0].endswith("attn2")):
             assert (calls, why) == ({}, {"shorter than min_seq 32": 1})
+        on_linears = Counter(
+            label for _, calls, _ in rows for label in calls if label.startswith("int8")
+        )
+        assert on_linears == (LINEARS[case.model] if case.linears else {})
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=lambda case: case.name)
+def test_each_process_multiplies_its_shards_before_their_sum(case, found, whole):
+    exact, usual = whole[case.model, ""], whole[case.model, case.kernel]
+    limit = 2 * (usual - exact).abs().mean() if case.linears else 1e-5
+    for out, rows, wrong in found[case.name]:
+        assert not wrong
+        assert (out - exact).abs().mean() < limit
+        assert len(rows) == 2 + {"llama": 14, "flux": 17}[case.model] * bool(case.linears)
+        label = f"{case.kernel}:emulation"
+        for layer, calls, why in rows:
+            on = label if layer.endswith("attn") else "int8_row:emulation"
+            assert (calls, why) == ({on: 1}, {}), layer
+
+
+def test_transformers_spreads_a_model_as_these_tests_think(found, whole):
+    for out, _, _ in found["llama-unpatched-tp"]:
+        assert (out - whole["llama", ""]).abs().mean() < 1e-5
 
 
 @pytest.mark.parametrize("model", spread.MODELS)

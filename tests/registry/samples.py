@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
+from sage_plugin.registry.merge import MergeReport, merge
 from sage_plugin.schema import (
     CallKey,
     DeviceFacts,
@@ -20,55 +22,25 @@ from sage_plugin.schema import (
 )
 
 FACTS = DeviceFacts(
-    slug="nvidia-h100-80gb-hbm3",
-    name="NVIDIA H100 80GB HBM3",
-    kind="cuda",
-    arch="sm_90",
-    sm_count=132,
-    memory_bytes=80 * 2**30,
-    smem_bytes=227 * 2**10,
-    fp8_dtype="float8_e4m3fn",
-)
+    slug="nvidia-h100-80gb-hbm3", name="NVIDIA H100 80GB HBM3", kind="cuda", arch="sm_90",
+    sm_count=132, memory_bytes=80 * 2**30, smem_bytes=227 * 2**10, fp8_dtype="float8_e4m3fn",
+)  # fmt: skip
 TOOLCHAIN = Toolchain(
     sage_plugin="0.1.0", torch="2.13.0", triton="3.6.0", python="3.11.7", driver="580"
 )
 KEY = CallKey(
-    kernel="fav3_sage",
-    variant="portable",
-    head_dim=64,
-    dv=64,
-    dtype="bfloat16",
-    gqa_ratio=1,
-    causal=False,
-    mask_kind="none",
-    layout="bhsd",
-    seq_q=1024,
-    seq_k=1024,
-    batch_heads=16,
-)
+    kernel="fav3_sage", variant="portable", head_dim=64, dv=64, dtype="bfloat16", gqa_ratio=1,
+    causal=False, mask_kind="none", layout="bhsd", seq_q=1024, seq_k=1024, batch_heads=16,
+)  # fmt: skip
 CONFIG = LaunchConfig(
-    block_m=128,
-    block_n=64,
-    num_warps=4,
-    num_stages=3,
-    loads="pointer",
-    smooth_k=True,
-    smooth_v=False,
-    pv_flush=1,
-)
+    block_m=128, block_n=64, num_warps=4, num_stages=3, loads="pointer", smooth_k=True,
+    smooth_v=False, pv_flush=1,
+)  # fmt: skip
 ERRORS = ErrorMetrics(
-    rel_l1=0.01,
-    cosine=0.999,
-    rmse=0.01,
-    max_abs=0.1,
-    row_cosine_p10=0.99,
-    worst_head_rel_l1=0.02,
-    worst_head_cosine=0.998,
-    gain=1.0,
-    centred_rel_l1=0.01,
-    rounding_floor=0.001,
-    bad_values=0,
-)
+    rel_l1=0.01, cosine=0.999, rmse=0.01, max_abs=0.1, row_cosine_p10=0.99,
+    worst_head_rel_l1=0.02, worst_head_cosine=0.998, gain=1.0, centred_rel_l1=0.01,
+    rounding_floor=0.001, bad_values=0,
+)  # fmt: skip
 
 
 def key(**changes: object) -> CallKey:
@@ -89,17 +61,10 @@ def timing(median_ms: float = 1.0, method: str = "events") -> Timing:
 def evidence(gain_low: float = 0.05, **changes: object) -> EntryEvidence:
     """Evidence of captures with the given lower bound of the gain."""
     sound = EntryEvidence(
-        time=timing(0.9),
-        baseline_time=timing(1.0),
-        baseline="default",
-        gain_low=gain_low,
-        errors=ERRORS,
-        synthetic=False,
-        inputs=("sha256:aa",),
-        run="run-1",
-        toolchain=TOOLCHAIN,
+        time=timing(0.9), baseline_time=timing(1.0), baseline="default", gain_low=gain_low,
+        errors=ERRORS, synthetic=False, inputs=("sha256:aa",), run="run-1", toolchain=TOOLCHAIN,
         date="2026-11-20",
-    )
+    )  # fmt: skip
     return dataclasses.replace(sound, **changes)
 
 
@@ -139,3 +104,11 @@ def file(*entries: RegistryEntry | LinearEntry, facts: DeviceFacts = FACTS) -> R
     """A registry file of one device."""
     family = entries[0].key.family if entries else "attention"
     return RegistryFile(1, family, facts, TOOLCHAIN, entries)
+
+
+def merged(
+    path: Path, *entries: RegistryEntry | LinearEntry, facts: DeviceFacts = FACTS, **options: float
+) -> MergeReport:
+    """Merge entries into a file."""
+    family = entries[0].key.family
+    return merge(path, entries, family=family, facts=facts, toolchain=TOOLCHAIN, **options)

@@ -32,3 +32,16 @@ def test_what_cannot_be_read_or_lies_elsewhere_is_no_card(put, monkeypatch, text
     for slug in (samples.FACTS.slug, "elsewhere"):
         with pytest.raises(UsageError, match="with configs are none"):
             cards.recorded(slug, root)
+
+
+def test_the_beginning_of_one_card_alone_names_it(put, monkeypatch):
+    monkeypatch.setattr(load, "shipped_dir", lambda: None)
+    every = {}
+    for slug in ("nvidia-h100-pcie", "nvidia-h100-80gb-hbm3", "nvidia-l40s", "nvidia-l4"):
+        every[slug] = dataclasses.replace(samples.FACTS, slug=slug)
+        root = put(samples.file(facts=every[slug]), "mine")
+    assert cards.recorded("nvidia-l4", root).slug == "nvidia-l4"
+    assert cards.recorded("nvidia-h100-80gb", root).slug == "nvidia-h100-80gb-hbm3"
+    for several in ("nvidia-h100", "nvidia-l40", "nvidia"):
+        with pytest.raises(UsageError, match=f"--as '{several}'"):
+            cards.recorded(several, root)

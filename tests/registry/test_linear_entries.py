@@ -10,26 +10,20 @@ import pytest
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load, lookup, regions
 from sage_plugin.registry.distance import Nearness
-from sage_plugin.registry.merge import merge
 from sage_plugin.registry.validate import problems
 from sage_plugin.schema import LinearKey
 from tests.registry import samples
-from tests.registry.samples import FACTS, LINEAR_CONFIG, LINEAR_KEY, TOOLCHAIN, linear_entry
+from tests.registry.samples import FACTS, LINEAR_CONFIG, LINEAR_KEY, linear_entry, merged
 
 
 def key(**changes: object) -> LinearKey:
     return dataclasses.replace(LINEAR_KEY, **changes)
 
 
-def merged(root, *entries):
-    path = load.file_path(root, FACTS.slug, "linear")
-    merge(path, entries, family="linear", facts=FACTS, toolchain=TOOLCHAIN)
-    return path
-
-
 def test_what_is_merged_is_read_back_with_the_rows_between_measured_ones(tmp_path) -> None:
     rows = (256, 1024, 1536)
-    path = merged(tmp_path, *(linear_entry(key(rows=n)) for n in rows))
+    path = load.file_path(tmp_path, FACTS.slug, "linear")
+    merged(path, *(linear_entry(key(rows=n)) for n in rows))
     entries = load.read(path).entries
     assert [entry.key.rows for entry in entries] == list(rows)
     assert [entry.rows_range for entry in entries] == [(256, 512), (512, 1536), (768, 1536)]

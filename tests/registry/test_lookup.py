@@ -224,20 +224,6 @@ def test_the_memo_is_bounded(put, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"\x00\xff", b"[[[[" * 30_000, b'{"schema_version": NaN}', b"[1]"]
-)
-def test_a_damaged_file_is_a_miss_with_one_warning(put, caplog, content):
-    root = put(samples.file(samples.entry()))
-    load.file_path(root, FACTS.slug).write_bytes(content)
-    with caplog.at_level(logging.WARNING):
-        for seq in range(1, 20):
-            key = samples.key(seq_q=seq)
-            assert lookup.find(key, facts=FACTS, config_dir=root) is None
-    assert len(caplog.records) == 1
-    assert "sage configs check" in caplog.text
-
-
-@pytest.mark.parametrize(
     ("change", "says"),
     [({"slug": "amd-mi300x"}, "amd-mi300x"), ({"arch": "sm_80"}, "sm_80")],
 )
@@ -309,12 +295,14 @@ def test_explain_tells_absent_damaged_and_foreign_places(put, tmp_path):
 
 
 DAMAGED = {
-    "a number of 400 digits": lambda text: text.replace(
-        '"batch_heads": 16', f'"batch_heads": {10**400}'
-    ),
+    "a number of 400 digits": lambda text: text.replace("16", f"{10**400}"),
     "a name twice": lambda text: text.replace('"family"', '"family": "x", "family"', 1),
+    "NaN": lambda text: '{"schema_version": NaN}',
     "nested": lambda text: "[" * 100_000,
+    "no object": lambda text: "[1]",
+    "half of it": lambda text: text[: len(text) // 2],
     "no text": lambda text: "\0",
+    "nothing": lambda text: "",
 }
 
 
@@ -322,13 +310,11 @@ DAMAGED = {
 def test_a_damaged_file_is_one_warning_and_a_miss(put, caplog, damage):
     root = put(samples.file(samples.entry()))
     path = load.file_path(root, FACTS.slug)
-    text = path.read_text()
-    assert damage(text) != text
-    path.write_text(damage(text))
-    for _ in range(2):
-        assert lookup.find(samples.KEY, facts=FACTS, config_dir=root) is None
+    path.write_text(damage(path.read_text()))
+    for seq in range(1, 20):
+        assert lookup.find(samples.key(seq_q=seq), facts=FACTS, config_dir=root) is None
     (warning,) = [r.message for r in caplog.records if str(root) in r.message]
-    assert "its configs are not used" in warning
+    assert "its configs are not used (`sage configs check` says more)" in warning
     assert "passed over" in lookup.explain(samples.KEY, facts=FACTS, config_dir=root)[0]
 
 
@@ -354,7 +340,7 @@ def test_the_key_is_the_same_in_every_interpreter():
         "print(hashlib.sha256(repr(samples.KEY.to_json()).encode()).hexdigest())"
     )
     seen = set()
-    for seed in range(20):
+    for seed in range(4):
         done = subprocess.run(
             [sys.executable, "-c", script],
             env={**os.environ, "PYTHONHASHSEED": str(seed)},

@@ -11,19 +11,16 @@ import pytest
 
 from sage_plugin.errors import ConfigError, OutputError
 from sage_plugin.registry import load, lookup, store
-from sage_plugin.registry.merge import MergeReport, merge
+from sage_plugin.registry.merge import MergeReport
 from sage_plugin.schema import RegistryEntry
 from tests.registry import samples
-from tests.registry.samples import FACTS, TOOLCHAIN
+from tests.registry.samples import FACTS
 
 SPAWN = multiprocessing.get_context("spawn")
-WRITERS, WINNERS = 4, 10
 
 
-def put_in(path: Path, *entries: RegistryEntry, min_gain: float = 0.01) -> MergeReport:
-    return merge(
-        path, entries, family="attention", facts=FACTS, toolchain=TOOLCHAIN, min_gain=min_gain
-    )
+def put_in(path: Path, *entries: RegistryEntry) -> MergeReport:
+    return samples.merged(path, *entries, min_gain=0.01)
 
 
 @pytest.fixture
@@ -164,23 +161,6 @@ def test_a_range_that_a_file_states_is_never_narrowed(path):
     put_in(path, samples.entry(samples.key(seq_q=2048)))
     ranges = {e.key.seq_q: e.seq_q_range for e in load.read(path).entries}
     assert ranges[1024] == (64, 65_536)
-
-
-def _write_many(path: Path, writer: int) -> None:
-    for number in range(WINNERS):
-        seq = 1 + writer * WINNERS + number
-        put_in(path, samples.entry(samples.key(seq_q=seq, seq_k=seq)))
-
-
-def test_concurrent_writers_lose_nothing(path):
-    writers = [SPAWN.Process(target=_write_many, args=(path, n)) for n in range(WRITERS)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
-    assert [writer.exitcode for writer in writers] == [0] * WRITERS
-    assert len(load.read(path).entries) == WRITERS * WINNERS
-    assert not list(path.parent.glob("*.tmp"))
 
 
 def _die_before_rename(path: Path) -> None:

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from sage_plugin.registry import load, lookup, regions
-from sage_plugin.registry.merge import merge, price
+from sage_plugin.registry.merge import price
 from tests.registry import samples
-from tests.registry.samples import FACTS, TOOLCHAIN
+from tests.registry.samples import FACTS, merged
 
 A, B, C = (samples.config(block_m=m) for m in (32, 64, 128))
 TIMES = {
@@ -19,6 +19,11 @@ TIMES = {
     16_384: {A: 90.0, B: 66.0, C: 60.0},
 }
 BY_KEY = {samples.key(seq_q=seq, seq_k=seq): row for seq, row in TIMES.items()}
+
+
+def along(times):
+    """Times by points that have a length alone."""
+    return {(seq,): row for seq, row in times.items()}
 
 
 def test_winners_are_priced_at_every_length():
@@ -39,16 +44,75 @@ def test_winners_are_priced_at_every_length():
     ],
 )
 def test_the_fewest_entries_within_a_limit_and_their_regions(limit, kept):
-    assert regions.fewest(TIMES, limit) == kept
+    assert regions.fewest(along(TIMES), limit) == {(at,): (span,) for at, span in kept.items()}
 
 
 def test_a_region_ends_at_a_gap_and_where_nothing_was_timed():
     gap = {1: {A: 1.0, B: 2.0}, 2: {A: 2.0, B: 1.0}, 3: {A: 1.0, B: 2.0}}
-    assert regions.fewest(gap) == {1: (1, 1), 2: (2, 2), 3: (3, 3)}
-    unknown = {1: {A: 1.0}, 2: {B: 1.0}}
-    assert regions.region(unknown, 1, A) == (1, 1, 0.0)
-    assert regions.region(TIMES, 4096, C, 0.02) == pytest.approx((2048, 16_384, 0.0075))
-    assert regions.region(TIMES, 4096, A, 0.02) == pytest.approx((4096, 4096, 0.25)), "as it is"
+    assert regions.fewest(along(gap)) == {(n,): ((n, n),) for n in (1, 2, 3)}
+    unknown = {(1,): {A: 1.0}, (2,): {B: 1.0}}
+    assert regions.region(unknown, (1,), A) == (((1, 1),), 0.0)
+    box, loss = regions.region(along(TIMES), (4096,), C, 0.02)
+    assert (box, loss) == (((2048, 16_384),), pytest.approx(0.0075))
+    box, loss = regions.region(along(TIMES), (4096,), A, 0.02)
+    assert (box, loss) == (((4096, 4096),), pytest.approx(0.25)), "as it is"
+
+
+HEADS = {
+    (1024, 8): {A: 1.0, B: 1.0},
+    (2048, 8): {A: 2.0, B: 2.1},
+    (1024, 30): {A: 3.0, B: 3.0},
+    (2048, 30): {A: 7.0, B: 6.0},
+    (1024, 60): {A: 6.0, B: 5.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("at", "config", "box"),
+    [
+        ((1024, 8), A, ((1024, 1024), (8, 30))),
+        ((2048, 8), A, ((1024, 2048), (8, 8))),
+        ((2048, 30), B, ((1024, 2048), (30, 30))),
+        ((1024, 60), B, ((1024, 1024), (8, 60))),
+    ],
+)
+def test_a_region_is_the_largest_box_that_was_timed_whole(at, config, box):
+    assert regions.region(HEADS, at, config) == (box, 0.0)
+
+
+def test_the_fewest_of_many_boxes_are_taken_widest_first(monkeypatch):
+    exact = regions.fewest(HEADS)
+    monkeypatch.setattr(regions, "MOST_COMPARED", 0)
+    found = regions.fewest(HEADS)
+    assert len(exact) == 3 <= len(found)
+    for point in HEADS:
+        assert any(
+            all(low <= v <= high for v, (low, high) in zip(point, box, strict=True))
+            for box in found.values()
+        )
+
+
+def test_batches_that_were_timed_bound_what_an_entry_serves(path, tmp_path):
+    def key(seq, heads):
+        return samples.key(seq_q=seq, seq_k=seq, batch_heads=heads)
+
+    times = {key(*point): row for point, row in HEADS.items()}
+    merged(path, samples.entry(key(2048, 30), B), samples.entry(key(2048, 8), A))
+    price(path, times, limit=0.01, drop=False)
+    found = {
+        e.key.batch_heads: (e.seq_q_range, e.batch_heads_range) for e in load.read(path).entries
+    }
+    assert found == {30: ((1024, 2048), (30, 30)), 8: ((1024, 2048), (8, 8))}
+    served = {}
+    for heads in (4, 8, 14, 30, 60, 61):
+        match = lookup.find(key(1500, heads), facts=FACTS, config_dir=tmp_path)
+        served[heads] = match and (match.nearness.name, match.entry.key.batch_heads)
+    assert served == {
+        4: ("REACHED", 8), 8: ("MEASURED", 8), 14: ("REACHED", 8), 30: ("MEASURED", 30),
+        60: ("REACHED", 30), 61: None,
+    }  # fmt: skip
+    (told, *_) = lookup.explain(key(1500, 61), facts=FACTS, config_dir=tmp_path)
+    assert "batch_heads 61 is over 2 times from its measured range 30..30" in told
 
 
 def held(seq: int, config, **changes):
@@ -61,12 +125,8 @@ def path(tmp_path, monkeypatch):
     return load.file_path(tmp_path, FACTS.slug)
 
 
-def put(path, *entries):
-    merge(path, entries, family="attention", facts=FACTS, toolchain=TOOLCHAIN)
-
-
 def test_regions_are_written_found_and_explained(path, tmp_path):
-    put(path, held(1024, A), held(2048, B), held(4096, C))
+    merged(path, held(1024, A), held(2048, B), held(4096, C))
     changed = price(path, BY_KEY, limit=0.02, drop=False)
     assert {key.seq_q for key in changed} == {1024, 2048, 4096}
     found = {e.key.seq_q: (e.seq_q_range, e.regret) for e in load.read(path).entries}
@@ -81,13 +141,13 @@ def test_regions_are_written_found_and_explained(path, tmp_path):
     (told, *_) = lookup.explain(between, facts=FACTS, config_dir=tmp_path)
     assert "inside its region, where at most 0.8% is lost" in told
     assert price(path, BY_KEY, limit=0.02, drop=False) == (), "it is written already"
-    put(path, held(32_768, A))
+    merged(path, held(32_768, A))
     kept = {e.key.seq_q: e.seq_q_range for e in load.read(path).entries}
     assert kept[4096] == (2048, 16_384), "a new neighbor does not widen what was measured"
 
 
 def test_entries_that_others_cover_go_if_asked(path):
-    put(path, held(1024, A), held(2048, B), held(4096, C))
+    merged(path, held(1024, A), held(2048, B), held(4096, C))
     changed = price(path, BY_KEY, limit=0.02, drop=True)
     left = load.read(path).entries
     assert [entry.key.seq_q for entry in left] == [1024, 4096]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 from tests.matrix.places import ON_GPU
 from tests.reports.machine import Machine
 
+LARGE = 32 * 2**30
+"""More bytes than a test of `large_memory` holds."""
 LEFT_OUT = dict.fromkeys(("test_a_layout", "test_c_masks"), ("fav3_sage", "fav3_fp8"))
 
 
@@ -61,13 +67,26 @@ def interpreter(interpreted) -> Machine:
 
 @pytest.fixture
 def large_memory():
-    """One test at a time, of all processes, holds gigabytes of a GPU; they are given back."""
-    from filelock import FileLock
-
+    """As many tests of all processes hold gigabytes of a GPU as fit; each gives them back."""
     if not torch.cuda.is_available():
         yield
         return
-    with FileLock(Path(tempfile.gettempdir()) / "sage_plugin_tests_large_memory.lock"):
+    with _a_place(torch.cuda.get_device_properties(0).total_memory // LARGE):
         torch.cuda.empty_cache()
         yield
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def _a_place(places: int) -> Iterator[None]:
+    """Wait for one of the places of this machine, and hold it."""
+    folder = Path(tempfile.gettempdir())
+    locks = [FileLock(folder / f"sage_plugin_large_{at}.lock") for at in range(max(1, places))]
+    for lock in itertools.cycle(locks):
+        with suppress(Timeout):
+            lock.acquire(timeout=0.1)
+            break
+    try:
+        yield
+    finally:
+        lock.release()

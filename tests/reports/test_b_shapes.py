@@ -100,16 +100,6 @@ def test_report_21_every_call_is_judged_by_its_own_shape():
     assert chosen(80).reason is None
 
 
-# -- grouped heads ----------------------------------------------------------------------------
-
-
-@kernels
-def test_report_25_heads_that_do_not_divide_are_refused(machine, kernel):
-    q, k, v = machine.draw(Shape(1, 6, 4, 9, 9, 32))
-    with pytest.raises(UnsupportedInputError, match=r"6.*4"):
-        machine.attention(kernel, q, k, v)
-
-
 # -- memory -----------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from tests.matrix.definition import definition
 kernels = pytest.mark.parametrize("kernel", EMULATED)
 
 
-def test_report_33_no_entrance_takes_names_that_it_does_not_know():
+def test_report_33_and_68_no_entrance_takes_names_that_it_does_not_know():
     names = ("attention", "attention_varlen", "prepare", "launch")
     for name in names:
         kinds = {p.kind for p in inspect.signature(getattr(sage_plugin, name)).parameters.values()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -74,6 +75,7 @@ def numbers_of(name: str) -> set[int]:
     return {int(n) for n in re.findall(r"\d+", found[1])} if found else set()
 
 
+@functools.cache
 def files_with_tests() -> dict[int, set[str]]:
     """For each report number, the files with a test of it."""
     found = defaultdict(set)

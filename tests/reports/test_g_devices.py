@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import sage_plugin
-from sage_plugin.kernels.attention import runtime
+from sage_plugin.kernels import surroundings
+from sage_plugin.kernels.attention import executor, prepare
 from tests.kernels.calls import EMULATED, QUANTIZED, Shape
 from tests.matrix.definition import definition
 from tests.matrix.places import ON_GPU
@@ -101,7 +102,7 @@ def test_report_81_and_82_and_88_every_launch_is_inside_a_guard(monkeypatch, ent
         yield
         inside.pop()
 
-    stock = runtime.built
+    stock = executor.built
 
     def built(decision, facts):
         made = stock(decision, facts)
@@ -117,8 +118,9 @@ def test_report_81_and_82_and_88_every_launch_is_inside_a_guard(monkeypatch, ent
 
         return Watched()
 
-    monkeypatch.setattr(runtime, "on_device", guard)
-    monkeypatch.setattr(runtime, "built", built)
+    for module in (executor, prepare):
+        monkeypatch.setattr(module, "on_device", guard)
+        monkeypatch.setattr(module, "built", built)
     entrances("sage", "cpu")[entrance]()
     device = torch.device("cpu")
     assert guarded == [("prepare", [device]), ("launch", [device])]
@@ -142,7 +144,7 @@ def test_report_82_the_guard_is_of_torch_and_gives_back(monkeypatch, current):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("set_device leaks"))
     device = torch.device("cuda", 1)
-    with runtime.on_device(device):
+    with surroundings.on_device(device):
         pass
     assert entered == ([] if current == 1 else [device, "back"])
 

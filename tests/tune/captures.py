@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.capture.store.manifest import CallCounts, ShapeCount, append_record, write_counts
-from sage_plugin.schema import CallShape, CaptureRecord
+from sage_plugin.schema import CallShape
 from tests.tune import scripted
 
 CALLS = 10
@@ -46,7 +47,9 @@ def damage(folder: Path, number: int) -> None:
     path.write_bytes(content)
 
 
-def _record(folder: Path, number: int, shape: CallShape, heads: tuple[int, ...]) -> CaptureRecord:
+def _record(
+    folder: Path, number: int, shape: CallShape, heads: tuple[int, ...]
+) -> AttentionCapture:
     generator = torch.Generator().manual_seed(number)
     dtype = getattr(torch, shape.dtype)
 

@@ -6,11 +6,13 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.families.attention.gates import gate_for
+from sage_plugin.measure.inputs import self_attention
 from sage_plugin.measure.timing import Samples, TimingLimits, interleave
 from sage_plugin.registry import load
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import CallShape, ErrorMetrics, LaunchConfig, Trial
+from sage_plugin.schema import ErrorMetrics, LaunchConfig, Trial
 from sage_plugin.tune.configs import trial as trials
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
@@ -20,20 +22,7 @@ from sage_plugin.tune.search.elimination import LOOKS
 from sage_plugin.tune.search.search import TOO_LARGE, SearchLimits
 from tests.registry import samples
 
-SHAPE = CallShape(
-    batch=1,
-    heads_q=16,
-    heads_k=16,
-    seq_q=1024,
-    seq_k=1024,
-    head_dim=64,
-    dv=64,
-    dtype="bfloat16",
-    causal=False,
-    mask_kind="none",
-    layout="bhsd",
-    scale=0.125,
-)
+SHAPE = self_attention(1, 16, 1024, 64)
 TIMER = Timer("events", screen_rounds=5, screen_s=1.0, race_rounds=20, race_s=1.0)
 
 
@@ -184,32 +173,13 @@ class ScriptedRunner:
         return self.speed(config) * noise * self.drift(self._samples)
 
 
-def _captured():
-    from sage_plugin.schema import CaptureRecord
-
-    return CaptureRecord(
-        schema_version=1,
-        family="attention",
-        file="000000.safetensors",
-        layer="transformer.blocks.0.attn1",
-        step=0,
-        timestep=None,
-        call_index=0,
-        shape=SHAPE,
-        batch_indices=(0,),
-        head_indices=tuple(range(16)),
-        strides_q=(1, 1, 1, 1),
-        strides_k=(1, 1, 1, 1),
-        strides_v=(1, 1, 1, 1),
-        text_length=None,
-        model_class="Tiny",
-        config_hash="",
-        versions={},
-        sha256="aa",
-    )
-
-
-CAPTURED = _captured()
+CAPTURED = AttentionCapture(
+    schema_version=1, family="attention", file="000000.safetensors",
+    layer="transformer.blocks.0.attn1", step=0, timestep=None, call_index=0, shape=SHAPE,
+    batch_indices=(0,), head_indices=tuple(range(16)), strides_q=(1, 1, 1, 1),
+    strides_k=(1, 1, 1, 1), strides_v=(1, 1, 1, 1), text_length=None, model_class="Tiny",
+    config_hash="", versions={}, sha256="aa",
+)  # fmt: skip
 
 
 def faster(*winners, by: float = 0.2):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import sage_plugin
 from sage_plugin import device
+from sage_plugin.device import Gpu
 from sage_plugin.errors import UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load
@@ -18,8 +20,10 @@ from tests.capture.toys import LAYERS, denoise, video_model
 from tests.tune import captures
 from tests.tune.captures import GROUPED, SELF
 from tests.tune.scripted import ScriptedRunner
+from tests.tune.test_lanes import meeting
 
-CONFIGS = Path("c") / device.facts("cpu").slug / "attention.json"
+CPU = device.facts("cpu")
+CONFIGS = Path("c") / CPU.slug / "attention.json"
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +94,28 @@ def test_progress_is_told_and_a_cancelled_call_goes_on_where_it_was(runner):
     done = autotune(model, progress=told.append)
     assert done.complete
     assert told[2].tried == 3
+
+
+def test_gpus_share_the_calls_and_each_tells_of_its_own(monkeypatch, tmp_path):
+    folder = captures.write(tmp_path / "captured_inputs", [(SELF, (0, 1)), (GROUPED, (0, 1))])
+    pair, before, pinned, told = (Gpu(0, "GPU-0"), Gpu(1, "GPU-1")), meeting(2), [], []
+
+    def lane(gpu, **_):
+        pinned.append(gpu)
+        return ScriptedRunner(before=before)
+
+    monkeypatch.setattr(device, "gpus", lambda: pair)
+    monkeypatch.setattr(device, "facts", lambda _: CPU)
+    monkeypatch.setattr(device, "chosen", lambda name: (torch.device(name), CPU))
+    monkeypatch.setattr(subprocess_runner, "SubprocessRunner", lane)
+    done = autotune(folder, gpus="all", progress=told.append)
+    assert pinned == ["GPU-0", "GPU-1"]
+    assert set(done.tuned) == {SELF, GROUPED}
+    for number in (1, 2):
+        tried = [p.tried for p in told if p.study == number]
+        assert tried == [*range(1, len(tried) + 1)] != []
+    with pytest.raises(UsageError, match="both say where"):
+        autotune(folder, gpus="all", device="cpu")
 
 
 def test_it_refuses_to_run_inside_of_a_request():

@@ -10,7 +10,6 @@ import pytest
 
 from sage_plugin.errors import TuningError
 from sage_plugin.registry import lookup
-from sage_plugin.registry.merge import merge
 from sage_plugin.tune.configs.session import tune
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
@@ -235,13 +234,7 @@ def test_what_was_measured_is_what_is_reported_and_written(tmp_path):
 
     class Neighbor(Observer):
         def race_started(self, study, finalists):
-            merge(
-                plan.registry_path,
-                [foreign],
-                family="attention",
-                facts=samples.FACTS,
-                toolchain=samples.TOOLCHAIN,
-            )
+            samples.merged(plan.registry_path, foreign)
 
     report = tune(plan, ScriptedRunner(faster(study.space[2])), Neighbor())
     assert report.outcomes[0].entry.config == study.space[2]
@@ -250,30 +243,16 @@ def test_what_was_measured_is_what_is_reported_and_written(tmp_path):
 
 def test_an_entry_that_cannot_run_here_is_never_tried(tmp_path):
     study = scripted.study()
-    plan = scripted.plan(tmp_path, study)
-    foreign = samples.entry(study.key, samples.config(block_m=1024, num_warps=3))
-    merge(
-        plan.registry_path,
-        [foreign],
-        family="attention",
-        facts=samples.FACTS,
-        toolchain=samples.TOOLCHAIN,
-    )
+    foreign = samples.config(block_m=1024, num_warps=3)
     runner = ScriptedRunner()
-    tune(plan, runner)
-    assert foreign.config not in runner.screened
+    tune(held(tmp_path, study, foreign), runner)
+    assert foreign not in runner.screened
 
 
 def held(tmp_path, study, config):
     """A plan whose registry holds a config for the study's key."""
     plan = scripted.plan(tmp_path, study)
-    merge(
-        plan.registry_path,
-        [samples.entry(study.key, config)],
-        family="attention",
-        facts=samples.FACTS,
-        toolchain=samples.TOOLCHAIN,
-    )
+    samples.merged(plan.registry_path, samples.entry(study.key, config))
     return plan
 
 

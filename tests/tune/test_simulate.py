@@ -86,5 +86,5 @@ def test_a_run_without_enough_valid_configs_is_refused(tmp_path):
     with pytest.raises(UsageError, match="--exhaustive"):
         simulate.read(folder)
     (folder / "run_metadata.json").write_text("[]")
-    with pytest.raises(ConfigError, match="no run's metadata"):
+    with pytest.raises(ConfigError, match="expected a JSON object"):
         simulate.read(folder / "ledger.jsonl")

@@ -53,11 +53,7 @@ class Subject:
         return config.patched(self.pipe, min_seq=self.min_seq, config_dir=self.config_dir)
 
     def denoisers(self, configs: Sequence[RunConfig]) -> list[nn.Module]:
-        """Return the modules that are patched; every config is tried on them, nothing is drawn.
-
-        Raises:
-            ConfigError: a policy is not for this pipeline.
-        """
+        """Return the modules that are patched; every config is tried on them, nothing is drawn."""
         found: list[nn.Module] = []
         for config in configs:
             with self.patched(config) as handle:
@@ -108,17 +104,7 @@ def draw_once(
     drift: LatentDrift,
     on_step: Callable[[], object] = lambda: None,
 ) -> Drawn:
-    """Patch the pipeline and draw a clip; the latents of the first one, the baseline, are kept.
-
-    Args:
-        subject: what is drawn.
-        config: what it runs on.
-        drift: empty for the baseline's run; filled by it.
-        on_step: called at the end of each denoising step.
-
-    Raises:
-        DeviceError: it does not fit into memory, or holds NaN or Inf.
-    """
+    """Patch the pipeline and draw a clip; the latents of the first one, the baseline, are kept."""
     first = not len(drift)
     errors: list[float] = []
     watch = Stopwatch(subject.wait)

@@ -30,11 +30,7 @@ class LatentDrift:
         self._kept.append(latents.detach().to("cpu", torch.float32, copy=True))
 
     def distance(self, step: int, latents: torch.Tensor) -> float:
-        """Return the L2 norm of the difference over the L2 norm of the baseline's latents.
-
-        Raises:
-            UsageError: the baseline's run had no such step.
-        """
+        """Return the L2 norm of the difference over the L2 norm of the baseline's latents."""
         if step >= len(self._kept):
             raise UsageError(
                 f"a run had more than the {len(self._kept)} denoising steps of the baseline; draw "

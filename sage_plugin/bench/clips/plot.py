@@ -23,9 +23,6 @@ def save(comparison: ClipComparison, path: Path) -> str:
     """Save the plot; empty, or why there is none.
 
     Without times there is only the panel of the errors.
-
-    Raises:
-        OutputError: it cannot be written.
     """
     panels = 2 if _has_plane(comparison) else 1
     return figures.save(functools.partial(draw, comparison), path, width=panels * PANEL_WIDTH)

@@ -83,11 +83,7 @@ class Stopwatch:
 
     @property
     def steps_ms(self) -> tuple[float, ...]:
-        """Milliseconds of each denoising step.
-
-        Raises:
-            UsageError: none was reported.
-        """
+        """Milliseconds of each denoising step."""
         if not self._ends:
             raise UsageError(
                 "the pipeline reported the end of no denoising step, so that none can be timed"
@@ -101,11 +97,7 @@ class Stopwatch:
 
 
 def run_time(watches: Sequence[Stopwatch]) -> RunTime:
-    """Sum up the runs of one config.
-
-    Raises:
-        UsageError: the runs reported no steps, or not the same number of them.
-    """
+    """Sum up the runs of one config."""
     steps = [watch.steps_ms for watch in watches]
     if len({len(one) for one in steps}) != 1:
         raise UsageError("the runs had different numbers of denoising steps: draw the same clip")

@@ -33,12 +33,7 @@ def verdict(comparison: ClipComparison) -> str:
 
 
 def bars(curve: Sequence[float], largest: float) -> str:
-    """Draw a curve as one character per step, on a logarithmic scale that ends at `largest`.
-
-    Example:
-        >>> bars([0.0, 0.001, 0.1], 0.1)
-        '▁▅█'
-    """
+    """Draw a curve as one character per step, on a logarithmic scale that ends at `largest`."""
     return "".join(_bar(value, largest) for value in curve)
 
 

@@ -19,12 +19,7 @@ As = Annotated[
 
 
 def facts_of(device: str | None, card: str | None, config_dir: Path | None) -> DeviceFacts:
-    """Return the facts of the device here, or those that were recorded for a named card.
-
-    Raises:
-        UsageError: both are named, or no file is of such a card.
-        DeviceError: torch cannot use the device.
-    """
+    """Return the facts of the device here, or those that were recorded for a named card."""
     from sage_plugin import device as devices
     from sage_plugin.registry import cards
 

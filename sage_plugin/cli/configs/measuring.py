@@ -2,87 +2,104 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sage_plugin.cli.console import say
-from sage_plugin.cli.options import SOME_FAILED, ConfigDir, Device, dtype_name, one_of
-from sage_plugin.schema import LAYOUTS, CallShape, DeviceFacts, RegistryEntry
+from sage_plugin.cli.options import ConfigDir, Device, dtype_name, flattened, one_of
+from sage_plugin.cli.tuning.options import PlaceOptions, seconds
+from sage_plugin.schema import LAYOUTS, DeviceFacts, RegistryEntry
 
 if TYPE_CHECKING:
-    from sage_plugin.tune.configs.plan import TuningPlan
     from sage_plugin.tune.held.recheck import Believed
 
-Captures = Annotated[
-    Path | None, typer.Option("--captures", help="Recording whose calls are measured on.")
-]
+
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    """What believed configs are measured on, for how long, and where winners go."""
+
+    captures: Annotated[
+        Path | None, typer.Option("--captures", help="Recording whose calls are measured on.")
+    ] = None
+    config_dir: ConfigDir = None
+    device: Device = None
+    budget: Annotated[str | None, typer.Option(help="Time for all of it: 600, 10m or 2h.")] = None
+    min_gain: Annotated[
+        float, typer.Option(help="Smallest sure gain worth an entry; 0.01 is 1 %.")
+    ] = 0.01
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be measured, and stop.")
+    ] = False
+
+    def measure(self, believed: Sequence[Believed], name: str) -> None:
+        """Measure each config against the default, and keep what wins."""
+        from sage_plugin.cli import tune
+        from sage_plugin.tune.configs import inputs
+        from sage_plugin.tune.configs.plan import TuningRequest
+        from sage_plugin.tune.held import recheck
+        from sage_plugin.tune.search.search import SearchLimits
+
+        folder = self.captures
+        request = TuningRequest(
+            inputs=inputs.TuningInputs(()) if folder is None else inputs.from_captures(folder),
+            device=self.device,
+            config_dir=self.config_dir,
+            min_gain=self.min_gain,
+            limits=SearchLimits(budget_s=None if self.budget is None else seconds(self.budget)),
+        )
+        plan = recheck.build(believed, request, name)
+        tune.follow(plan, PlaceOptions(), dry_run=self.dry_run)
+
+
 Stale = Annotated[
     bool, typer.Option("--stale", help="Only entries that were tuned with other software.")
 ]
-Budget = Annotated[str | None, typer.Option(help="Time for all of it: 600, 10m or 2h.")]
-MinGain = Annotated[float, typer.Option(help="Smallest sure gain worth an entry; 0.01 is 1 %.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be measured, and stop.")]
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="best_configs_*.json")]
 Kernel = Annotated[str, typer.Option(help="Kernel, or kernel:variant, that they are of.")]
 Dtype = Annotated[str, typer.Option(help="fp16, bf16 or fp32.")]
 Layout = Annotated[str, typer.Option(help="bhsd or bshd.")]
 
 
-def revalidate(
-    captures: Captures = None,
-    stale: Stale = False,
-    config_dir: ConfigDir = None,
-    device: Device = None,
-    budget: Budget = None,
-    min_gain: MinGain = 0.01,
-    dry_run: DryRun = False,
-) -> None:
+@flattened
+def revalidate(options: MeasureOptions, stale: Stale = False) -> None:
     """Measure the configs in use again; what no longer beats the default loses its place."""
     from sage_plugin import device as devices
 
-    facts = devices.chosen(device)[1]
-    believed = list(_in_use(facts, config_dir, stale))
+    facts = devices.chosen(options.device)[1]
+    believed = list(_in_use(facts, options.config_dir, stale))
     if not believed:
         say(f"No {'stale ' if stale else ''}configs are in use on {facts.name}: nothing to measure")
         return
-    _measure(believed, "revalidate", captures, config_dir, device, budget, min_gain, dry_run)
+    options.measure(believed, "revalidate")
 
 
+@flattened
 def import_files(
     files: Files,
+    options: MeasureOptions,
     kernel: Kernel = "qk_int8",
     dtype: Dtype = "fp16",
     layout: Layout = "bhsd",
-    captures: Captures = None,
-    config_dir: ConfigDir = None,
-    device: Device = None,
-    budget: Budget = None,
-    min_gain: MinGain = 0.01,
-    dry_run: DryRun = False,
 ) -> None:
     """Measure configs of best_configs_*.json here, and keep those that beat the default."""
+    from sage_plugin.measure.inputs import self_attention
     from sage_plugin.registry import seed_files
     from sage_plugin.tune.held.recheck import Believed
 
-    believed = [
-        Believed(
-            kernel,
-            CallShape(
-                batch=row.batch, heads_q=row.heads, heads_k=row.heads, seq_q=row.seq_len,
-                seq_k=row.seq_len, head_dim=row.head_dim, dv=row.head_dim, dtype=dtype_name(dtype),
-                causal=False, mask_kind="none", layout=one_of("--layout", layout, LAYOUTS),
-                scale=row.head_dim**-0.5,
-            ),
-            row.fields,
-            str(path),
-        )
-        for path in files
-        for row in seed_files.read(path)
-    ]  # fmt: skip
-    _measure(believed, "import", captures, config_dir, device, budget, min_gain, dry_run)
+    name = dtype_name(dtype)
+    one_of("--layout", layout, LAYOUTS)
+    believed = []
+    for path in files:
+        for row in seed_files.read(path):
+            plain = self_attention(row.batch, row.heads, row.seq_len, row.head_dim, dtype=name)
+            shape = dataclasses.replace(plain, layout=layout)
+            believed.append(Believed(kernel, shape, row.fields, str(path)))
+    options.measure(believed, "import")
 
 
 def _in_use(facts: DeviceFacts, config_dir: Path | None, stale: bool) -> Iterator[Believed]:
@@ -99,42 +116,3 @@ def _in_use(facts: DeviceFacts, config_dir: Path | None, stale: bool) -> Iterato
             seen.add(entry.key)
             if not stale or staleness.changes(entry, devices.toolchain()):
                 yield held(entry, str(path))
-
-
-def _measure(
-    believed: Sequence[Believed],
-    name: str,
-    captures: Path | None,
-    config_dir: Path | None,
-    device: str | None,
-    budget: str | None,
-    min_gain: float,
-    dry_run: bool,
-) -> None:
-    from sage_plugin.cli import tune
-    from sage_plugin.cli.tuning.options import seconds
-    from sage_plugin.tune.configs import inputs
-    from sage_plugin.tune.configs.plan import TuningRequest
-    from sage_plugin.tune.held import recheck
-    from sage_plugin.tune.search.search import SearchLimits
-
-    plan: TuningPlan = recheck.build(
-        believed,
-        TuningRequest(
-            inputs=inputs.TuningInputs(()) if captures is None else inputs.from_captures(captures),
-            device=device,
-            config_dir=config_dir,
-            min_gain=min_gain,
-            limits=SearchLimits(budget_s=None if budget is None else seconds(budget)),
-        ),
-        name,
-    )
-    if dry_run:
-        tune.show_plan(plan)
-        return
-    report = tune.run_plan(plan)
-    tune.show_report(report)
-    if report.interrupted:
-        raise typer.Exit(tune.INTERRUPTED)
-    if report.failed:
-        raise typer.Exit(SOME_FAILED)

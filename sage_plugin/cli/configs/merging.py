@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.configs.sources import destination, files_of, merged_into
+from sage_plugin.cli.configs.sources import Runs, destination, files_of
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import ConfigDir
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import RegistryFile
 
-Run = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Names in tuning_runs, or folders of runs.")
-]
+if TYPE_CHECKING:
+    from sage_plugin.registry.merge import MergeReport
+
 Paths = Annotated[
     list[Path],
     typer.Argument(
@@ -26,7 +26,7 @@ Paths = Annotated[
 MinGain = Annotated[float, typer.Option(min=0, help="Smallest sure gain worth an entry.")]
 
 
-def apply(run: Run, config_dir: ConfigDir = None, min_gain: MinGain = 0.01) -> None:
+def apply(run: Runs, config_dir: ConfigDir = None, min_gain: MinGain = 0.01) -> None:
     """Write the winners of runs into your folder of configs, by the rules of tuning."""
     sources = [file for path in run for file in files_of(path)]
     _merge(sources, destination(config_dir), min_gain)
@@ -43,9 +43,33 @@ def merge(paths: Paths, min_gain: MinGain = 0.0) -> None:
 
 
 def _merge(sources: list[RegistryFile], into: Path, min_gain: float) -> None:
-    changed = merged_into(into, sources, min_gain)
+    """Merge by the rules, and print what became of each entry."""
+    from sage_plugin.registry import load
+    from sage_plugin.registry.merge import merge
+
+    changed = 0
+    for file in sources:
+        path = load.file_path(into, file.device.slug, file.family)
+        report = merge(
+            path, file.entries, family=file.family, facts=file.device, toolchain=file.toolchain,
+            min_gain=min_gain,
+        )  # fmt: skip
+        _say_report(path, report)
+        changed += len(report.added) + len(report.replaced)
     say(
         f"Next: sage configs check {into}"
         if changed
         else "Nothing changed. Next: sage configs list, to see what is in use"
     )
+
+
+def _say_report(path: Path, report: MergeReport) -> None:
+    from sage_plugin.families import describe_key
+    from sage_plugin.registry.merge import ALREADY_THERE
+
+    groups = {"added": report.added, "replaced": report.replaced, "kept": report.kept}
+    counts = ", ".join(f"{len(notes)} {word}" for word, notes in groups.items())
+    say(f"{path}: {counts}")
+    for word, notes in groups.items():
+        told = [(key, why) for key, why in notes if why != ALREADY_THERE]
+        say(*(f"  {word}: {describe_key(key)}: {why}" for key, why in told))

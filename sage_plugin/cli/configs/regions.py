@@ -1,21 +1,17 @@
-"""`sage configs regions`: the lengths that each config may serve, priced by the times of runs."""
+"""`sage configs regions`: the calls that each config may serve, priced by the times of runs."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sage_plugin.cli.configs.sources import destination
+from sage_plugin.cli.configs.sources import Runs, destination
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import ConfigDir
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import ATTENTION
 
-Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Names in tuning_runs, or folders of runs.")
-]
 MaxLoss = Annotated[float, typer.Option(min=0, help="Loss that a region may have; 0.01 is 1 %.")]
 Fewest = Annotated[
     bool, typer.Option("--fewest", help="Drop the entries that the others' regions cover.")
@@ -25,7 +21,7 @@ Fewest = Annotated[
 def command(
     run: Runs, config_dir: ConfigDir = None, max_loss: MaxLoss = 0.01, fewest: Fewest = False
 ) -> None:
-    """Price each winner at the other lengths of the same runs, and write the regions it serves."""
+    """Price winners at the other lengths and batches of the runs, and write what they serve."""
     from sage_plugin.families import describe_key
     from sage_plugin.registry import load
     from sage_plugin.registry.entries import ranges
@@ -46,7 +42,9 @@ def command(
         if key not in entries:
             say(f"dropped: {describe_key(key)}")
             continue
-        low, high = next(iter(ranges(entries[key]).values()))
-        say(f"{describe_key(key)}: {low} to {high}, at most {entries[key].regret:.1%} lost")
+        spans = {name: f"{low} to {high}" for name, (low, high) in ranges(entries[key]).items()}
+        heads = f", batch x heads {spans['batch_heads']}" if "batch_heads" in spans else ""
+        served = spans[key.LENGTHS[0]] + heads
+        say(f"{describe_key(key)}: {served}, at most {entries[key].regret:.1%} lost")
     say(f"{path}: {len(changed)} entries changed, {len(entries)} are held")
     say("Next: sage configs explain, for a length between")

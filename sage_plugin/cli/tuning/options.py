@@ -58,11 +58,7 @@ class SearchOptions:
     ] = None
 
     def limits(self) -> SearchLimits:
-        """Return when a search ends.
-
-        Raises:
-            UsageError: the budget is not a duration.
-        """
+        """Return when a search ends."""
         from sage_plugin.tune.search.search import SearchLimits
 
         budget_s = None if self.budget is None else seconds(self.budget)
@@ -75,11 +71,7 @@ class SearchOptions:
         return ErrorLimit(self.max_error_ratio, self.max_error)
 
     def space_file(self, family: str) -> SpaceFile | None:
-        """Return the user's own space.
-
-        Raises:
-            ConfigError: it is not one.
-        """
+        """Return the user's own space."""
         from sage_plugin.tune.configs import space_file
 
         return None if self.space is None else space_file.read(self.space, family)
@@ -104,11 +96,7 @@ class PlaceOptions:
     ] = "local"
 
     def part(self) -> tuple[int, int]:
-        """Return which part of how many is tuned.
-
-        Raises:
-            UsageError: it is not written `1/4`.
-        """
+        """Return which part of how many is tuned."""
         if self.shard is None:
             return 1, 1
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.shard.strip())
@@ -117,11 +105,7 @@ class PlaceOptions:
         return int(match[1]), int(match[2])
 
     def chosen_gpus(self) -> tuple[Gpu, ...]:
-        """Return the GPUs that share the calls; empty for the one of `--device`.
-
-        Raises:
-            UsageError: not numbers of GPUs, or of several kinds.
-        """
+        """Return the GPUs that share the calls; empty for the one of `--device`."""
         if self.gpus is None:
             return ()
         from sage_plugin.tune.configs.lanes import chosen_gpus
@@ -129,11 +113,7 @@ class PlaceOptions:
         return chosen_gpus(self.gpus)
 
     def lanes(self, plan: TuningPlan) -> tuple[Runner, ...]:
-        """Make the lanes of a plan.
-
-        Raises:
-            UsageError: an unknown executor.
-        """
+        """Make the lanes of a plan."""
         from sage_plugin.cli.options import one_of
 
         if one_of("--executor", self.executor, ("local", "ray")) == "ray":
@@ -146,11 +126,7 @@ class PlaceOptions:
 
 
 def seconds(text: str) -> float:
-    """Read a duration such as `600`, `90s`, `10m` or `2h` in seconds.
-
-    Raises:
-        UsageError: it is not one.
-    """
+    """Read a duration such as `600`, `90s`, `10m` or `2h` in seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None:
         raise UsageError(f"--budget {text!r}: a number of seconds, or such as 10m or 2h")

@@ -13,19 +13,18 @@ import torch
 from sage_plugin.accuracy.fingerprint import fingerprint
 from sage_plugin.accuracy.metrics import errors_of
 from sage_plugin.accuracy.output import CheckedOutput, ExactRows, checked_output
+from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.families.attention import cost
 from sage_plugin.families.attention.reference import reference
 from sage_plugin.families.family import SplitCall
 from sage_plugin.kernels.attention.api import attention
-from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams, Decision, bhsd
 from sage_plugin.measure.inputs import Tensors, in_layout, synthetic
 from sage_plugin.measure.masks import synthetic_mask
 from sage_plugin.schema import (
     CallShape,
-    CaptureRecord,
     DeviceFacts,
     ErrorMetrics,
     LaunchConfig,
@@ -192,7 +191,7 @@ class AttentionReplay:
         return out
 
 
-def saved_shape(record: CaptureRecord) -> CallShape:
+def saved_shape(record: AttentionCapture) -> CallShape:
     """Return the shape of what a capture holds of its call."""
     shape = record.shape
     group = shape.heads_q // shape.heads_k
@@ -201,7 +200,7 @@ def saved_shape(record: CaptureRecord) -> CallShape:
 
 
 def captured(
-    folder: CaptureFolder, record: CaptureRecord, device: torch.device | str
+    folder: CaptureFolder, record: AttentionCapture, device: torch.device | str
 ) -> AttentionReplay:
     """Load a capture.
 
@@ -218,29 +217,3 @@ def drawn(
     """Draw values of a shape, and its mask."""
     tensors = synthetic(shape, device=device, seed=seed, distribution=distribution)
     return AttentionReplay(tensors, synthetic_mask(shape, device=device, seed=seed), shape)
-
-
-def attention_errors(
-    kernel: str,
-    variant: str,
-    launch: LaunchConfig | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    mask: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-) -> ErrorMetrics:
-    """Run a kernel on tensors (B, H, S, D) and judge it against the oracle, as `errors` does.
-
-    Example:
-        >>> x = torch.ones(1, 1, 4, 64)
-        >>> attention_errors("torch", "host", None, x, x, x, causal=False, scale=None).bad_values
-        0
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    shape = shape_of(q, k, v, causal=causal, scale=scale, layout="bhsd")
-    call = AttentionReplay((q, k, v), mask, shape)
-    return call.errors(Decision(kernel, variant), launch, rows)

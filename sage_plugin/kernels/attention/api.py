@@ -15,11 +15,11 @@ from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, decid
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.attention.prologue.apply import prepared_qk
 from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
-from sage_plugin.kernels.attention.runtime import can_bypass_dispatcher
 from sage_plugin.kernels.attention.torch_ops import text_of
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.support import ON_GPUS
+from sage_plugin.kernels.surroundings import can_bypass_dispatcher
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["attention", "host_attention"]
@@ -148,18 +148,7 @@ def run_op(
     launch: LaunchConfig | None = None,
     config_dir: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Run a decided call as a torch op, which compilers, modes and transforms see; traceable.
-
-    Args:
-        decision: kernel and variant.
-        call: the call.
-        mask: its mask as `mask.normalized` leaves it.
-        launch: launch config in place of the looked-up one.
-        config_dir: folder of configs searched first.
-
-    Raises:
-        UnsupportedInputError: a kernel that needs a GPU, or an illegal launch config.
-    """
+    """Run a decided call as a torch op, which compilers, modes and transforms see; traceable."""
     if decision.kernel == "sdpa" and _is_plain_sdpa(call):
         return _sdpa(call)
     q = call.q
@@ -195,11 +184,7 @@ def _on_host(
 
 
 def _is_plain_sdpa(call: AttentionCall) -> bool:
-    """Whether SDPA itself takes a call: with dropout or a gradient, or nothing it does not know.
-
-    Raises:
-        UnsupportedInputError: the LSE together with dropout or a gradient.
-    """
+    """Whether SDPA itself takes a call: with dropout or a gradient, or nothing it does not know."""
     flows = call.dropout_p > 0.0 or call.needs_grad
     if flows and call.return_lse:
         raise UnsupportedInputError(

@@ -71,15 +71,7 @@ EMPTY = FallbackReason(Fallback.EMPTY)
 
 
 def resolve_kernel(name: str) -> str:
-    """The canonical name of a kernel, `"auto"` included.
-
-    Raises:
-        UnknownKernelError: no kernel has that name.
-
-    Example:
-        >>> resolve_kernel("qk_int8")
-        'sage'
-    """
+    """Return the canonical name of a kernel, `"auto"` included."""
     known = KERNEL_ALIASES.get(name, name)
     if known != "auto" and known not in KERNELS:
         raise UnknownKernelError(_unknown(name))
@@ -87,11 +79,7 @@ def resolve_kernel(name: str) -> str:
 
 
 def _unknown(name: str) -> str:
-    """Say that there is no such kernel, and which one was meant.
-
-    Raises:
-        UnknownKernelError: the name has a variant in it, and that is not known.
-    """
+    """Say that there is no such kernel, and which one was meant."""
     kernel, colon, variant = name.partition(":")
     if colon and KERNEL_ALIASES.get(kernel, kernel) in KERNELS:
         _checked_variant(KERNEL_ALIASES.get(kernel, kernel), variant)
@@ -104,15 +92,7 @@ def _unknown(name: str) -> str:
 
 
 def parse_kernel(text: str) -> tuple[str, str]:
-    """Split `kernel` or `kernel:variant` into names that exist; the variant defaults to `"auto"`.
-
-    Raises:
-        UnknownKernelError: the kernel or its variant is not known.
-
-    Example:
-        >>> parse_kernel("fav3_sage:portable")
-        ('fav3_sage', 'portable')
-    """
+    """Split `kernel` or `kernel:variant` into names that exist, the variant by default `"auto"`."""
     name, _, variant = text.partition(":")
     kernel = resolve_kernel(name)
     return kernel, _checked_variant(kernel, variant or "auto")
@@ -125,12 +105,7 @@ def environment_choice() -> tuple[str, str]:
 
 
 def automatic_kernel(facts: DeviceFacts) -> str:
-    """The kernel that `auto` stands for on a device, where it takes a call at all.
-
-    Example:
-        >>> automatic_kernel(facts_of("cpu", None))
-        'fav3_sage'
-    """
+    """Return the kernel that `auto` stands for on a device, where it takes a call at all."""
     return "sage" if facts.fp8_dtype is None else "fav3_sage"
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from sage_plugin import settings
-from sage_plugin.kernels.attention import dispatch, runtime, validate
+from sage_plugin.kernels.attention import dispatch, validate
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.mask import is_added, mask_kind, of_heads
+from sage_plugin.kernels.attention.recipes import built
 from sage_plugin.kernels.contract import (
     HOST,
     AttentionParams,
@@ -28,6 +29,7 @@ from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.launch_graph import Outputs
 from sage_plugin.kernels.repeats import Repeats
 from sage_plugin.kernels.support import ON_GPUS
+from sage_plugin.kernels.surroundings import on_device, without_autocast
 from sage_plugin.schema import CallKey, CallShape, LaunchConfig
 
 
@@ -70,7 +72,7 @@ class Executor(Repeats):
         if self.decision.variant in ON_GPUS and call.q.device.type != "cpu":
             return self.run_recorded(call)
         out, lse = self.run_anew(call)
-        return (runtime.as_promised(call.q, out) if self.decision.variant == HOST else out), lse
+        return (as_promised(call.q, out) if self.decision.variant == HOST else out), lse
 
     def run_recorded(self, call: AttentionCall) -> Outputs:
         """Run a call: the first of a key as it is, the second recorded, all others replayed."""
@@ -78,13 +80,26 @@ class Executor(Repeats):
 
     def run_anew(self, call: AttentionCall) -> Outputs:
         """Run both steps of a call, one after the other."""
-        with runtime.on_device(call.q.device), runtime.without_autocast(call.q.device):
+        with on_device(call.q.device), without_autocast(call.q.device):
             operands = self.kernel.prepare(
                 call.q, call.k, call.v, problem=self.params(call), launch=self.launch
             )
             return self.kernel.launch(
                 operands, out_dtype=call.out_dtype, return_lse=call.return_lse
             )
+
+
+def as_promised(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The host's output in the memory order that the fakes tell a compiler of."""
+    promised = empty_as(q, out.dtype, out.shape[-1])
+    return out if out.stride() == promised.stride() else promised.copy_(out)
+
+
+def empty_as(q: torch.Tensor, dtype: torch.dtype, dv: int) -> torch.Tensor:
+    """An output in Q's memory order where it has Q's shape, packed or not; the fakes use it too."""
+    if dv == q.shape[-1]:
+        return torch.empty_like(q, dtype=dtype)
+    return q.new_empty((*q.shape[:-1], dv), dtype=dtype)
 
 
 MOST_EXECUTORS = 1024
@@ -129,12 +144,7 @@ def resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
 def decide(
     call: AttentionCall, request: KernelRequest
 ) -> tuple[Decision, CallShape, torch.Tensor | None]:
-    """Return where a call runs, its shape record, and its mask as kernels take it; traceable.
-
-    Raises:
-        UnsupportedInputError: tensors that do not fit together.
-        UnknownKernelError: no kernel or variant of that name.
-    """
+    """Return where a call runs, its shape record, and its mask as kernels take it; traceable."""
     q, k, v = call.q, call.k, call.v
     validate.check_out_dtype(call.out_dtype)
     validate.check_tensors(q, k, v, call.layout)
@@ -163,7 +173,7 @@ def _resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
     launch = None if decision.kernel == "sdpa" else request.launch
     validate.check_runnable(decision, device, shape, launch)
     facts = dispatch.facts_of(device.type, device.index)
-    kernel, numbers = runtime.built(decision, facts), _numbers_of(call)
+    kernel, numbers = built(decision, facts), _numbers_of(call)
     if launch is not None or decision.variant == HOST:
         return Executor(decision, kernel, numbers, launch)
     key = dispatch.call_key(shape, decision)
@@ -179,11 +189,7 @@ def _resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
 
 
 def _numbers_of(call: AttentionCall) -> AttentionParams:
-    """Return what kernels take of a call besides its tensors.
-
-    Raises:
-        UnsupportedInputError: window, soft cap, scale or sinks that are wrong.
-    """
+    """Return what kernels take of a call besides its tensors."""
     window, softcap, scale = validate.checked_rest(
         call.q, call.layout, call.window, call.softcap, call.scale, call.sinks
     )

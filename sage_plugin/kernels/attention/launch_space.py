@@ -30,20 +30,12 @@ Checks = tuple[tuple[bool, str], ...]
 def find_launch(
     key: CallKey, facts: DeviceFacts, *, config_dir: str | None = None
 ) -> ResolvedConfig:
-    """Return the launch config of a call, see `launch_config.find`.
-
-    Raises:
-        ConfigError: `SAGE_PLUGIN_LAUNCH` is not a JSON object of launch config fields.
-    """
+    """Return the launch config of a call, see `launch_config.find`."""
     return launch_config.find(key, facts, RULES, config_dir=config_dir)
 
 
 def default_launch(key: CallKey, facts: DeviceFacts) -> LaunchConfig:
-    """The architecture default of a call.
-
-    Raises:
-        ConfigError: the kernel has no launch config on this hardware.
-    """
+    """The architecture default of a call."""
     return _region(key, facts).default
 
 

@@ -51,32 +51,17 @@ def normalized(
 
 
 def of_heads(mask: torch.Tensor | None) -> bool:
-    """Whether a normalised mask differs between heads.
-
-    Example:
-        >>> of_heads(torch.ones(1, 4, 1, 5))
-        True
-    """
+    """Whether a normalised mask differs between heads."""
     return mask is not None and mask.shape[1] > 1
 
 
 def is_added(mask: torch.Tensor | None) -> bool:
-    """Whether a normalised mask is added to the scores, and does not only hide keys.
-
-    Example:
-        >>> is_added(torch.ones(1, 1, 1, 5, dtype=torch.bool))
-        False
-    """
+    """Whether a normalised mask is added to the scores, and does not only hide keys."""
     return mask is not None and mask.dtype != torch.bool
 
 
 def mask_kind(mask: torch.Tensor | None) -> str:
-    """The mask kind of a normalised mask: `"none"`, `"key_bias"` (one row for all), `"dense"`.
-
-    Example:
-        >>> mask_kind(torch.ones(1, 1, 1, 5))
-        'key_bias'
-    """
+    """The mask kind of a normalised mask: `"none"`, `"key_bias"` (one row for all), `"dense"`."""
     if mask is None:
         return "none"
     return "key_bias" if mask.shape[2] == 1 else "dense"

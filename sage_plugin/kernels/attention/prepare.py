@@ -10,13 +10,14 @@ import torch
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch, validate
-from sage_plugin.kernels.attention import runtime as runs
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, resolve
 from sage_plugin.kernels.attention.prologue.apply import prepared_qk
 from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
+from sage_plugin.kernels.attention.recipes import built
 from sage_plugin.kernels.contract import HOST, Decision, Operands, OutputForm
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.kernels.surroundings import on_device, without_autocast
 from sage_plugin.schema import LaunchConfig
 
 __all__ = ["Prepared", "launch", "prepare"]
@@ -133,7 +134,7 @@ def prepare(
             raise validate.refusal(kernel, executor)
         executor = resolve(call, HOST_REQUEST)
         assert isinstance(executor, Executor), "the host's attention takes every call"
-    with runs.on_device(q.device), runs.without_autocast(q.device):
+    with on_device(q.device), without_autocast(q.device):
         operands = executor.kernel.prepare(
             q, k, v, problem=executor.params(call), launch=executor.launch
         )
@@ -177,10 +178,10 @@ def launch(
             "with_lse=True"
         )
     form, decision = prepared.form, prepared.decision
-    kernel = runs.built(decision, dispatch.facts_of(form.device.type, form.device.index))
+    kernel = built(decision, dispatch.facts_of(form.device.type, form.device.index))
     with (
-        runs.on_device(form.device),
-        runs.without_autocast(form.device),
+        on_device(form.device),
+        without_autocast(form.device),
         torch.set_grad_enabled(prepared.needs_grad and torch.is_grad_enabled()),
     ):
         out, lse = kernel.launch(prepared.operands, out_dtype=out_dtype, return_lse=return_lse)

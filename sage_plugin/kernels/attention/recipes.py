@@ -10,9 +10,10 @@ import torch
 from sage_plugin.errors import DeviceError, UnknownKernelError
 from sage_plugin.kernels.attention.backends.sdpa import HostKernel
 from sage_plugin.kernels.attention.oracle import OracleKernel
-from sage_plugin.kernels.contract import HOST, Implementation
+from sage_plugin.kernels.contract import HOST, Decision, Implementation
 from sage_plugin.kernels.quantize.recipe import Recipe
 from sage_plugin.kernels.support import TRITON_KERNELS
+from sage_plugin.schema import DeviceFacts
 
 FORMATS = {
     "sage": ("int8", "fp16"),
@@ -26,25 +27,17 @@ Sources: SageAttention (arXiv 2410.02367), SageAttention2 (2411.10958), FlashAtt
 """
 
 
+def built(decision: Decision, facts: DeviceFacts) -> Implementation[Any]:
+    """The implementation of what was decided, with the FP8 type of the device."""
+    fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
+    return implementation(decision.kernel, decision.variant, fp8)
+
+
 @functools.cache
 def implementation(
     kernel: str, variant: str, fp8: torch.dtype = torch.float8_e4m3fn
 ) -> Implementation[Any]:
-    """Return the implementation of a kernel's variant.
-
-    Args:
-        kernel: a name of `schema.KERNELS`.
-        variant: `"emulation"`, `"portable"` or `"hopper"`; `"host"` for `torch` and `sdpa`.
-        fp8: FP8 type of the device's matrix units.
-
-    Raises:
-        UnknownKernelError: the pair does not exist.
-        DeviceError: Triton is needed and cannot be imported.
-
-    Example:
-        >>> type(implementation("sage", "emulation")).__name__
-        'QuantizedEmulation'
-    """
+    """Return the implementation of a kernel's variant."""
     if variant == HOST and kernel in ("torch", "sdpa"):
         return OracleKernel() if kernel == "torch" else HostKernel()
     if variant not in TRITON_KERNELS.get(kernel, ()):
@@ -54,13 +47,13 @@ def implementation(
             + ", ".join(known)
         )
     try:
-        built: Implementation[Any] = _built(kernel, variant, fp8)
+        made: Implementation[Any] = _built(kernel, variant, fp8)
     except ImportError as error:
         raise DeviceError(
             f"kernel {kernel}:{variant} needs Triton, which cannot be imported here ({error}); "
             "install it with `pip install sage-plugin[triton]`"
         ) from error
-    return built
+    return made
 
 
 def _built(kernel: str, variant: str, fp8: torch.dtype) -> Any:  # noqa: ANN401

@@ -31,18 +31,7 @@ class Support:
 def support(
     kernel: str, facts: DeviceFacts, *, head_dim: int = 128, dtype: str = "bfloat16"
 ) -> Support:
-    """The variant, FP8 type and default launch config of a kernel on a device, or why none runs.
-
-    Args:
-        kernel: a name of `schema.KERNELS`.
-        facts: the device.
-        head_dim: head dim of the launch config.
-        dtype: input dtype of the launch config, by torch's name.
-
-    Example:
-        >>> support("sage", device.facts("cpu")).variant
-        'emulation'
-    """
+    """The variant, FP8 type and default launch config of a kernel on a device, or why none runs."""
     if kernel in ("torch", "sdpa"):
         return Support(kernel, "host")
     if reason := device_reason(kernel, facts):

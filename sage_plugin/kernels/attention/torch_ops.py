@@ -20,8 +20,7 @@ import torch
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
-from sage_plugin.kernels.attention.executor import Executor, resolve
-from sage_plugin.kernels.attention.runtime import empty_as
+from sage_plugin.kernels.attention.executor import Executor, empty_as, resolve
 from sage_plugin.kernels.attention.validate import check_out_dtype, refusal
 from sage_plugin.kernels.contract import NO_WINDOW, Packed, lse_shape
 from sage_plugin.kernels.fallback import FallbackReason
@@ -74,11 +73,7 @@ def _refuse_gradient(
 
 
 def _executor(call: AttentionCall, request: KernelRequest) -> Executor:
-    """Return what runs a call whose kernel is named, by us or by a caller of the op.
-
-    Raises:
-        UnsupportedInputError: the kernel cannot take the call.
-    """
+    """Return what runs a call whose kernel is named, by us or by a caller of the op."""
     resolved = resolve(call, request)
     if isinstance(resolved, FallbackReason):
         raise refusal(request.kernel, resolved)

@@ -20,11 +20,7 @@ SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
-    """Q, K and V fit together.
-
-    Raises:
-        UnsupportedInputError: they do not, or the layout is not known.
-    """
+    """Refuse Q, K and V that do not fit together, and unknown layouts."""
     given: tuple[object, ...] = (q, k, v)
     if not all(isinstance(x, torch.Tensor) for x in given):
         kinds = ", ".join(type(x).__name__ for x in given)
@@ -56,11 +52,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
 
 
 def check_heads(heads_q: int, heads_k: int) -> None:
-    """The query heads form groups of the same size, one for each key head.
-
-    Raises:
-        UnsupportedInputError: they do not.
-    """
+    """Refuse query heads that do not form equal groups, one for each key head."""
     if heads_k == 0 or heads_q % heads_k != 0:
         raise UnsupportedInputError(
             f"{heads_q} query heads do not divide into {heads_k} key heads; "
@@ -69,11 +61,7 @@ def check_heads(heads_q: int, heads_k: int) -> None:
 
 
 def check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Q, K and V are on one device.
-
-    Raises:
-        UnsupportedInputError: they are not.
-    """
+    """Refuse Q, K and V of several devices."""
     if not q.device == k.device == v.device:
         raise UnsupportedInputError(
             f"q, k and v are on {q.device}, {k.device} and {v.device}; move them to one device"
@@ -81,11 +69,7 @@ def check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The inputs are of floating types that attention is computed in.
-
-    Raises:
-        UnsupportedInputError: one of them is not.
-    """
+    """Refuse inputs that are not of a floating type that attention is computed in."""
     if q.dtype not in FLOATS or k.dtype not in FLOATS or v.dtype not in FLOATS:
         raise UnsupportedInputError(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; each needs float16, bfloat16, "
@@ -94,11 +78,7 @@ def check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_out_dtype(out_dtype: torch.dtype | None) -> None:
-    """The output is of a floating type.
-
-    Raises:
-        UnsupportedInputError: it is not.
-    """
+    """Refuse an output that is not of a floating type."""
     if out_dtype is not None and out_dtype not in FLOATS:
         raise UnsupportedInputError(
             f"out_dtype {out_dtype} is not supported; choose float16, bfloat16 or float32"
@@ -108,12 +88,7 @@ def check_out_dtype(out_dtype: torch.dtype | None) -> None:
 def checked_mask(
     attn_mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, layout: str
 ) -> torch.Tensor | None:
-    """The mask of a call in the form that kernels take, see `attention.mask`.
-
-    Raises:
-        UnsupportedInputError: it does not broadcast to the scores, or is of another dtype or on
-            another device.
-    """
+    """Return a mask in the form that kernels take, see `attention.mask`, or refuse it."""
     if attn_mask is None:
         return None
     if attn_mask.device != q.device:
@@ -137,11 +112,7 @@ def checked_rest(
     scale: float | None,
     sinks: torch.Tensor | None,
 ) -> tuple[tuple[int, int], float, float]:
-    """Window, soft cap and scale of a call as kernels take them; its sinks fit.
-
-    Raises:
-        UnsupportedInputError: one of them is wrong.
-    """
+    """Return window, soft cap and scale as kernels take them; refuse what is wrong, sinks too."""
     sides, cap = checked_window(window), checked_softcap(softcap)
     if sinks is not None:
         check_sinks(sinks, q.shape[-3 if layout == "bhsd" else -2], q.device)
@@ -149,11 +120,7 @@ def checked_rest(
 
 
 def checked_window(window: tuple[int, int] | None) -> tuple[int, int]:
-    """The window of a call, `NO_WINDOW` for `None`.
-
-    Raises:
-        UnsupportedInputError: it is not two integers of at least -1.
-    """
+    """Return the window of a call, `NO_WINDOW` for `None`."""
     if window is None:
         return NO_WINDOW
     sides = tuple(window) if isinstance(window, tuple | list) else ()
@@ -168,11 +135,7 @@ def checked_window(window: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def checked_softcap(softcap: float) -> float:
-    """The soft cap of a call as a float, 0 for none.
-
-    Raises:
-        UnsupportedInputError: it is not a finite number of at least 0.
-    """
+    """Return the soft cap of a call as a float, 0 for none."""
     if not isinstance(softcap, int | float) or not 0.0 <= softcap < math.inf:
         raise UnsupportedInputError(
             f"softcap is {softcap!r}; it needs a finite number above 0, or 0 for none"
@@ -181,11 +144,7 @@ def checked_softcap(softcap: float) -> float:
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    """The factor of the scores, `1/sqrt(D)` for `None`.
-
-    Raises:
-        UnsupportedInputError: it is NaN or infinite.
-    """
+    """Return the factor of the scores, `1/sqrt(D)` for `None`."""
     if scale is None:
         return 1.0 / math.sqrt(max(1, head_dim))
     factor = float(scale)
@@ -195,11 +154,7 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_sinks(sinks: torch.Tensor, heads_q: int, device: torch.device) -> None:
-    """The sinks of a call are one number a query head, on the device of Q.
-
-    Raises:
-        UnsupportedInputError: they are not.
-    """
+    """Refuse sinks that are not one number a query head, on the device of Q."""
     if len(sinks.shape) != 1 or sinks.shape[0] != heads_q:
         raise UnsupportedInputError(
             f"sinks is {tuple(sinks.shape)}; it needs one logit a query head, ({heads_q},)"
@@ -225,11 +180,7 @@ def refusal(kernel: str, reason: FallbackReason) -> UnsupportedInputError:
 def check_runnable(
     decision: Decision, device: torch.device, shape: CallShape, launch: LaunchConfig | None
 ) -> None:
-    """What was decided can run on this device, with the launch config that was given.
-
-    Raises:
-        UnsupportedInputError: the kernel needs a GPU, or the launch config is not legal.
-    """
+    """Refuse what cannot run on this device, or not with the launch config that was given."""
     on_cpu = decision.variant in ON_GPUS and device.type == "cpu"
     if on_cpu and not settings.triton_interpreted():
         raise UnsupportedInputError(

@@ -46,12 +46,7 @@ def hidden_by_position(
 
 
 def hidden_by_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Where a mask hides its key: False, `-inf`, or a finite value under `HIDES`.
-
-    Example:
-        >>> hidden_by_mask(torch.tensor([0.0, -1e4, torch.finfo(torch.float32).min])).tolist()
-        [False, False, True]
-    """
+    """Where a mask hides its key: False, `-inf`, or a finite value under `HIDES`."""
     if mask.dtype == torch.bool:
         return ~mask
     if mask.dtype == torch.float16:  # HIDES is -inf in it, and nothing is less

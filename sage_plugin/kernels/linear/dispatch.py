@@ -10,7 +10,6 @@ import torch
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.kernels.linear.backends import torch_products
 from sage_plugin.kernels.linear.call import FLOATS, LinearCall, LinearRequest
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.support import (
@@ -20,6 +19,7 @@ from sage_plugin.kernels.support import (
     device_reason,
     fewest_out_features,
     fewest_products,
+    torch_alignment,
 )
 from sage_plugin.schema import LINEAR_BACKENDS, LINEAR_KERNELS, DeviceFacts
 
@@ -135,7 +135,7 @@ def _torch_reason(call: LinearCall, kernel: str, facts: DeviceFacts) -> Fallback
         return FallbackReason(Fallback.NO_TORCH_PRODUCT, (kernel, facts.arch))
     out_features, in_features = call.matrix.shape
     int8 = kernel == "int8_row"
-    if facts.kind != "cpu" and not torch_products.takes(in_features, out_features, int8=int8):
-        step = torch_products.INT8_ALIGNMENT if int8 else torch_products.ALIGNMENT
+    step = torch_alignment(int8=int8)
+    if facts.kind != "cpu" and (in_features | out_features) % step:
         return FallbackReason(Fallback.FEATURES, (in_features, out_features, step))
     return None

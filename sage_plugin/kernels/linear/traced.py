@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin import device
-from sage_plugin.kernels.linear.backends.torch_products import TorchProducts, takes
+from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows, quantized_rows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.linear.torch_ops import multiply_by_op, quantize_by_op
 from sage_plugin.kernels.linear.weight import QuantizedWeight
-from sage_plugin.kernels.support import TORCH_FP8_FASTEST
 
 _products = TorchProducts()
 
@@ -33,6 +31,7 @@ def traced_linear(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     prologue: Prologue = NO_PROLOGUE,
+    config_dir: str | None = None,
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias`, `(..., N)`, from quantized rows.
 
@@ -42,9 +41,10 @@ def traced_linear(
         bias: `(N,)`.
         out_dtype: dtype of the output, `x`'s if `None`.
         prologue: what comes before.
+        config_dir: folder of tuned configs that is searched before the others.
     """
     rows = traced_rows(x, weight.row_format, weight.smooth, prologue)
-    out = _multiplied(rows, weight, bias, out_dtype or x.dtype)
+    out = _multiplied(rows, weight, bias, out_dtype or x.dtype, config_dir)
     return out.view(*x.shape[:-1], weight.data.shape[0])
 
 
@@ -62,14 +62,8 @@ def _multiplied(
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    config_dir: str | None,
 ) -> torch.Tensor:
-    if not has_ops(rows.data) or torch_is_fastest(rows.data.device, rows.data.dtype, weight):
+    if not has_ops(rows.data) or weight.best_by_torch:
         return _products.multiply(rows, weight, bias, out_dtype)
-    return multiply_by_op(rows, weight, bias, out_dtype)
-
-
-def torch_is_fastest(where: torch.device, dtype: torch.dtype, weight: QuantizedWeight) -> bool:
-    """Return whether torch multiplies a weight, and faster than we do."""
-    if dtype == torch.int8 or not takes(weight.in_features, weight.out_features, int8=False):
-        return False
-    return device.facts_of(where.type, where.index).arch in TORCH_FP8_FASTEST
+    return multiply_by_op(rows, weight, bias, out_dtype, config_dir)

@@ -11,12 +11,15 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.linear.rows.quantized import quantized_rows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat, row_format
 from sage_plugin.kernels.quantize.hadamard import rotated
+from sage_plugin.kernels.support import TORCH_FP8_FASTEST, torch_alignment
 
 CHUNK_VALUES = 1 << 24
 """Values of a weight that are quantized at once: their fp32 copies take 64 MiB each."""
 
 
-_signatures: dict[tuple[object, ...], int] = {}
+_known: dict[tuple[object, ...], tuple[int, bool]] = {}
+"""Signature of a weight, and whether torch's product is the best for it, by all that these follow
+from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +37,7 @@ class QuantizedWeight:
         sums: `(N,)` fp32 sums of the rows of `data` of an asymmetric weight, else `None`.
         row_format: the format of the rows that it is multiplied with.
         signature: a number for all that decisions follow from; equal where that is equal.
+        best_by_torch: whether torch's FP8 product takes the weight, and is the fastest where it is.
         columns: `data` as `(K, N)`, and `scale` as `(1, N)`: how torch's product takes them.
     """
 
@@ -46,6 +50,7 @@ class QuantizedWeight:
     sums: torch.Tensor | None = None
     row_format: RowFormat = field(init=False, repr=False)
     signature: int = field(init=False, repr=False)
+    best_by_torch: bool = field(init=False, repr=False)
     columns: tuple[torch.Tensor, torch.Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +59,11 @@ class QuantizedWeight:
         about = (self.kernel, data.shape, form, data.device, self.smooth is None)
         columns = (data.t(), self.scale if per_tensor else self.scale[None, :])
         object.__setattr__(self, "row_format", form)
-        object.__setattr__(self, "signature", _signatures.setdefault(about, len(_signatures)))
+        found = _known.get(about)
+        if found is None:
+            found = _known.setdefault(about, (len(_known), _is_best_by_torch(data)))
+        object.__setattr__(self, "signature", found[0])
+        object.__setattr__(self, "best_by_torch", found[1])
         object.__setattr__(self, "columns", columns)
 
     @property
@@ -98,6 +107,13 @@ class QuantizedWeight:
             values = values + self.offset[:, None]
         values = rotated(values, self.rotation)
         return (values if self.smooth is None else values / self.smooth).to(dtype)
+
+
+def _is_best_by_torch(data: torch.Tensor) -> bool:
+    rows, channels = data.shape
+    if data.dtype == torch.int8 or (rows | channels) % torch_alignment(int8=False):
+        return False
+    return device.facts_of(data.device.type, data.device.index).arch in TORCH_FP8_FASTEST
 
 
 def quantize_weight(

@@ -11,6 +11,11 @@ from torch import nn
 
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin.context import layer_path
+from sage_plugin.plugin.hosts.tensor_parallel import (
+    shard_of,
+    sharding_of,
+    transforms_of,
+)
 from sage_plugin.plugin.linears.module import QuantizedLinear
 from sage_plugin.plugin.linears.roles import BASE_LAYER, Role, blocks_of, role_of
 
@@ -79,14 +84,16 @@ def _obstacle(module: nn.Module) -> FallbackReason | None:
         return FallbackReason(Fallback.LINEAR_QUANTIZED, name)
     if type(module) not in (nn.Linear, QuantizedLinear):
         return FallbackReason(Fallback.LINEAR_CLASS, name)
-    if "forward" in vars(module):
+    transformed = transforms_of(module) is not None
+    if "forward" in vars(module) and not transformed:
         if hasattr(module, "_hf_hook"):
             return FallbackReason(Fallback.LINEAR_OFFLOADED, "a hook of accelerate")
         return FallbackReason(Fallback.LINEAR_FORWARD)
     weight = module._parameters.get("weight")
     if weight is None:
         return FallbackReason(Fallback.LINEAR_CLASS, f"{name} without a weight")
-    kind = type(weight) if type(weight) is not nn.Parameter else type(weight.data)
+    own = shard_of(weight) if transformed or sharding_of(module) is not None else weight
+    kind = type(own) if type(own) is not nn.Parameter else type(own.data)
     if kind is not torch.Tensor:
         if kind.__module__.startswith("torchao"):
             return FallbackReason(Fallback.LINEAR_QUANTIZED, kind.__name__)

@@ -15,11 +15,14 @@ from torch.nn.functional import linear
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.rows.prologue import Prologue
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.notice import warn_once
 from sage_plugin.plugin.context import PatchState
 from sage_plugin.plugin.counts import LayerCounts
+from sage_plugin.plugin.hosts.parallel import arrived
+from sage_plugin.plugin.hosts.tensor_parallel import Sharding, Transforms, shard_of, sharding_of
 from sage_plugin.plugin.linears import compute
 from sage_plugin.plugin.linears.pending import PendingNorm
 from sage_plugin.plugin.linears.roles import Role
@@ -33,6 +36,7 @@ SLOT = "_sage_linear"
 """Where a linear has its `LinearLayer`."""
 READ = FallbackReason(Fallback.LINEAR_READ)
 GRADIENT = FallbackReason(Fallback.GRADIENT)
+SUBCLASS = FallbackReason(Fallback.TENSOR_SUBCLASS)
 MOST_READS = 2
 """Forwards that need an original, before the linear is left alone."""
 
@@ -41,7 +45,8 @@ MOST_READS = 2
 class LinearLayer:
     """A linear as it is patched.
 
-    Traced code reads `quantized`, `ready` and `waiting` alone, so that equal blocks share a graph.
+    Traced code reads `quantized`, `ready`, `waiting` and `sharding` alone, so that equal blocks
+    share a graph.
 
     Attributes:
         name: module path with the component in front.
@@ -55,6 +60,7 @@ class LinearLayer:
         ready: whether a kernel runs `quantized` where it is.
         waiting: whether the original is elsewhere than the linear.
         freed: whether there is no original any more.
+        sharding: how torch shards it over processes, `None` where it does not.
         left: why it runs as ever, `None` where it does not.
         counts: what it did since the last `patch`.
     """
@@ -69,9 +75,11 @@ class LinearLayer:
     ready: bool = False
     waiting: bool = False
     freed: bool = False
+    sharding: Sharding | None = None
     left: FallbackReason | None = None
     counts: LayerCounts = field(default_factory=LayerCounts)
     _module: weakref.ref[nn.Module] | None = None
+    _transforms: Transforms | None = None
     _version: int = 0
     _dtype: torch.dtype | None = None
     _needed: FallbackReason | None = None
@@ -82,14 +90,22 @@ class LinearLayer:
         """The linear, `None` when it is gone."""
         return None if self._module is None else self._module()
 
+    @property
+    def _request(self) -> LinearRequest:
+        return self.state.options.of_linears
+
     # What forwards do.
 
     def trace(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """A call in a graph, in plain torch operations."""
-        weight, quantized = module._parameters["weight"], self.quantized
-        blocked = quantized is None or not self.ready
+        weight, quantized, sharding = module._parameters["weight"], self.quantized, self.sharding
+        own = x if sharding is None else sharding.own(x)
+        blocked = quantized is None or not self.ready or own is None
         if not blocked and not compute.wants_gradient(x, weight, module.bias):
-            return compute.traced(x, quantized, module.bias)  # type: ignore[arg-type]
+            request = self._request
+            if sharding is None:
+                return compute.traced(x, quantized, module.bias, request)  # type: ignore[arg-type]
+            return sharding.joined(compute.traced(own, quantized, sharding.bias(module), request))  # type: ignore[arg-type]
         if self.waiting:
             raise RuntimeError(
                 "a graph needs the original weight of a patched linear, which waits in CPU memory: "
@@ -103,13 +119,19 @@ class LinearLayer:
             self.settle(module)
         if type(x) is PendingNorm:
             x = x.tensor(self.quantized)
-        reason = self._obstacle(module, x)
+        elif type(x) is not torch.Tensor:
+            x = arrived(x)
+        sharding = self.sharding
+        own = x if sharding is None else sharding.own(x)
+        reason = SUBCLASS if own is None else self._obstacle(module, own)
         if reason is None:
+            assert own is not None
             assert self.quantized is not None
-            answer = compute.run(x, self.quantized, module.bias)
+            bias = module.bias if sharding is None else sharding.bias(module)
+            answer = compute.run(own, self.quantized, bias, self._request)
             if not isinstance(answer, FallbackReason):
                 answer.count(self.counts, self.rule)
-                return answer.out
+                return answer.out if sharding is None else sharding.joined(answer.out)
             reason = answer
         return self._as_ever(module, x, reason)
 
@@ -123,10 +145,10 @@ class LinearLayer:
         if torch.compiler.is_compiling():
             if compute.wants_gradient(x, module._parameters["weight"], module.bias):
                 return None
-            return compute.traced(x, quantized, module.bias, prologue)
+            return compute.traced(x, quantized, module.bias, self._request, prologue)
         if self._obstacle(module, x) is not None:
             return None
-        answer = compute.run(x, quantized, module.bias, prologue)
+        answer = compute.run(x, quantized, module.bias, self._request, prologue)
         if isinstance(answer, FallbackReason):
             return None
         answer.count(self.counts, self.rule)
@@ -138,12 +160,12 @@ class LinearLayer:
         assert self.quantized is not None
         if self.state.disabled:
             return FallbackReason(Fallback.DISABLED)
-        if type(x) not in (torch.Tensor, nn.Parameter):
-            return FallbackReason(Fallback.TENSOR_SUBCLASS)
-        if x.device != self.quantized.data.device:
-            return FallbackReason(Fallback.LINEAR_DEVICE)
         if compute.wants_gradient(x, module._parameters["weight"], module.bias):
             return GRADIENT
+        if type(x) not in (torch.Tensor, nn.Parameter):
+            return SUBCLASS
+        if x.device != self.quantized.data.device:
+            return FallbackReason(Fallback.LINEAR_DEVICE)
         return None
 
     def _as_ever(self, module: nn.Linear, x: torch.Tensor, reason: FallbackReason) -> torch.Tensor:
@@ -165,14 +187,22 @@ class LinearLayer:
         if reason is GRADIENT and self.left is None:  # an optimizer may write the weight
             self.bring_home(module)
             self._needed = GRADIENT
-        elif self.waiting and weight.device != x.device:
+        elif self.waiting and shard_of(weight).device != x.device:
             self._fetch(module)
         return linear(x, weight, module.bias)
 
     # Where the weights are.
 
-    def take(self, module: nn.Module) -> None:
-        """Become the layer of a linear whose class is swapped already."""
+    def take(self, module: nn.Module, transforms: Transforms | None) -> None:
+        """Become the layer of a linear whose class is swapped already.
+
+        Args:
+            module: the linear.
+            transforms: what tensor parallelism does around its forward.
+        """
+        self._transforms, self.sharding = transforms, sharding_of(module)
+        if transforms is not None:
+            transforms.install(module)
         this = weakref.ref(self)
 
         def gone(_: object) -> None:
@@ -189,13 +219,13 @@ class LinearLayer:
     def settle(self, module: nn.Module) -> None:
         """Quantize the weight as it is, if a kernel runs where it is, and send it to wait."""
         with _lock:
-            weight = module._parameters["weight"]
+            weight = _weight_of(module)
             if not (self.freed or self.ready or self.left is not None or weight is None):
                 self._quantize(module, weight)
 
     def check(self, module: nn.Module) -> None:
         """Before an eager forward: note writes to the original, and send it to wait again."""
-        weight = module._parameters["weight"]
+        weight = _weight_of(module)
         if self.left is not None or self.freed or weight is None:
             return
         if self.ready and weight._version != self._version:
@@ -205,7 +235,7 @@ class LinearLayer:
         elif not self.waiting and not self.state.disabled:
             self._send_away(weight)
 
-    def _quantize(self, module: nn.Module, weight: nn.Parameter) -> None:
+    def _quantize(self, module: nn.Module, weight: torch.Tensor) -> None:
         kernel = compute.kernel_for(weight, self.kernel)
         if isinstance(kernel, FallbackReason):
             self._fetch(module)
@@ -238,6 +268,17 @@ class LinearLayer:
                 "can be neither read, saved, copied nor put back; load the model again"
             )
 
+    def prepare_reading(self, module: nn.Module) -> None:
+        """Before parameters are saved or copied: shards are gathered from where their linears are.
+
+        Raises:
+            PatchError: the original was freed.
+        """
+        self.check_original()
+        weight = module._parameters["weight"]
+        if weight is not None and shard_of(weight) is not weight:
+            self.bring_home(module)
+
     def bring_home(self, module: nn.Module) -> None:
         """Have the original on the linear's device, and the 8-bit weight made anew later."""
         self.check_original()
@@ -258,11 +299,13 @@ class LinearLayer:
         self.check_original()
         self._fetch(module)
         self.ready, self.quantized = False, None
+        if self._transforms is not None:
+            self._transforms.put_back(module)
         vars(module).pop(SLOT, None)
 
     def original_parameters(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
         """The parameters as they would be unpatched."""
-        self.check_original()
+        self.prepare_reading(module)
         made = dict(module._parameters)
         weight = made["weight"]
         if self.waiting and weight is not None and self.quantized is not None:
@@ -313,7 +356,7 @@ class LinearLayer:
 
     def _arrive(self, module: nn.Module) -> None:
         """Settle after a move that came with the original; graphs ask for it before they run."""
-        weight = module._parameters["weight"]
+        weight = _weight_of(module)
         if weight is None or self.freed:
             return
         quantized = self.quantized
@@ -324,13 +367,13 @@ class LinearLayer:
         self.begin_again()
         self.settle(module)
 
-    def _send_away(self, weight: nn.Parameter) -> None:
+    def _send_away(self, weight: torch.Tensor) -> None:
         if weight.device.type != "cpu":
             weight.data = weight.data.to("cpu")
             self.waiting = True
 
     def _fetch(self, module: nn.Module) -> None:
-        weight = module._parameters["weight"]
+        weight = _weight_of(module)
         if self.waiting and weight is not None and self.quantized is not None:
             weight.data = weight.data.to(self.quantized.data.device)
         self.waiting = False
@@ -338,8 +381,14 @@ class LinearLayer:
     def saved_bytes(self) -> int:
         """Bytes that the linear takes less on its device; less than 0 where the original is too."""
         module = self.module
-        weight = None if module is None else module._parameters["weight"]
+        weight = None if module is None else _weight_of(module)
         if weight is None or self.quantized is None:
             return 0
         away = self.waiting or self.freed
         return (weight.nbytes if away else 0) - self.quantized.nbytes
+
+
+def _weight_of(module: nn.Module) -> torch.Tensor | None:
+    """The original weight, or this process's shard of it, where the linear has one."""
+    weight = module._parameters["weight"]
+    return None if weight is None else shard_of(weight)

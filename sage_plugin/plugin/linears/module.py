@@ -56,7 +56,7 @@ class QuantizedLinear(nn.Linear):
 
     def _save_to_state_dict(self, *args: Any) -> None:  # noqa: ANN401
         if (layer := _layer(self)) is not None:
-            layer.check_original()
+            layer.prepare_reading(self)
         super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, *args: Any) -> None:  # noqa: ANN401

@@ -12,6 +12,7 @@ from torch import nn
 
 from sage_plugin.kernels.linear.rows.prologue import Prologue
 from sage_plugin.plugin.context import layer_path
+from sage_plugin.plugin.hosts.tensor_parallel import shard_of
 from sage_plugin.plugin.linears import compute
 from sage_plugin.plugin.linears.layer import LinearLayer
 from sage_plugin.plugin.linears.pending import PendingNorm
@@ -47,8 +48,9 @@ class PendingNorms:
         readers: dict[int, LinearLayer] = {}
         for layer in layers:
             module = layer.module
-            if isinstance(module, nn.Linear):
-                readers.setdefault(module.in_features, layer)
+            weight = None if module is None else module._parameters["weight"]
+            if weight is not None:
+                readers.setdefault(shard_of(weight).shape[1], layer)
         for path, module in () if model is None else model.named_modules():
             if not _is_norm(module) or layer_path(path).startswith(inside):
                 continue

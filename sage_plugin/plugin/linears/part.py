@@ -11,6 +11,7 @@ from sage_plugin.errors import PatchError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin.context import PatchOptions, PatchState
 from sage_plugin.plugin.counts import LayerCounts
+from sage_plugin.plugin.hosts.tensor_parallel import transforms_of
 from sage_plugin.plugin.linears.eligible import FoundLinear, find_linears
 from sage_plugin.plugin.linears.feed_forward import FusedFeedForwards
 from sage_plugin.plugin.linears.layer import SLOT, LinearLayer
@@ -85,8 +86,9 @@ class LinearPart:
             module = found[path].module
             if layer.module is None:
                 self._check_owner(path, module)
+                transforms = transforms_of(module)
                 module.__class__ = QuantizedLinear
-                layer.take(module)
+                layer.take(module, transforms)
             layer.begin_again()
         self.fused.cover(model)
         self.norms.cover(model, layers.values(), attention)

@@ -23,13 +23,7 @@ COMPARED_AT_ONCE = 1 << 24
 
 
 def obstacle(layer: LayerContext, x: torch.Tensor, *others: torch.Tensor) -> Unfused | None:
-    """Why the work on a tensor is not put off, `None` where it is.
-
-    Args:
-        layer: the patched layer that runs.
-        x: Q or K as it is.
-        others: what else takes part.
-    """
+    """Why the work on a tensor is not put off, `None` where it is."""
     options = layer.state.options
     if layer.state.disabled:
         return Unfused.DISABLED

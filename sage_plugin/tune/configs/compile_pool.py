@@ -82,11 +82,7 @@ class CompilePool:
         self._cancelled = False
 
     def submit(self, problem: Problem, configs: Iterable[AnyLaunch]) -> None:
-        """Queue configs that are not compiled or queued yet.
-
-        Raises:
-            KeyboardInterrupt: another thread called `cancel`.
-        """
+        """Queue configs that are not compiled or queued yet."""
         with self._lock:
             if self._cancelled:
                 raise KeyboardInterrupt
@@ -96,11 +92,7 @@ class CompilePool:
                     self._replies[problem.id, config] = self._threads.submit(self._compiled, job)
 
     def reply(self, problem: Problem, config: AnyLaunch) -> Reply:
-        """Wait until a config is compiled.
-
-        Raises:
-            KeyboardInterrupt: another thread called `cancel`.
-        """
+        """Wait until a config is compiled."""
         self.submit(problem, [config])
         try:
             return self._replies[problem.id, config].result()
@@ -116,7 +108,7 @@ class CompilePool:
         return {c: reply.value for c, reply in replies.items() if reply.status == "done"}
 
     def cancel(self) -> None:
-        """End what runs, from any thread."""
+        """End what runs, from any thread; who waits or asks on gets `KeyboardInterrupt`."""
         with self._lock:
             self._cancelled = True
         for worker in self._every:

@@ -14,12 +14,7 @@ from sage_plugin.tune.run.runner import Runner
 
 
 def chosen_gpus(text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs of `all` or `0,1`, which are of one kind.
-
-    Raises:
-        UsageError: not numbers of GPUs, or GPUs whose times cannot stand in one file.
-        DeviceError: there is no GPU.
-    """
+    """Return the GPUs of `all` or `0,1`, which are of one kind."""
     every = devices.gpus()
     if text == "all":
         found = every

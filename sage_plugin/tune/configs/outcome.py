@@ -74,21 +74,16 @@ def outcome_of(
     finals: Mapping[AnyLaunch, Trial],
 ) -> Outcome:
     """Put together what a study came to."""
-    screened = Outcome(
-        study,
-        verdict.kind,
-        verdict.entry,
-        written,
-        _counts(tried, trials),
-        front=front.front(tried, trials),
-        best=_best(tried, trials),
+    screened = _screened(tried, study, trials)
+    found = dataclasses.replace(
+        screened, verdict=verdict.kind, entry=verdict.entry, written=written
     )
     if verdict.entry is None:
-        return dataclasses.replace(screened, notes=(verdict.reason,))
+        return dataclasses.replace(found, notes=(verdict.reason,))
     config = verdict.entry.config
     kernel_time = finals[config].kernel_time
     return dataclasses.replace(
-        screened,
+        found,
         kernel_ms=None if kernel_time is None else kernel_time.median_ms,
         notes=_winner_notes(study, verdict, config),
     )
@@ -96,32 +91,21 @@ def outcome_of(
 
 def unfinished(study: Study, request: TuningRequest, trials: Mapping[AnyLaunch, Trial]) -> Outcome:
     """Put together what is known of a study that was begun and not decided."""
-    tried = Search(study.space, error_limit=request.error_limit)
-    return Outcome(
-        study,
-        UNFINISHED,
-        None,
-        "",
-        _counts(tried, trials),
-        front=front.front(tried, trials),
-        best=_best(tried, trials),
-    )
+    return _screened(Search(study.space, error_limit=request.error_limit), study, trials)
 
 
-def _counts(tried: Search, trials: Mapping[AnyLaunch, Trial]) -> dict[str, int]:
-    """Configs by what became of them."""
-    allowed = {trial.config for trial in tried.allowed(trials)}
+def _screened(tried: Search, study: Study, trials: Mapping[AnyLaunch, Trial]) -> Outcome:
+    """What the screen alone says: configs by what became of them, the best, and the front."""
+    allowed = {trial.config: search.ratio(trial) for trial in tried.allowed(trials)}
     counts = Counter(
         "inexact" if t.status == "ok" and t.config not in allowed else t.status
         for t in trials.values()
     )
     counts["skipped"] = len(tried.skipped(trials))
-    return {status: count for status, count in counts.items() if count}
-
-
-def _best(tried: Search, trials: Mapping[AnyLaunch, Trial]) -> tuple[AnyLaunch, float] | None:
-    allowed = tried.allowed(trials)
-    return (allowed[0].config, search.ratio(allowed[0])) if allowed else None
+    known = {status: count for status, count in counts.items() if count}
+    best = next(iter(allowed.items()), None)
+    points = front.front(tried, trials)
+    return Outcome(study, UNFINISHED, None, "", known, front=points, best=best)
 
 
 def _winner_notes(
@@ -136,11 +120,7 @@ def _winner_notes(
 
 
 def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
-    """Write `run_metadata.json`.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write `run_metadata.json`."""
     request = plan.request
     options = {
         "min_gain": request.min_gain,
@@ -162,11 +142,7 @@ def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
 def write_results(
     plan: TuningPlan, outcomes: Sequence[Outcome], begun: Sequence[Outcome], ledger: Ledger
 ) -> None:
-    """Write `results.json`, `trials.csv` and the plot of the fronts from what is known so far.
-
-    Raises:
-        OutputError: they cannot be written.
-    """
+    """Write `results.json`, `trials.csv` and the plot of the fronts from what is known so far."""
     folder = plan.run_folder
     data = {
         "run": folder.name,

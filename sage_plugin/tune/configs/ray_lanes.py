@@ -96,12 +96,7 @@ class RayRunner:
 
 
 def lanes(plan: TuningPlan, num_workers: int | None = None) -> tuple[Runner, ...]:
-    """Make a lane for each GPU of the cluster that this process belongs to, or of this machine.
-
-    Raises:
-        DeviceError: Ray is not installed, or the cluster has nothing to run on.
-        UsageError: a machine has another device than the plan is for.
-    """
+    """Make a lane for each GPU of the cluster that this process belongs to, or of this machine."""
     try:
         import ray
     except ImportError:

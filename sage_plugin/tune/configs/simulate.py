@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sage_plugin import files
 from sage_plugin.accuracy.gate import Gate
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.families import family
@@ -45,7 +44,6 @@ from sage_plugin.tune.run.study import Study, Timer
 from sage_plugin.tune.search.elimination import AGAIN, LOOKS
 from sage_plugin.tune.search.search import ratio
 
-MAX_METADATA_BYTES = 64 * 2**20
 REPEATS = 100
 """Searches of a recorded study, and of a space whose configs are alike."""
 
@@ -186,16 +184,11 @@ class SimulationResult(JsonRecord):
 
 
 def read(path: str | Path) -> list[RecordedStudy]:
-    """Read the studies of a run folder, or of the ledger in it, that have enough valid configs.
-
-    Raises:
-        ConfigError: no ledger is there, or no run's metadata beside it.
-        UsageError: no study has enough.
-    """
+    """Read the studies of a run folder, or of the ledger in it, that have enough valid configs."""
     path = Path(path)
     folder = path.parent if path.is_file() else path
     ledger = Ledger(folder / run_folder.LEDGER if path == folder else path)
-    metadata = files.read_json(folder / run_folder.METADATA, MAX_METADATA_BYTES, "run's metadata")
+    metadata = run_folder.read(folder / run_folder.METADATA)
     found = []
     try:
         facts = DeviceFacts.from_json(metadata["device"])

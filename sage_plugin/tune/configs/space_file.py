@@ -58,16 +58,7 @@ class SpaceFile:
 
 
 def read(path: str | Path, family: str = ATTENTION) -> SpaceFile:
-    """Read a search space; the name of one that comes with the package will do.
-
-    Args:
-        path: the file.
-        family: op family of the configs.
-
-    Raises:
-        ConfigError: missing, not strict JSON, an unknown field, a value of a wrong type, an empty
-            list, or more combinations than can be searched.
-    """
+    """Read a search space; the name of one that comes with the package will do."""
     path = Path(path)
     if not path.exists() and (shipped := load.shipped_dir()) is not None:
         ready = shipped / load.SPACES / path.name

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.registry import load
 from sage_plugin.registry.entries import key_from_json
 from sage_plugin.schema import AnyKey, AnyLaunch, DeviceFacts, Trial
 from sage_plugin.tune.run import run_folder
@@ -17,16 +15,12 @@ Prices = dict[AnyKey, dict[AnyLaunch, float]]
 
 
 def of_runs(runs: Sequence[Path]) -> tuple[DeviceFacts, Prices]:
-    """Read the times of all sound configs of some runs on one card.
-
-    Raises:
-        ConfigError: a run is missing or damaged, or the runs are of several cards.
-    """
+    """Read the times of all sound configs of some runs on one card."""
     cards: dict[str, DeviceFacts] = {}
     times: Prices = {}
     for run in runs:
         path = run / run_folder.METADATA
-        metadata = files.read_json(path, load.MAX_FILE_BYTES, "file of a run")
+        metadata = run_folder.read(path)
         ledger = Ledger(run / run_folder.LEDGER)
         try:
             facts = DeviceFacts.from_json(metadata["device"])

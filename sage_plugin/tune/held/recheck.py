@@ -9,11 +9,10 @@ from pathlib import Path
 
 from sage_plugin.errors import CaptureError
 from sage_plugin.families import ATTENTION
-from sage_plugin.kernels.contract import Decision
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import CallKey, CallShape, RegistryEntry
+from sage_plugin.schema import CallShape, RegistryEntry
 from sage_plugin.tune.configs import plan as plans
-from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs
+from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs, shape_key
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
 from sage_plugin.tune.configs.space_file import SpaceFile, Value
 from sage_plugin.tune.run.study import digest
@@ -50,16 +49,7 @@ def held(entry: RegistryEntry, source: str) -> Believed:
 def build(
     believed: Sequence[Believed], request: TuningRequest, name: str = "revalidate"
 ) -> TuningPlan:
-    """Plan a session of one study for each config: itself and the default.
-
-    Args:
-        believed: what is measured.
-        request: where and how; its inputs are captures that may stand for some of the calls.
-        name: first word of the run's name.
-
-    Raises:
-        CaptureError: nothing of it can be measured here.
-    """
+    """Plan a session of one study for each config: itself and the default."""
     built, notes = [], list(request.inputs.notes)
     run = f"{name}-{digest([(b.kernel, b.shape.to_json(), dict(b.fields)) for b in believed])[:8]}"
     for one in believed:
@@ -99,13 +89,9 @@ def build(
 
 def _group(one: Believed, captured: TuningInputs) -> InputGroup | None:
     """Captures of the very call if there are any, else drawn inputs where those may do."""
-    wanted = _key(one.shape)
+    wanted = shape_key(one.shape)
     for group in captured.groups:
-        if _key(group.shape) == wanted:
+        if shape_key(group.shape) == wanted:
             return group
     drawn = ReplayInputs(one.shape, ATTENTION.describe(one.shape))
     return None if one.of_captures else InputGroup((drawn,), drawn)
-
-
-def _key(shape: CallShape) -> CallKey:
-    return ATTENTION.call_key(shape, Decision("any", "any"))

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load
 from sage_plugin.registry.entries import entry_from_json
-from sage_plugin.schema import (
-    ATTENTION,
-    SCHEMA_VERSION,
-    DeviceFacts,
-    RegistryFile,
-    Toolchain,
-)
+from sage_plugin.schema import ATTENTION, SCHEMA_VERSION, DeviceFacts, RegistryFile, Toolchain
 from sage_plugin.tune.run import run_folder
 
 
@@ -25,14 +17,9 @@ def is_run(path: Path) -> bool:
 
 
 def read(folder: Path) -> RegistryFile:
-    """Read the winners of a run, and the card and software that it ran with.
-
-    Raises:
-        ConfigError: a file of the run is missing, damaged or holds an unsound entry.
-    """
+    """Read the winners of a run, and the card and software that it ran with."""
     path = folder / run_folder.RESULTS
-    results = _read(path)
-    metadata = _read(folder / run_folder.METADATA)
+    results, metadata = run_folder.read(path), run_folder.read(folder / run_folder.METADATA)
     try:
         rows = [row["entry"] for row in results["results"]]
         entries = tuple(entry_from_json(row) for row in rows if row is not None)
@@ -47,10 +34,3 @@ def read(folder: Path) -> RegistryFile:
             raise ConfigError(f"{path}: {problem}")
     family = entries[0].key.family if entries else ATTENTION
     return RegistryFile(SCHEMA_VERSION, family, facts, toolchain, entries)
-
-
-def _read(path: Path) -> Any:  # noqa: ANN401
-    data = files.read_json(path, load.MAX_FILE_BYTES, "file of a run")
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a JSON object")
-    return data

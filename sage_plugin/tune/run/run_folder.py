@@ -24,14 +24,10 @@ from sage_plugin.tune.run.study import Study
 
 logger = logging.getLogger(__name__)
 
-LEDGER, TRIALS, RESULTS, METADATA, FRONT = (
-    "ledger.jsonl",
-    "trials.csv",
-    "results.json",
-    "run_metadata.json",
-    "front.png",
-)
+LEDGER, TRIALS, FRONT = "ledger.jsonl", "trials.csv", "front.png"
+RESULTS, METADATA = "results.json", "run_metadata.json"
 MAX_HOLDER_BYTES = 4096
+MAX_FILE_BYTES = 64 * 2**20
 LOG, LOCK, HOLDER, CRASH_MARKER = "worker.log", ".lock", ".holder.json", ".in_flight.json"
 
 
@@ -43,6 +39,14 @@ def check_name(name: str | None) -> None:
     """
     if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
         raise UsageError(f"--run-name {name!r}: letters, digits, '.', '+', '-' and '_' only")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a run."""
+    data = files.read_json(path, MAX_FILE_BYTES, "file of a run")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    return data
 
 
 @contextlib.contextmanager

@@ -48,11 +48,7 @@ def save(
     chosen: Mapping[str, AnyLaunch],
     path: Path,
 ) -> str:
-    """Plot the fronts by the names of their studies; return why not if matplotlib is missing.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Plot the fronts by the names of their studies; return why not if matplotlib is missing."""
 
     def draw(canvas: Figure) -> None:
         axes = canvas.add_subplot()

@@ -27,12 +27,7 @@ UNKNOWN = Resources()
 
 
 def learned(trials: Iterable[Trial], compiled: Mapping[AnyLaunch, Resources]) -> Rank | None:
-    """Return the predicted log of a config's relative time; `None` where too little is known.
-
-    Args:
-        trials: what was measured, of one study or of several of the same kernel.
-        compiled: what the compiler says of configs that were not tried yet.
-    """
+    """Return the predicted log of a config's relative time; `None` where too little is known."""
     valid = [t for t in trials if t.stage == "screen" and 0 < ratio(t) < math.inf]
     if len(valid) < FEWEST:
         return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import pytest
 import torch
 
 import sage_plugin
+from sage_plugin import device
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.linear.activation import forget_rows, quantize_rows
 from sage_plugin.kernels.linear.rows.quantized import quantized_rows
@@ -165,3 +167,21 @@ def test_nothing_outlives_its_input(counted: Quantizer) -> None:
     assert all(one() is not None for one in kept)
     del x, weight
     assert [one() for one in kept] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel", "shape", "best"),
+    [
+        ("sm_90", "fp8_row", (32, 64), True),
+        ("sm_100", "fp8_tensor", (32, 64), True),
+        ("sm_89", "fp8_row", (32, 64), False),
+        ("sm_90", "int8_row", (32, 64), False),
+        ("sm_90", "fp8_row", (24, 64), False),
+        ("sm_90", "fp8_row", (32, 40), False),
+    ],
+)
+def test_a_weight_knows_whether_torch_multiplies_it_best(arch, kernel, shape, best, monkeypatch):
+    facts = device.facts("cpu")
+    monkeypatch.setattr(device, "facts_of", lambda *_: dataclasses.replace(facts, arch=arch))
+    monkeypatch.setattr("sage_plugin.kernels.linear.weight._known", {})
+    assert quantize_weight(torch.ones(shape), kernel).best_by_torch is best

@@ -16,8 +16,8 @@ from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 from tests.cli.program import sage
 from tests.registry import samples
-from tests.registry.samples import FACTS
-from tests.registry.test_regions import TIMES, A, B, C, held, put
+from tests.registry.samples import FACTS, merged
+from tests.registry.test_regions import TIMES, A, B, C, held
 
 
 def ledger(
@@ -66,7 +66,7 @@ def test_the_command_writes_regions_and_drops_what_they_cover(tmp_path, monkeypa
     for seq, row in TIMES.items():
         ledger(Path("tuning_runs") / f"r{seq}", seq, row)
     path = load.file_path("c", FACTS.slug)
-    put(path, held(1024, A), held(2048, B), held(4096, C))
+    merged(path, held(1024, A), held(2048, B), held(4096, C))
     runs = [f"r{seq}" for seq in TIMES]
     done = sage("configs", "regions", *runs, "--config-dir", "c", "--max-loss", "0.02", "--fewest")
     assert done.exit_code == 0, done.stderr

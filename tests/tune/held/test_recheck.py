@@ -11,7 +11,6 @@ from sage_plugin import device
 from sage_plugin.errors import CaptureError, ConfigError
 from sage_plugin.families import ATTENTION
 from sage_plugin.registry import load
-from sage_plugin.registry.merge import merge
 from sage_plugin.tune.configs import inputs
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.plan import TuningRequest
@@ -37,18 +36,13 @@ def request(tmp_path, **changes) -> TuningRequest:
     )  # fmt: skip
 
 
-def put(tmp_path, *entries):
-    path = load.file_path(tmp_path / "c", CPU.slug)
-    merge(path, entries, family="attention", facts=CPU, toolchain=samples.TOOLCHAIN)
-    return path
-
-
 @pytest.mark.parametrize(
     ("held_ms", "config", "confirmed"), [(0.8, HELD, False), (1.2, DEFAULT, True)]
 )
 def test_a_held_config_is_renewed_or_demoted(tmp_path, held_ms, config, confirmed):
     entry = samples.entry(KEY, HELD, because=NEVER_CLEAN)
-    path = put(tmp_path, entry)
+    path = load.file_path(tmp_path / "c", CPU.slug)
+    samples.merged(path, entry, facts=CPU)
     plan = recheck.build([recheck.held(entry, str(path))], request(tmp_path))
     (study,) = plan.studies
     assert (study.key, study.space) == (KEY, (DEFAULT, HELD))

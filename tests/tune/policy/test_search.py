@@ -9,10 +9,11 @@ import json
 import pytest
 
 from sage_plugin.errors import CaptureError, ConfigError, SageError, TuningError, UsageError
-from sage_plugin.families.attention.replay import AttentionReplay, attention_errors
+from sage_plugin.families.attention.replay import AttentionReplay
 from sage_plugin.plugin.policy.rules import read
 from sage_plugin.tune.policy import front_plot
 from sage_plugin.tune.policy.search import search
+from tests.accuracy.judged import attention_errors
 from tests.tune.policy import recordings
 from tests.tune.policy.recordings import EVERYWHERE, LAYERS, MS, PER_STEP, SHAPE, STEPS
 
@@ -204,7 +205,7 @@ def test_sensitivities_of_other_ranges_are_refused(folder):
         ({"max_ms": 1.0, "max_error": None}, TuningError, "the fastest choice takes 13.2"),
         ({"max_ms": 99.0, "max_error": None}, TuningError, "host's attention"),
         ({"max_layer_error": 1e-6}, TuningError, "--max-layer-error"),
-        ({"times": None}, UsageError, "on a CPU kernels are emulated"),
+        ({"times": ()}, UsageError, "on a CPU kernels are emulated"),
         ({"max_error": float("nan")}, UsageError, "--max-error"),
         ({"max_error": None}, UsageError, "--max-error and --max-ms"),
         ({"max_layer_error": 0.0}, UsageError, "--max-layer-error"),

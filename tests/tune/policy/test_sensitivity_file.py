@@ -26,7 +26,7 @@ def changed(**fields):
 
 
 def rmse(value):
-    return changed(sensitivity=[{"layer": "a", "steps": "", "rmse": value}])
+    return changed(cells=[{"layer": "a", "steps": "", "rmse": value}])
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def rmse(value):
         "", "[]", "null", "{}", "[" * 100_000, "\0", changed(cells=[]), changed(cells=3),
         changed(schema_version=2), changed(more=1), changed(kernel=None), rmse(-0.1),
         rmse(float("nan")), rmse(float("inf")), rmse(10**400), rmse("much"), rmse(True),
-        changed(sensitivity=[{"layer": "a", "rmse": 1.0}]),
+        changed(cells=[{"layer": "a", "rmse": 1.0}]),
     ],
 )  # fmt: skip
 def test_what_nobody_measured_is_refused_in_one_sentence(tmp_path, text):

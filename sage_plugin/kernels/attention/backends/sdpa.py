@@ -42,12 +42,6 @@ def host_attention(
 
     Raises:
         UnsupportedInputError: dropout beside a softcap or sinks.
-
-    Example:
-        >>> import torch
-        >>> x = torch.ones(1, 3, 2, 4)
-        >>> host_attention(x, x, x, layout="bshd").shape
-        torch.Size([1, 3, 2, 4])
     """
     q, k, v = bhsd(q, layout), bhsd(k, layout), bhsd(v, layout)
     problem = AttentionParams(0.0, is_causal, "bhsd", None, window, softcap, sinks)

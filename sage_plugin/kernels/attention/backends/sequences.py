@@ -15,14 +15,6 @@ def sequences(
     """Rows of the output, and `(B, H, S, D)` views of Q, K and V; reads the bounds on the host.
 
     Sequences without queries are left out; one without keys has an empty K and V.
-
-    Example:
-        >>> from sage_plugin.kernels.contract import Packed
-        >>> ends = torch.tensor([0, 2, 5], dtype=torch.int32)
-        >>> problem = AttentionParams(1.0, False, "bshd", packed=Packed(ends, ends, 3, 3))
-        >>> x = torch.ones(1, 5, 1, 8)
-        >>> [(rows, tuple(q.shape)) for rows, q, _, _ in sequences(problem, x, x, x)]
-        [(slice(0, 2, None), (1, 1, 2, 8)), (slice(2, 5, None), (1, 1, 3, 8))]
     """
     q, k, v = (bhsd(x, problem.layout) for x in (q, k, v))
     if problem.packed is None:

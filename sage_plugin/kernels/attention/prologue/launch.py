@@ -186,10 +186,6 @@ def heads_at_once(heads: int, width: int) -> int:
     """Heads of a program: a table is read once for all of them, and few lanes are idle.
 
     A head moves eight bytes a channel, in and out, of Q and of K, and a table has eight.
-
-    Example:
-        >>> [heads_at_once(heads, 64) for heads in (12, 24, 30, 40, 48)]
-        [4, 8, 32, 8, 16]
     """
     sizes = [1 << power for power in range(7) if (1 << power) * width <= TILE]
     return min(sizes or [1], key=lambda size: -(-heads // size) * size * (1 + 1 / size))

@@ -47,11 +47,7 @@ class QkNorm:
             )
 
     def check(self, heads: int, head_dim: int, name: str) -> None:
-        """Weight and bias fit a tensor.
-
-        Raises:
-            UnsupportedInputError: one of them does not.
-        """
+        """Refuse a weight or bias that does not fit a tensor."""
         width = heads * head_dim if self.across_heads else head_dim
         for part, tensor in (("weight", self.weight), ("bias", self.bias)):
             if tensor is not None and tuple(tensor.shape) != (width,):
@@ -93,11 +89,7 @@ class Rope:
 
     @staticmethod
     def of(given: Rope | tuple[torch.Tensor, torch.Tensor] | torch.Tensor) -> Rope:
-        """Tables as a record: cosines and sines, or complex numbers of neighbors as in Wan.
-
-        Raises:
-            UnsupportedInputError: they are neither.
-        """
+        """Tables as a record: cosines and sines, or complex numbers of neighbors as in Wan."""
         if isinstance(given, Rope):
             return given
         if isinstance(given, torch.Tensor) and given.is_complex():
@@ -126,11 +118,7 @@ class Rope:
         return _with_heads(self.cos), _with_heads(self.sin)
 
     def check(self, shape: tuple[int, int, int, int], name: str) -> None:
-        """The tables fit a tensor of batch, tokens, heads and channels.
-
-        Raises:
-            UnsupportedInputError: they do not.
-        """
+        """Refuse tables that do not fit a tensor of batch, tokens, heads and channels."""
         batch, tokens, heads, head_dim = shape
         of_cos, of_sin = tuple(self.cos.shape), tuple(self.sin.shape)
         if of_cos != of_sin or not 2 <= len(of_cos) <= 4:
@@ -174,11 +162,7 @@ class QkStream:
     rope: Rope | None = None
 
     def check(self, name: str) -> None:
-        """Norm and tables fit the tokens.
-
-        Raises:
-            UnsupportedInputError: they do not.
-        """
+        """Refuse a norm or tables that do not fit the tokens."""
         batch, tokens, heads, head_dim = self.source.shape
         if self.norm is not None:
             self.norm.check(heads, head_dim, f"{name}_norm")

@@ -7,59 +7,24 @@ tiles that spill least (`make compile-matrix`).
 
 from __future__ import annotations
 
+from typing import Any
+
 from sage_plugin.kernels.search_space import Axes, Region, Space, Tile
 from sage_plugin.schema import LaunchConfig
 
 
 def launch(
-    block_m: int,
-    block_n: int,
-    num_warps: int,
-    num_stages: int,
-    *,
-    loads: str = "pointer",
-    smooth_v: bool = True,
-    maxnreg: int = 0,
-) -> LaunchConfig:
+    block_m: int, block_n: int, warps: int, stages: int, *, loads: str = "pointer",
+    smooth_v: bool = True, maxnreg: int = 0,
+) -> LaunchConfig:  # fmt: skip
     """A launch config with K smoothed and two-level accumulation at every block."""
-    return LaunchConfig(
-        block_m=block_m,
-        block_n=block_n,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        loads=loads,
-        smooth_k=True,
-        smooth_v=smooth_v,
-        pv_flush=1,
-        maxnreg=maxnreg,
-    )
+    return LaunchConfig(block_m, block_n, warps, stages, loads, True, smooth_v, 1, maxnreg)
 
 
-def hopper(
-    block_m: int,
-    block_n: int,
-    num_warps: int,
-    num_stages: int,
-    *,
-    pv_flush: int,
-    exp_linear: int = 0,
-    overlap: bool = False,
-    persistent: bool = True,
-    smooth_v: bool = True,
-) -> LaunchConfig:
+def hopper(stages: int, *, pv_flush: int, smooth_v: bool = True, **more: Any) -> LaunchConfig:  # noqa: ANN401
     """A launch config of the Gluon kernel, whose loads are all TMA."""
     return LaunchConfig(
-        block_m=block_m,
-        block_n=block_n,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        loads="descriptor",
-        smooth_k=True,
-        smooth_v=smooth_v,
-        pv_flush=pv_flush,
-        exp_linear=exp_linear,
-        overlap=overlap,
-        persistent=persistent,
+        192, 128, 12, stages, "descriptor", True, smooth_v, pv_flush, persistent=True, **more
     )
 
 
@@ -145,8 +110,8 @@ def common_regions(*, smooth_v: bool) -> tuple[Region, ...]:
 
 HOPPER_64_INT8 = launch(64, 128, 4, 2, loads="descriptor", smooth_v=False, maxnreg=QUARTER_SM)
 HOPPER_128_INT8 = launch(64, 64, 4, 2, loads="descriptor", smooth_v=False, maxnreg=THIRD_SM)
-GLUON_64_INT8 = hopper(192, 128, 12, 4, pv_flush=32, smooth_v=False)
-GLUON_128_INT8 = hopper(192, 128, 12, 2, pv_flush=32, smooth_v=False)
+GLUON_64_INT8 = hopper(4, pv_flush=32, smooth_v=False)
+GLUON_128_INT8 = hopper(2, pv_flush=32, smooth_v=False)
 GLUON_128_INT8_TILES = (Tile(192, 128, 12), Tile(192, 64, 12), Tile(128, 64, 8))
 GLUON_INT8_AXES: Axes = {
     "num_stages": (2, 3, 4),
@@ -173,8 +138,8 @@ SAGE = Space(
 
 HOPPER_128_FP8 = launch(64, 128, 4, 2, loads="descriptor", maxnreg=THIRD_SM)
 MASKED_64_FP8 = launch(64, 128, 4, 2, loads="descriptor", maxnreg=QUARTER_SM)
-GLUON_64_FP8 = hopper(192, 128, 12, 3, pv_flush=8, exp_linear=6, overlap=True)
-GLUON_128_FP8 = hopper(192, 128, 12, 3, pv_flush=8, exp_linear=6)
+GLUON_64_FP8 = hopper(3, pv_flush=8, exp_linear=6, overlap=True)
+GLUON_128_FP8 = hopper(3, pv_flush=8, exp_linear=6)
 
 
 def _fp8_values(*, stages_64: int) -> Space:

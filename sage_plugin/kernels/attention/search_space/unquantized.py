@@ -12,16 +12,7 @@ from sage_plugin.schema import LaunchConfig
 
 
 def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> LaunchConfig:
-    return LaunchConfig(
-        block_m=block_m,
-        block_n=block_n,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        loads="pointer",
-        smooth_k=False,
-        smooth_v=False,
-        pv_flush=1,
-    )
+    return LaunchConfig(block_m, block_n, num_warps, num_stages, "pointer", False, False, 1)
 
 
 NVIDIA_TILES = (Tile(128, 64, 4), Tile(128, 64, 8), Tile(128, 128, 8), Tile(64, 64, 4))

@@ -8,10 +8,6 @@ from sage_plugin.kernels.linear.product import finished
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 
-ALIGNMENT = 16
-"""In and out features are multiples of it, for the loads of FP8 products."""
-
-INT8_ALIGNMENT = 8
 FEWEST_INT8_ROWS = 17
 """What `_int_mm` asks for on a GPU."""
 
@@ -48,16 +44,6 @@ class TorchProducts:
         # 0.2 % of rounding beside some 2.7 % of loss
         out = _scaled(rows, weight, bias, torch.bfloat16)
         return out if out_dtype == torch.bfloat16 else out.to(out_dtype)
-
-
-def takes(in_features: int, out_features: int, *, int8: bool) -> bool:
-    """Return whether torch's product on a GPU takes a weight of such a shape.
-
-    Example:
-        >>> takes(64, 24, int8=False), takes(64, 24, int8=True)
-        (False, True)
-    """
-    return (in_features | out_features) % (INT8_ALIGNMENT if int8 else ALIGNMENT) == 0
 
 
 def _int8_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,6 @@ _LARGEST_BITS = 126.0
 def linear_exp2(x: torch.Tensor) -> torch.Tensor:
     """FP8 values of `2^x` by the linear rule, in fp32; NaN becomes 0.
 
-    Args:
-        x: exponents, at most log2(448).
-
     Example:
         >>> linear_exp2(torch.tensor([3.0, -100.0])).tolist()
         [8.0, 0.0]
@@ -38,12 +35,7 @@ def linear_exp2(x: torch.Tensor) -> torch.Tensor:
 
 
 def linear_keys(block_n: int, exp_linear: int) -> int:
-    """How many keys of a block, its last ones, go by the linear rule.
-
-    Example:
-        >>> linear_keys(128, 4)
-        64
-    """
+    """How many keys of a block, its last ones, go by the linear rule."""
     return exp_linear * block_n // EIGHTHS // GROUP_KEYS * GROUP_KEYS
 
 

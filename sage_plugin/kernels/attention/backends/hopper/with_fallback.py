@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class HopperOrPortable(QuantizedPortable):
-    """The Hopper variant of a kernel; once it could not be built, the portable one.
+    """The Hopper variant of a kernel, and the portable one where its launch config cannot be built.
 
     Gluon is experimental and its names move, so that a release of Triton may not build it. Both
     variants take the same operands.
@@ -35,8 +35,12 @@ class HopperOrPortable(QuantizedPortable):
     def __init__(self, kernel: str, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.kernel = kernel
-        self.reason: FallbackReason | None = None
-        """Why the Hopper variant could not be built; `None` while it can be."""
+        self._unbuilt: dict[tuple[LaunchConfig, int], FallbackReason] = {}
+
+    @property
+    def reason(self) -> FallbackReason | None:
+        """Why the Hopper variant could not be built the first time; `None` while it can be."""
+        return next(iter(self._unbuilt.values()), None)
 
     def prepare(
         self,
@@ -64,22 +68,28 @@ class HopperOrPortable(QuantizedPortable):
         return_lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One launch of attention on the quantised operands."""
-        if self.reason is None and _takes(operands.problem):
+        if _takes(operands.problem) and not self._failed(operands):
             try:
                 return self.first_choice.launch(
                     operands, out_dtype=out_dtype, return_lse=return_lse
                 )
             except Exception as error:
-                self.reason = build_failure(error)
-                if self.reason is None:
+                reason = build_failure(error)
+                if reason is None:
                     raise
+                self._unbuilt[operands.launch_config, operands.head_dim] = reason
                 warn_once(
-                    logger, (self.kernel, self.reason),
-                    "%s runs on its portable variant, since %s", self.kernel, self.reason,
+                    logger, (self.kernel, reason),
+                    "%s runs on its portable variant, since %s", self.kernel, reason,
                 )  # fmt: skip
         config = _portable_config(self.kernel, operands.launch_config, operands.head_dim)
         portable = dataclasses.replace(operands, launch_config=config)
         return super().launch(portable, out_dtype=out_dtype, return_lse=return_lse)
+
+    def _failed(self, operands: QuantizedOperands) -> bool:
+        """Whether the Hopper variant could not be built for such operands before."""
+        unbuilt = self._unbuilt
+        return bool(unbuilt) and (operands.launch_config, operands.head_dim) in unbuilt
 
     @functools.cached_property
     def first_choice(self) -> Any:

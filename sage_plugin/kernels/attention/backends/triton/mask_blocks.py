@@ -63,14 +63,7 @@ class MaskArguments:
     def of(
         cls, problem: AttentionParams, *, seq_q: int, launch: LaunchConfig, terms_by_key: bool
     ) -> MaskArguments:
-        """The arguments of a call; a mask of rows and keys takes one launch, which reads it once.
-
-        Args:
-            problem: the call.
-            seq_q: query length.
-            launch: its tiles.
-            terms_by_key: the kernel finds the terms of keys among its operands.
-        """
+        """Make the arguments of a call; a mask of rows and keys takes one launch alone."""
         mask = problem.mask
         if mask is None:
             return cls(NO_MASK)
