@@ -1,4 +1,4 @@
-"""`benchmarks/paged_llm.py`: a model that reads its pages is the model, and numbers are in its text."""
+"""`benchmarks/paged_llm.py`: a model that reads pages is the model, numbers are in its text."""
 
 from __future__ import annotations
 
