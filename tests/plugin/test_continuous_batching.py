@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -29,9 +31,11 @@ def model() -> nn.Module:
 
 
 def generated(model: nn.Module, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    batching = configuration.ContinuousBatchingConfig(
-        auto_switch_to_flash=False, page_size=16, num_blocks=16, max_batch_tokens=64
-    )
+    known = inspect.signature(configuration.ContinuousBatchingConfig).parameters
+    wishes = {"auto_switch_to_flash": False, "page_size": 16, "block_size": 16}
+    own = {name: wish for name, wish in wishes.items() if name in known}
+    own.pop("block_size" if "page_size" in known else "", None)
+    batching = configuration.ContinuousBatchingConfig(**own, num_blocks=16, max_batch_tokens=64)
     greedy = transformers.GenerationConfig(
         max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -23,11 +24,15 @@ from sage_plugin.kernels.attention.varlen import attention_varlen
 from sage_plugin.kernels.paged_attention.api import paged_attention
 from sage_plugin.kernels.paged_attention.append import append_pages
 from sage_plugin.kernels.paged_attention.dispatch import parse_kernel
+from sage_plugin.plugin.hosts.layer_keys import layer_keys
 
 __all__ = ["ContinuousBatching", "continuous_batching"]
 
 NAME = "sage_plugin_flash"
 """With "flash" in it, which the manager asks for; no package or kernel of that name is loaded."""
+
+OLDER = f"paged|{NAME}"
+"""As releases before 5.23 spell what they let through; later ones would take the prefix off."""
 
 FIELD = "_attn_implementation_internal"
 """What a configuration keeps the name in: `set_attn_implementation` would look for a package."""
@@ -35,6 +40,9 @@ FIELD = "_attn_implementation_internal"
 INITIALIZATION = "transformers.generation.continuous_batching.initialization"
 GATE = "ensure_decode_fast_path_is_available"
 """Turns tables of pages off, but for FlashAttention 2 and 3 on CUDA."""
+
+FULL = "full_attention"
+"""The kind of layers whose caches have tables of pages."""
 
 _lock = threading.Lock()
 _handles: dict[int, ContinuousBatching] = {}
@@ -54,9 +62,9 @@ class ContinuousBatching:
         self.kernel, self.decoded, self.packed = kernel, 0, 0
         self._before = [(config, getattr(config, FIELD)) for config in configs]
         with _lock:
-            _enter()
+            name = _enter()
             for config in configs:
-                setattr(config, FIELD, NAME)
+                setattr(config, FIELD, name)
                 _handles[id(config)] = self
 
     def close(self) -> None:
@@ -128,16 +136,20 @@ def _configs(model: nn.Module) -> Iterator[Any]:
             yield config
 
 
-def _enter() -> None:
-    """Register the function, and open the gate to tables of pages for our name."""
+def _enter() -> str:
+    """Register the function, and open the gate to tables of pages for our name, which returns."""
     library: Any = importlib.import_module("transformers")
+    cache: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
+    taken = inspect.signature(cache.PagedAttentionCache.update).parameters
+    name = OLDER if "read_index" in taken else NAME
     masks = library.AttentionMaskInterface
-    library.AttentionInterface.register(NAME, _attention)
-    masks.register(NAME, masks()["flash_attention_2"])
+    library.AttentionInterface.register(name, _attention)
+    masks.register(name, masks()["flash_attention_2"])
     module = _initialization()
     gate = getattr(module, GATE, None)
     if gate is not None and not hasattr(gate, "__wrapped__"):
         setattr(module, GATE, _opened(gate))
+    return name
 
 
 def _leave() -> None:
@@ -161,12 +173,13 @@ def _opened(gate: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(gate)
     def opened(config: Any, cb_config: Any, *rest: object) -> None:  # noqa: ANN401
-        if getattr(config, FIELD, None) != NAME:
+        if getattr(config, FIELD, None) not in (NAME, OLDER):
             gate(config, cb_config, *rest)
             return
-        module = _initialization()
-        kinds = module.group_layers_by_attn_type(config)
-        if not all(module.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds):
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None:
+            kinds = [FULL if getattr(config, "sliding_window", None) is None else "sliding"]
+        if any(kind != FULL for kind in kinds):
             cb_config.max_blocks_per_request = 0
 
     return opened
@@ -185,40 +198,32 @@ def _attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
     **others: Any,  # noqa: ANN401
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer: Q, K and V are `(1, heads, tokens, D)`, all sequences in a row."""
     owner = _handles.get(id(getattr(module, "config", None)))
-    packed = cu_seq_lens_q is not None and cu_seq_lens_k is not None and attention_mask is None
-    if owner is None or not packed:
+    if owner is None or cu_seq_lens_q is None or attention_mask is not None:
         raise UnsupportedInputError(
             f"{type(module).__name__} is called outside of generate_batch while "
             "sage_plugin.continuous_batching is open; close its handle first"
         )
-    assert cu_seq_lens_q is not None
-    assert cu_seq_lens_k is not None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    window = None if sliding_window is None else (sliding_window - 1, -1)
+    q = query[0].transpose(0, 1)
+    keys = layer_keys(module, key, value, others)
     rest: dict[str, Any] = {
-        "is_causal": True,
-        "scale": scaling,
-        "softcap": softcap or 0.0,
-        "sinks": s_aux,
-    }
+        "window": None if sliding_window is None else (sliding_window - 1, -1),
+        "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "is_causal": True,
+    }  # fmt: skip
     out: Any
-    if block_table is None:
+    if keys.table is None:
         owner.packed += 1
         out = attention_varlen(
-            q, k, v, cu_seq_lens_q, cu_seq_lens_k, others["max_length_q"], others["max_length_k"],
-            kernel="fav2", window=window, **rest,
-        )  # fmt: skip
+            q, keys.k, keys.v, cu_seq_lens_q.int(), keys.ends, *keys.longest, kernel="fav2", **rest
+        )
     else:
         owner.decoded += 1
-        ends = cu_seq_lens_q[: block_table.shape[0] + 1]
-        lens = cu_seq_lens_k[1 : block_table.shape[0] + 1] - cu_seq_lens_k[: block_table.shape[0]]
-        pages = (others["k_cache"], others["v_cache"], block_table, lens, ends)
-        append_pages(k, v, *pages)
-        out = paged_attention(q, *pages, window=window, kernel=owner.kernel, **rest)
+        count = keys.table.shape[0]
+        lens = keys.ends[1 : count + 1] - keys.ends[:count]
+        pages = (keys.k_cache, keys.v_cache, keys.table, lens, cu_seq_lens_q[: count + 1])
+        append_pages(keys.k, keys.v, *pages)
+        out = paged_attention(q, *pages, kernel=owner.kernel, **rest)
     return out[None], None
