@@ -19,6 +19,7 @@ _HOME = {
     "autotune": "sage_plugin.tune.autotune",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
     "continuous_batching": "sage_plugin.plugin.hosts.continuous_batching",
+    "grouped_linear": "sage_plugin.kernels.grouped_linear.api",
     "launch": "sage_plugin.kernels.attention.prepare",
     "linear": "sage_plugin.kernels.linear.api",
     "paged_attention": "sage_plugin.kernels.paged_attention.api",
@@ -26,6 +27,7 @@ _HOME = {
     "patched": "sage_plugin.plugin.patch",
     "prepare": "sage_plugin.kernels.attention.prepare",
     "quantize_weight": "sage_plugin.kernels.linear.weight",
+    "quantize_weights": "sage_plugin.kernels.grouped_linear.weight",
     "record": "sage_plugin.capture.recording.recorder",
     "refresh": "sage_plugin.plugin.patch",
     "register": "sage_plugin.plugin.hosts.registration",
@@ -42,6 +44,7 @@ __all__ = [
     "attention_varlen",
     "autotune",
     "continuous_batching",
+    "grouped_linear",
     "launch",
     "linear",
     "paged_attention",
@@ -49,6 +52,7 @@ __all__ = [
     "patched",
     "prepare",
     "quantize_weight",
+    "quantize_weights",
     "record",
     "refresh",
     "register",
@@ -62,6 +66,8 @@ if TYPE_CHECKING:
     from sage_plugin.kernels.attention.prepare import launch, prepare
     from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
     from sage_plugin.kernels.attention.varlen import attention_varlen
+    from sage_plugin.kernels.grouped_linear.api import grouped_linear
+    from sage_plugin.kernels.grouped_linear.weight import quantize_weights
     from sage_plugin.kernels.linear.api import linear
     from sage_plugin.kernels.linear.weight import quantize_weight
     from sage_plugin.kernels.paged_attention.api import paged_attention

@@ -10,7 +10,6 @@ class NumbersOfKey:
     """Say in which numbers a near match may differ, and which of them its entry has ranges of."""
 
     __slots__ = ()
-    family: ClassVar[str]
     NUMBERS: ClassVar[tuple[str, ...]]
     LENGTHS: ClassVar[tuple[str, ...]]
 

@@ -99,10 +99,7 @@ class PagedOptions:
             "--inputs-distribution", drawn.inputs_distribution or "normal", DISTRIBUTIONS
         )
         return [
-            ReplayInputs(
-                shape, describe(shape), distribution=distribution, seed=drawn.seed,
-                drawn_family=PAGED_ATTENTION,
-            )
+            ReplayInputs(shape, describe(shape), distribution=distribution, seed=drawn.seed)
             for shape in self.shapes(drawn, tp_size)
         ]  # fmt: skip
 

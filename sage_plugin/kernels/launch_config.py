@@ -16,6 +16,7 @@ from sage_plugin.kernels.notice import warn_once
 from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.schema import (
     ATTENTION,
+    GROUPED_LINEAR,
     LINEAR,
     NO_SPEEDS,
     AnyEntry,
@@ -35,6 +36,7 @@ MEMO_LIMIT = 65_536
 OVERRIDES = {
     ATTENTION: "SAGE_PLUGIN_LAUNCH",
     LINEAR: "SAGE_PLUGIN_LINEAR_LAUNCH",
+    GROUPED_LINEAR: "SAGE_PLUGIN_LINEAR_LAUNCH",
     PAGED_ATTENTION: "SAGE_PLUGIN_PAGED_LAUNCH",
 }
 """The variable that overrides fields of launch configs, by op family."""

@@ -10,6 +10,7 @@ from sage_plugin.json_record import record_from_json
 from sage_plugin.paged_records import PAGED_ATTENTION, PagedKey
 from sage_plugin.schema import (
     ATTENTION,
+    GROUPED_LINEAR,
     LINEAR,
     AnyEntry,
     AnyKey,
@@ -25,6 +26,7 @@ from sage_plugin.schema import (
 RECORDS: dict[str, type[AnyEntry]] = {
     ATTENTION: RegistryEntry,
     LINEAR: LinearEntry,
+    GROUPED_LINEAR: LinearEntry,
     PAGED_ATTENTION: PagedEntry,
 }
 """The record of an entry by its family."""

@@ -17,6 +17,8 @@ from sage_plugin.paged_records import (
 from sage_plugin.registry import load
 from sage_plugin.schema import (
     ATTENTION,
+    GROUPED_LINEAR,
+    GROUPED_LINEAR_KERNELS,
     KERNELS,
     LINEAR,
     LINEAR_BACKENDS,
@@ -33,6 +35,7 @@ IllegalReason = Callable[[Any, Any, DeviceFacts], str | None]
 NAMES = {
     ATTENTION: (KERNELS, VARIANTS),
     LINEAR: (LINEAR_KERNELS, LINEAR_BACKENDS),
+    GROUPED_LINEAR: (GROUPED_LINEAR_KERNELS, LINEAR_BACKENDS),
     PAGED_ATTENTION: (PAGED_KERNELS, PAGED_BACKENDS),
 }
 """Kernels and variants of each family."""
@@ -115,7 +118,8 @@ def _entry_reasons(entry: AnyEntry, file: RegistryFile, illegal: IllegalReason |
 def _short(key: AnyKey) -> str:
     if isinstance(key, LinearKey):
         sizes = f"{key.rows}x{key.in_features}->{key.out_features}"
-        return f"{key.kernel}:{key.variant} {sizes} {key.dtype}"
+        groups = f" of {key.groups} groups" if key.groups else ""
+        return f"{key.kernel}:{key.variant} {sizes}{groups} {key.dtype}"
     if isinstance(key, PagedKey):
         sizes = f"{key.kind} {key.tokens}x{key.max_keys} head_dim {key.head_dim}"
         return f"{key.kernel}:{key.variant} {sizes} {key.dtype} on {key.cache_dtype}"

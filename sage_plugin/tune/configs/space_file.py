@@ -17,7 +17,14 @@ from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.paged_records import PAGED_ATTENTION, PagedLaunch
 from sage_plugin.registry import load
-from sage_plugin.schema import ATTENTION, LINEAR, AnyLaunch, LaunchConfig, LinearLaunch
+from sage_plugin.schema import (
+    ATTENTION,
+    GROUPED_LINEAR,
+    LINEAR,
+    AnyLaunch,
+    LaunchConfig,
+    LinearLaunch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +34,7 @@ RENAMED = {"block_size_m": "block_m", "block_size_n": "block_n"}
 RECORDS: dict[str, type[AnyLaunch]] = {
     ATTENTION: LaunchConfig,
     LINEAR: LinearLaunch,
+    GROUPED_LINEAR: LinearLaunch,
     PAGED_ATTENTION: PagedLaunch,
 }
 """The record of a launch config by its family."""
