@@ -15,9 +15,6 @@ SCHEMA_VERSION = 1
 
 ATTENTION = "attention"
 LINEAR = "linear"
-FAMILIES = (ATTENTION,)
-"""Names of the op families whose calls are captured, as manifests spell them."""
-
 KERNELS = ("torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
 """Kernel names of the attention family, plainest first."""
 
@@ -173,6 +170,8 @@ class CallKey(NumbersOfKey, JsonRecord):
 class CallShape(JsonRecord):
     """The full shape of one recorded or synthetic attention call, before any selection of heads."""
 
+    family: ClassVar[str] = ATTENTION
+
     batch: int
     heads_q: int
     heads_k: int
@@ -198,6 +197,8 @@ class LinearShape(JsonRecord):
         dtype: of input and output, as torch spells it, without `torch.`.
         bias: whether there is a bias.
     """
+
+    family: ClassVar[str] = LINEAR
 
     rows: int
     in_features: int
@@ -416,52 +417,6 @@ class RegistryFile(JsonRecord):
     device: DeviceFacts
     toolchain: Toolchain
     entries: tuple[AnyEntry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureRecord(JsonRecord):
-    """One line of a capture folder's `manifest.jsonl`: one saved call.
-
-    Attributes:
-        schema_version: `SCHEMA_VERSION` of the writer.
-        family: op family, `"attention"`.
-        file: name of the safetensors file in the folder.
-        layer: module path of the attention, with the component in front.
-        step: denoising step (forward of the component), from 0.
-        timestep: the model's own timestep, or `None`.
-        call_index: which attention call of that layer in that step, from 0.
-        shape: the full call.
-        batch_indices: batch items that were saved.
-        head_indices: key heads that were saved (their query heads go with them).
-        strides_q: strides of Q as it arrived, in elements of its own layout; likewise K and V.
-        text_length: leading text tokens of a joint sequence, or `None`.
-        model_class: class of the model.
-        config_hash: hash of the model's config, or empty.
-        versions: package name to version.
-        sha256: checksum of the file.
-        denoising_step: denoising step, from 0, which may take two forwards; `None` where the model
-            is called without a timestep, and in records of earlier releases.
-    """
-
-    schema_version: int
-    family: str
-    file: str
-    layer: str
-    step: int
-    timestep: float | None
-    call_index: int
-    shape: CallShape
-    batch_indices: tuple[int, ...]
-    head_indices: tuple[int, ...]
-    strides_q: tuple[int, ...]
-    strides_k: tuple[int, ...]
-    strides_v: tuple[int, ...]
-    text_length: int | None
-    model_class: str
-    config_hash: str
-    versions: dict[str, str]
-    sha256: str
-    denoising_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sage_plugin import schema
+from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.errors import ConfigError
 from sage_plugin.schema import (
     CallKey,
     CallShape,
-    CaptureRecord,
     DeviceFacts,
     EntryEvidence,
     ErrorMetrics,
@@ -61,7 +61,6 @@ RECORDS = (
     EntryEvidence,
     RegistryEntry,
     RegistryFile,
-    CaptureRecord,
     Trial,
 )
 SCALARS = {
@@ -149,9 +148,11 @@ SAMPLE = {
     CallShape: CallShape(1, 2, 2, 64, 64, 64, 64, "bfloat16", False, "none", "bhsd", 0.125),
     Trial: Trial("study", CONFIG, "final", "ok", time=timing(), errors=ERRORS),
 }
-SAMPLE[CaptureRecord] = CaptureRecord(
-    1, "attention", "0.safetensors", "transformer.block", 0, 999.0, 0, SAMPLE[CallShape], (0,),
-    (0, 1), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), None, "Model", "", {"torch": "2"}, "ab",
+SAMPLE[AttentionCapture] = AttentionCapture(
+    schema_version=1, family="attention", file="0.safetensors", layer="transformer.block", step=0,
+    timestep=999.0, call_index=0, shape=SAMPLE[CallShape], batch_indices=(0,), head_indices=(0, 1),
+    strides_q=(1, 2, 3, 4), strides_k=(1, 2, 3, 4), strides_v=(1, 2, 3, 4), text_length=None,
+    model_class="Model", config_hash="", versions={"torch": "2"}, sha256="ab",
 )  # fmt: skip
 EVERY_FIELD = [(of, name) for of in RECORDS for name in hints(of)]
 
@@ -246,10 +247,10 @@ def test_report_114_a_mistake_deep_inside_is_named_where_it_is():
     data["entries"][0]["seq_q_range"] = [1, "2"]
     with pytest.raises(ConfigError, match=r"RegistryEntry\.seq_q_range\[1\]: got '2'"):
         RegistryFile.from_json(data)
-    data = data_of(CaptureRecord)
+    data = data_of(AttentionCapture)
     data["versions"]["torch"] = 2
-    with pytest.raises(ConfigError, match=r"CaptureRecord\.versions\.torch: got 2"):
-        CaptureRecord.from_json(data)
+    with pytest.raises(ConfigError, match=r"AttentionCapture\.versions\.torch: got 2"):
+        AttentionCapture.from_json(data)
 
 
 def test_a_bool_is_no_number_and_a_number_is_no_bool():

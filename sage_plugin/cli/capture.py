@@ -1,11 +1,11 @@
-"""`sage capture`: record real Q, K and V from the demo pipeline or from somebody's script."""
+"""`sage capture`: record real inputs from the demo pipeline or from somebody's script."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,13 +14,13 @@ import typer
 from sage_plugin.cli.console import counted, say, say_left_out, stderr
 from sage_plugin.cli.options import DEFAULT_FOLDER, flattened, one_of, shown_first
 from sage_plugin.errors import SageError, UsageError
-from sage_plugin.schema import LAYOUTS
+from sage_plugin.schema import ATTENTION, LAYOUTS
 
 if TYPE_CHECKING:
-    from sage_plugin.capture.recording.options import CaptureOptions
+    from sage_plugin.capture.record import CaptureRecord, LinearCapture
     from sage_plugin.capture.recording.recorder import CaptureRecorder
     from sage_plugin.capture.recording.summary import CaptureSummary
-    from sage_plugin.schema import CaptureRecord
+    from sage_plugin.capture.selection.options import CaptureOptions
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """For `app.command`: everything after SCRIPT belongs to the script, options too."""
@@ -29,13 +29,13 @@ DEMO_SIZES = ("small", "large")
 OPTIONS = {
     *("--out", "-o", "--max-captures", "--layers", "--steps", "--heads", "--batch", "--max-bytes"),
     *("--num-steps", "--min-seq", "--overwrite", "--size", "--every", "--per-shape", "--from-pt"),
-    "--layout",
+    *("--layout", "--op", "--rows"),
 }
 """Of this command, which belong before the script."""
 
 OF_RUNS = {
     "layers": "--layers", "steps": "--steps", "every": "--every", "per_shape": "--per-shape",
-    "total_steps": "--num-steps", "min_seq": "--min-seq",
+    "total_steps": "--num-steps", "min_seq": "--min-seq", "ops": "--op", "rows": "--rows",
 }  # fmt: skip
 """What chooses among the calls of a run, by the field of `CaptureOptions`."""
 
@@ -47,7 +47,7 @@ Script = Annotated[
 ]
 Args = Annotated[list[str] | None, typer.Argument(help="Arguments of the script, untouched.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the captures.")]
-MaxCaptures = Annotated[int, typer.Option(min=1, help="Most captures, at any time.")]
+MaxCaptures = Annotated[int, typer.Option(min=1, help="Most captures of each op, at any time.")]
 Layers = Annotated[
     list[str] | None, typer.Option(help="Glob of layer paths; repeatable, or with commas.")
 ]
@@ -76,7 +76,13 @@ NumSteps = Annotated[
     int | None,
     typer.Option(min=1, help="Denoising steps: of the demo, or those that the script runs."),
 ]
-MinSeq = Annotated[int, typer.Option(min=0, help="Calls with fewer queries or keys are not saved.")]
+MinSeq = Annotated[
+    int, typer.Option(min=0, help="Calls with fewer queries or keys, or rows, are not saved.")
+]
+Ops = Annotated[
+    str, typer.Option("--op", help="What is recorded: attention, linear or attention,linear.")
+]
+Rows = Annotated[int, typer.Option(min=1, help="Most rows of a linear's input to save.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the captures in the folder.")]
 Size = Annotated[
     str | None, typer.Option(help="Demo size, small or large (default: large on a GPU).")
@@ -86,6 +92,7 @@ Size = Annotated[
 EXAMPLES = (
     "sage capture --max-captures 4 my_script.py --its-own options",
     "sage capture --size small --num-steps 2 --max-captures 4",
+    "sage capture --op attention,linear --out both my_script.py",
 )
 
 
@@ -109,9 +116,11 @@ def command(
     size: Size = None,
     from_pt: FromPt = None,
     layout: PtLayout = None,
+    op: Ops = ATTENTION,
+    rows: Rows = 1024,
 ) -> None:
-    """Record real Q, K and V during inference, spread over layers and denoising steps."""
-    from sage_plugin.capture.recording.options import CaptureOptions, parse_bytes
+    """Record real inputs during inference, spread over layers and denoising steps."""
+    from sage_plugin.capture.selection.options import CaptureOptions, parse_bytes
 
     with _of_options():
         options = CaptureOptions(
@@ -126,6 +135,8 @@ def command(
             total_steps=num_steps,
             min_seq=min_seq,
             overwrite=overwrite,
+            ops=op,
+            rows=rows,
         )
     if from_pt is not None:
         if script is not None:
@@ -279,19 +290,25 @@ def _report(summary: CaptureSummary, out: Path, options: CaptureOptions) -> None
         f"Recorded {captures(summary.files)} ({summary.bytes / 1e6:.1f} MB) in {out}: "
         f"{len(summary.layers_saved)} of {len(summary.layers)} layers, "
         f"{len(summary.steps_saved)} of {max(summary.steps.values())} steps",
-        f"Counted {summary.calls_seen} attention calls",
+        f"Counted {summary.calls_seen} {summary.words} calls",
     ]
     lines += _parts(out, options)
-    lines.append(f"Next: sage tune {shlex.quote(str(out))}")
+    for op in summary.ops:
+        of_op = "" if op == ATTENTION else f" --op {op}"
+        lines.append(f"Next: sage tune {shlex.quote(str(out))}{of_op}")
     say(*lines)
 
 
 def _parts(out: Path, options: CaptureOptions) -> list[str]:
     """Which part of their calls the captures hold, and what comes of it."""
+    from sage_plugin.capture.record import AttentionCapture, LinearCapture
     from sage_plugin.capture.store.reader import open_captures
 
-    records = open_captures(out).records
-    lines = []
+    every = open_captures(out).records
+    lines = list(_linear_parts([one for one in every if isinstance(one, LinearCapture)]))
+    records = [one for one in every if isinstance(one, AttentionCapture)]
+    if not records:
+        return lines
     wanted = options.rule().heads
     most = max(record.shape.heads_k for record in records)
     if isinstance(wanted, int) and wanted > most:
@@ -308,3 +325,17 @@ def _parts(out: Path, options: CaptureOptions) -> list[str]:
             "are taken at full shape on a GPU"
         )
     return lines
+
+
+def _linear_parts(records: Sequence[LinearCapture]) -> Iterator[str]:
+    """What is left out of captures of linears."""
+    if rows := sorted({f"{one.rows} of {one.shape.rows}" for one in records if one.is_partial}):
+        yield (
+            f"Captures of linears hold {' or '.join(rows[:3])}{', ...' if rows[3:] else ''} rows: "
+            "errors are judged on those, and times are taken at full shape on a GPU"
+        )
+    if lone := [one for one in records if not one.weight_file]:
+        yield (
+            f"{captures(len(lone))} of linears have no weight beside them and cannot be replayed, "
+            f"first {lone[0].layer}: weights are larger than --max-bytes leaves for one capture"
+        )

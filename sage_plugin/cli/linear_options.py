@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.options import DrawnInputOptions, ShapeOptions, dtype_name, lengths, one_of
+from sage_plugin.cli.options import (
+    DEFAULT_FOLDER,
+    DrawnInputOptions,
+    ShapeOptions,
+    dtype_name,
+    lengths,
+    one_of,
+)
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import ATTENTION, LINEAR, LinearShape
 
@@ -60,11 +68,16 @@ class LinearCallOptions:
             raise UsageError(f"{given[0]} belongs to linears: add --op linear")
         return False
 
-    @staticmethod
-    def refuse_captures(given: object) -> None:
-        """Refuse a recording, which holds no linears."""
-        if given is not None:
-            raise UsageError(f"--op linear: linears are drawn, not captured; leave {given} out")
+    def draws(self, recorded: Path | None) -> bool:
+        """Return whether inputs are drawn, of shapes that are spelt out; else captures are read.
+
+        Args:
+            recorded: a folder of captures that was asked for, `None` where none was.
+        """
+        shapes = [name for name in ("--out-in-features", "--batch-sizes") if name in self.given()]
+        if shapes and recorded is not None:
+            raise UsageError(f"{shapes[0]} draws inputs: leave it out, or the captures {recorded}")
+        return bool(shapes) or (recorded is None and not DEFAULT_FOLDER.exists())
 
     def kernels(self) -> tuple[str, ...]:
         """Return the kernel that the number formats name; none without them."""
@@ -120,8 +133,9 @@ class LinearOptions(LinearCallOptions):
             raise UsageError(f"{other[0]} belongs to attention: leave it out, or --op linear")
         if not self.out_in_features or not self.batch_sizes:
             raise UsageError(
-                "--op linear needs --out-in-features OUT/IN and --batch-sizes ROWS, as "
-                "--out-in-features 12288/3072 --batch-sizes 16,4608"
+                "--op linear needs captures (sage capture --op linear records them), or "
+                "--out-in-features OUT/IN and --batch-sizes ROWS, as --out-in-features 12288/3072 "
+                "--batch-sizes 16,4608"
             )
         dtype = dtype_name(others.dtype or "bf16")
         shapes = [

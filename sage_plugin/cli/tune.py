@@ -143,21 +143,27 @@ def _inputs(
     max_per_key: int,
 ) -> TuningInputs:
     """What is tuned on: drawn inputs if some are spelt out, else captures."""
+    from sage_plugin.families import family
     from sage_plugin.tune.configs import inputs as tuning_inputs
 
+    recorded = DEFAULT_FOLDER if from_captures and folder is None else folder
     if linears.chosen:
-        linears.refuse_captures("--from-captures" if from_captures else folder)
-        return tuning_inputs.from_drawn(model.linears(linears).inputs(inputs))
-    if not from_captures and folder is None and (drawn := model.inputs(inputs)):
+        whole = model.linears(linears)
+        if whole.draws(recorded):
+            return tuning_inputs.from_drawn(whole.inputs(inputs))
+    elif recorded is None and (drawn := model.inputs(inputs)):
         return tuning_inputs.from_drawn(drawn)
     inputs.refuse_with_captures()
-    model.refuse_with_captures()
+    if not linears.chosen:
+        model.refuse_with_captures()
     if not from_captures and folder is None and not DEFAULT_FOLDER.exists():
         raise UsageError(
             "nothing to tune on: give a folder of captures (sage capture records one), "
             "--preset NAME, or --seq-len N"
         )
-    return tuning_inputs.from_captures(folder or DEFAULT_FOLDER, max_per_key=max_per_key)
+    return tuning_inputs.from_captures(
+        folder or DEFAULT_FOLDER, family=family(linears.op), max_per_key=max_per_key
+    )
 
 
 def follow(plan: TuningPlan, place: PlaceOptions, *, dry_run: bool) -> None:
@@ -235,4 +241,5 @@ def _next_command(plan: TuningPlan) -> str:
     if study.synthetic:
         patch = "patch(pipe)" if study.key.family == ATTENTION else "patch(pipe, linears='auto')"
         return f"sage configs list{where}, or your pipeline: sage_plugin.{patch} uses them"
-    return f"sage bench {shlex.quote(study.timed.folder)}{where}"
+    op = "" if study.key.family == ATTENTION else f" --op {study.key.family}"
+    return f"sage bench {shlex.quote(study.timed.folder)}{op}{where}"

@@ -10,7 +10,7 @@ from sage_plugin.errors import UsageError
 from sage_plugin.families.attention.entry import ATTENTION
 from sage_plugin.families.family import Family
 from sage_plugin.families.linear.entry import LINEAR_FAMILY
-from sage_plugin.schema import AnyKey, AnyShape, LinearShape
+from sage_plugin.schema import AnyKey, AnyShape
 
 __all__ = ["ATTENTION", "LINEAR_FAMILY", "Family", "describe", "describe_key", "family"]
 
@@ -41,8 +41,8 @@ def describe(shape: AnyShape) -> str:
     """Write the shape of a call of any family in a few words.
 
     Example:
+        >>> from sage_plugin.schema import LinearShape
         >>> describe(LinearShape(8, 64, 32, "bfloat16"))
         '8x64->32 bf16'
     """
-    entry = LINEAR_FAMILY if isinstance(shape, LinearShape) else ATTENTION
-    return entry.describe(shape)
+    return family(shape.family).describe(shape)

@@ -175,10 +175,11 @@ def _overridden(config: AnyLaunch, text: str, variable: str) -> AnyLaunch:
         raise ConfigError(f"{variable}: {error}") from None
 
 
-def fill_command() -> str:
+def fill_command(family: str = ATTENTION) -> str:
     """Return the command that tunes all calls on defaults, from a recording if one is here."""
     recorded = (RECORDING / "manifest.jsonl").exists()
-    return f"{'' if recorded else 'sage capture SCRIPT.py && '}sage tune {RECORDING}"
+    op = "" if family == ATTENTION else f" --op {family}"
+    return f"{'' if recorded else f'sage capture{op} SCRIPT.py && '}sage tune {RECORDING}{op}"
 
 
 def _note_miss(key: AnyKey, facts: DeviceFacts, rules: LaunchRules) -> None:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -21,11 +21,13 @@ from torch import nn
 from sage_plugin.kernels.attention.call import KernelRequest
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.policy.rules import LINEAR, Policy
 from sage_plugin.plugin.prologue.unfused import Unfused
 from sage_plugin.plugin.steps.forward import ForwardCounter
 from sage_plugin.plugin.steps.tracker import StepTracker
+from sage_plugin.schema import ATTENTION
 
 if TYPE_CHECKING:
     from sage_plugin.plugin.component import Component
@@ -52,6 +54,8 @@ class CallEvent:
         layout: `"bhsd"` or `"bshd"`.
         decision: where the call is about to run.
     """
+
+    family: ClassVar[str] = ATTENTION
 
     component: str
     layer: str
@@ -86,6 +90,7 @@ class PatchOptions:
         linears: kernel of the linears that no rule of the policy names, `None` to leave them.
         keep_originals: the original weights of linears are kept in CPU memory.
         requests: what shall compute a call where no policy chooses, without and with grouped heads.
+        of_linears: the same for a linear, whose weight says the kernel.
     """
 
     kernel: str
@@ -100,6 +105,7 @@ class PatchOptions:
     linears: str | None = None
     keep_originals: bool = True
     requests: tuple[KernelRequest, KernelRequest] = field(init=False, compare=False, repr=False)
+    of_linears: LinearRequest = field(init=False, compare=False, repr=False)
 
     @property
     def has_linears(self) -> bool:
@@ -112,6 +118,7 @@ class PatchOptions:
         ask = functools.partial(KernelRequest, self.kernel, self.variant, None, self.config_dir)
         requests = (ask(let_through=(self.min_seq, grouped)) for grouped in (False, True))
         object.__setattr__(self, "requests", tuple(requests))
+        object.__setattr__(self, "of_linears", LinearRequest(config_dir=self.config_dir))
 
 
 @dataclass(eq=False)  # no slots: traced code reads it

@@ -182,7 +182,8 @@ def patch(
         kernel: `"auto"` for the default of the device, or a kernel by name; `"sdpa"` leaves every
             result as it is, to the bit. On a CPU a named kernel is emulated, `"auto"` does nothing.
         variant: `"auto"`, or one variant of the kernel.
-        config_dir: folder of tuned configs that is searched before the others.
+        config_dir: folder of tuned configs, of attention and linears, that is searched before the
+            others.
         components: names of the pipeline's components to patch instead.
         include: glob or globs of layer paths, with or without the component in front, to patch.
         exclude: glob or globs of layer paths to leave alone.

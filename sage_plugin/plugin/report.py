@@ -95,7 +95,8 @@ class PluginReport:
 
     def saved_ms(self) -> float:
         """Milliseconds saved over the baseline in the calls whose configs were timed."""
-        return sum(row.saved_ms for row in self.rows)
+        attention = sum(row.saved_ms for row in self.rows)
+        return attention + sum(row.saved_ms for row in self.linears)
 
     def saved_bytes(self) -> int:
         """Memory that weights of linears take less on their devices."""

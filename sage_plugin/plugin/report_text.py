@@ -109,12 +109,15 @@ def ranges(numbers: Iterable[int], separator: str = ", ") -> str:
 
 def _summary(report: PluginReport) -> Iterator[str]:
     ran, total = report.kernel_calls(), report.total_calls()
-    timed, saved = sum(row.timed_calls for row in report.rows), report.saved_ms()
+    timed = sum(row.timed_calls for row in report.rows)
+    timed += sum(row.timed_calls for row in report.linears)
+    saved = report.saved_ms()
+    every = ran + sum(row.kernel_calls() for row in report.linears)
     passed, unit = (report.steps, "step") if report.steps else (report.forwards, "forward")
     if timed and passed:
         what = "saved over" if saved >= 0 else "lost against"
         yield f"about {abs(saved) / passed:.1f} ms {what} the baseline per {unit},"
-        yield f"  by the times that tuning took of {timed} of the {ran} kernel calls"
+        yield f"  by the times that tuning took of {timed} of the {every} kernel calls"
     share = f" ({100 * ran / total:.0f} %)" if total else ""
     yield f"{ran} of {total} calls ran on a kernel{share}; calls in graphs are not counted"
     if total and not ran:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.families import Family, family
 from sage_plugin.families.family import ReplayCall, Shape
-from sage_plugin.schema import ATTENTION, CaptureRecord
+from sage_plugin.schema import ATTENTION
 
 logger = logging.getLogger(__name__)
 

@@ -9,22 +9,23 @@ from typing import Any
 
 import torch
 
+from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.capture.store.manifest import CallCounts
 from sage_plugin.capture.store.writer import CaptureWriter
 from sage_plugin.families.attention.labels import describe
 from sage_plugin.measure.inputs import self_attention, synthetic
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import SCHEMA_VERSION, CallShape, CaptureRecord
+from sage_plugin.schema import SCHEMA_VERSION, CallShape
 
 SHAPE = self_attention(1, 2, 48, 32)
 
 
 def record_of(
     shape: CallShape, *, heads: tuple[int, ...], batches: tuple[int, ...], step: int = 0
-) -> CaptureRecord:
+) -> AttentionCapture:
     """A manifest line but for file and checksum."""
     strides = (1, 1, 1, 1)
-    return CaptureRecord(
+    return AttentionCapture(
         schema_version=SCHEMA_VERSION, family="attention", file="",
         layer="transformer.blocks.0.attn", step=step, timestep=None, call_index=0, shape=shape,
         batch_indices=batches, head_indices=heads, strides_q=strides, strides_k=strides,

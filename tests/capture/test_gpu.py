@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sage_plugin.capture.recording.intake import GRAPH_CAPTURE, Intake
-from sage_plugin.capture.recording.options import CaptureOptions
+from sage_plugin.capture.selection.options import CaptureOptions
 from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.plugin.steps.forward import Forward, Timestep
 from tests.capture.toys import event

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_plugin.capture.recording.options import CaptureOptions
 from sage_plugin.capture.recording.pt_files import convert
+from sage_plugin.capture.selection.options import CaptureOptions
 from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.errors import CaptureError
 from tests.cli.program import error_of, sage

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sage_plugin
-from sage_plugin.capture.recording import intake
+from sage_plugin.capture.ops import attention
 from sage_plugin.capture.recording.recorder import CaptureOptions, CaptureRecorder, record
 from sage_plugin.capture.store.manifest import COUNTS, MANIFEST, read_counts
 from sage_plugin.capture.store.reader import open_captures
@@ -174,7 +174,7 @@ def test_the_byte_budget_holds(folder):
 def test_ten_thousand_large_calls_stay_within_the_budget(folder):
     """G4: nothing piles up in memory, and the counts say what was left out and why."""
     recorder = CaptureRecorder(folder, CaptureOptions(max_captures=5, max_bytes=5 * 40_000))
-    recorder._intake.add_layers([f"transformer.blocks.{i}.attn1" for i in range(10)])
+    recorder._intake.add_layers("attention", [f"transformer.blocks.{i}.attn1" for i in range(10)])
     recorder._intake.open()
     model = video_model()
     too_large, large = torch.randn(2, 16, 100, 64), torch.randn(1, 12, 40, 16)
@@ -282,7 +282,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_model(folder, monkeypatch):
 
 def test_no_memory_for_the_copy_costs_that_capture_alone(folder, monkeypatch):
     model = video_model()
-    original, left = intake.extract, [2]
+    original, left = attention.extract, [2]
 
     def short(call, part):
         left[0] -= 1
@@ -290,7 +290,7 @@ def test_no_memory_for_the_copy_costs_that_capture_alone(folder, monkeypatch):
             raise torch.OutOfMemoryError
         return original(call, part)
 
-    monkeypatch.setattr(intake, "extract", short)
+    monkeypatch.setattr(attention, "extract", short)
     with record(model, folder, max_captures=LAYERS, total_steps=4) as recorder:
         denoise(model, steps=4)
     assert recorder.summary.skipped["the device had no memory left for the copy"] == 2

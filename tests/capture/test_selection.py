@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sage_plugin.capture.call import CanonicalCall, canonical
-from sage_plugin.capture.recording.options import CaptureOptions, parse_bytes
 from sage_plugin.capture.selection.extract import extract
 from sage_plugin.capture.selection.heads import (
     Part,
@@ -17,6 +16,7 @@ from sage_plugin.capture.selection.heads import (
     checked_heads,
     part_bytes,
 )
+from sage_plugin.capture.selection.options import CaptureOptions, parse_bytes
 from sage_plugin.errors import UsageError
 from tests.capture.toys import event
 

@@ -10,9 +10,10 @@ import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import nn
 
+from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.plugin.context import CallEvent
-from sage_plugin.schema import ATTENTION, SCHEMA_VERSION, CallShape, CaptureRecord
+from sage_plugin.schema import ATTENTION, SCHEMA_VERSION, CallShape
 
 LAYERS = 3
 SCRIPT = """
@@ -110,9 +111,9 @@ def shape(**changes: Any) -> CallShape:
     return dataclasses.replace(base, **changes)
 
 
-def line(**changes: Any) -> CaptureRecord:
+def line(**changes: Any) -> AttentionCapture:
     """A manifest line that fits `tensors()`."""
-    base = CaptureRecord(
+    base = AttentionCapture(
         schema_version=SCHEMA_VERSION, family=ATTENTION, file="",
         layer="transformer.blocks.0.attn1", step=0, timestep=1.0, call_index=0, shape=shape(),
         batch_indices=(0,), head_indices=(0, 1),

@@ -14,6 +14,7 @@ from sage_plugin.cli.options import DrawnInputOptions
 from sage_plugin.registry import load
 from sage_plugin.schema import LinearLaunch
 from sage_plugin.tune.configs import subprocess_runner
+from tests.capture.toys import SCRIPT
 from tests.cli.program import sage
 from tests.registry.samples import FACTS
 from tests.tune.scripted import ScriptedRunner
@@ -111,8 +112,40 @@ def test_what_was_tuned_is_shown_listed_and_explained(on_gpu) -> None:
     assert "sage tune --kernel int8_row:triton --op linear" in " ".join(other.split())
 
 
+def test_recorded_linears_are_compared_and_tuned_on_their_own_tensors(request, tmp_path) -> None:
+    script = tmp_path / "theirs.py"
+    script.write_text(SCRIPT.format(patch="", end=""))
+    words = ("--op", "attention,linear", "--rows", "24", "--max-captures", "3", "--out", "both")
+    done = sage("capture", *words, script, "1")
+    assert done.exit_code == 0, done.output
+    told = " ".join(done.stdout.split())
+    assert "Counted 21 attention and linear calls" in told
+    assert "hold 24 of 80 rows" in told
+    assert "Next: sage tune both --op linear" in told
+    done = sage("bench", "both", "--op", "linear", "--kernel", "int8_row", "--compare-to-ref",
+                "bf16", "--csv", "rows.csv")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    rows = Path("rows.csv").read_text().splitlines()
+    assert [row.split(",")[1] for row in rows[1:]].count("capture") == 6
+    request.getfixturevalue("on_gpu")
+    done = sage("tune", "both", "--op", "linear", *INT8, "--dry-run", "--config-dir", "c")
+    assert done.exit_code == 0, done.output
+    assert "80 rows" in done.stdout
+    missing = sage("bench", "both", "--op", "linear", "--out-in-features", "8/8")
+    assert "leave it out, or the captures both" in missing.output
+
+
 def test_a_product_of_torch_has_no_config_to_explain() -> None:
     about = ("--op", "linear", "--batch-sizes", "4096", "--out-in-features", "4096/4096")
     told = sage("configs", "explain", *about, "--as", "nvidia-h200").stdout
     assert "torch has no launch config." in told
     assert "--kernel fp8_row:triton" in told
+
+
+def test_without_captures_or_shapes_both_ways_are_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = sage("bench", "--op", "linear")
+    assert done.exit_code == 2
+    assert "sage capture --op linear records them), or --out-in-features OUT/IN" in " ".join(
+        done.output.split()
+    )

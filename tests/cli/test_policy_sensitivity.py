@@ -48,6 +48,22 @@ def test_it_is_measured_per_layer_and_range_and_written(brief):
     assert f"{level:.1f}" in result.stdout
 
 
+def test_both_op_families_are_measured_into_one_file(brief):
+    words = ("--kernel", "fp8_row", "--kernel", "sage", "--num-inference-steps", 1)
+    chosen = ("--layers", "*.0.ff.*", "--layers", "*.3.attn1")
+    result = sensitivity("--output", "e.json", *words, *chosen)
+    assert result.exit_code == 0, result.output
+    found = read(Path("e.json"))
+    block = "transformer.transformer_blocks"
+    assert [(one.layer, one.kernel, one.steps) for one in found.cells] == [
+        (f"{block}.0.ff.net.0.proj", "fp8_row", ""), (f"{block}.0.ff.net.2", "fp8_row", ""),
+        (f"{block}.3.attn1", "sage", ""),
+    ]  # fmt: skip
+    assert all(one.rmse > 0 for one in found.cells)
+    refused = sensitivity("--kernel", "fp8_row", "--kernel", "int8_row")
+    assert "one kernel of each op" in " ".join(refused.output.split())
+
+
 class Toy:
     """A pipeline whose clip tells what part of it ran on a kernel."""
 
@@ -75,14 +91,14 @@ def subject(toy, monkeypatch, layers=("a.0", "a.1")):
 
 def test_a_sensitivity_is_the_root_mean_square_of_the_difference(monkeypatch):
     toy = Toy([0.5, 0.5, 0.6, 0.3, 0.5])
-    found = measure_sensitivity(subject(toy, monkeypatch), "sage", step_ranges=2)
-    assert [(layer, steps) for layer, steps, _ in found] == [
+    found = measure_sensitivity(subject(toy, monkeypatch), ["sage"], step_ranges=2)
+    assert [(layer, steps) for layer, steps, *_ in found] == [
         ("a.0", ":50%"), ("a.0", "50%:"), ("a.1", ":50%"), ("a.1", "50%:"),
     ]  # fmt: skip
-    assert [round(rmse, 6) for _, _, rmse in found] == [0.0, 0.1, 0.2, 0.0]
+    assert [round(rmse, 6) for _, _, rmse, _ in found] == [0.0, 0.1, 0.2, 0.0]
     # Each clip has that part alone on the kernel.
     assert [(rule.kernel, rule.layers, rule.steps) for rule in toy.rules] == [
-        ("sage", (layer,), steps) for layer, steps, _ in found
+        ("sage", (layer,), steps) for layer, steps, *_ in found
     ]
 
 
@@ -91,7 +107,7 @@ def test_a_sensitivity_is_the_root_mean_square_of_the_difference(monkeypatch):
 )
 def test_clips_that_tell_nothing_are_refused(monkeypatch, levels, sentence):
     with pytest.raises(DeviceError, match=sentence):
-        measure_sensitivity(subject(Toy(levels), monkeypatch), "sage", step_ranges=1)
+        measure_sensitivity(subject(Toy(levels), monkeypatch), ["sage"], step_ranges=1)
 
 
 def test_the_table_has_a_row_a_layer(capsys):

@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.families.attention.gates import gate_for
 from sage_plugin.measure.inputs import self_attention
 from sage_plugin.measure.timing import Samples, TimingLimits, interleave
 from sage_plugin.registry import load
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import CaptureRecord, ErrorMetrics, LaunchConfig, Trial
+from sage_plugin.schema import ErrorMetrics, LaunchConfig, Trial
 from sage_plugin.tune.configs import trial as trials
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
@@ -172,7 +173,7 @@ class ScriptedRunner:
         return self.speed(config) * noise * self.drift(self._samples)
 
 
-CAPTURED = CaptureRecord(
+CAPTURED = AttentionCapture(
     schema_version=1, family="attention", file="000000.safetensors",
     layer="transformer.blocks.0.attn1", step=0, timestep=None, call_index=0, shape=SHAPE,
     batch_indices=(0,), head_indices=tuple(range(16)), strides_q=(1, 1, 1, 1),

@@ -67,5 +67,5 @@ def mismatches(prediction: Prediction | None, *, device: str, calls: int) -> Ite
         return
     if prediction.device != device:
         yield f"predicted for {prediction.device}, and this is {device}"
-    if prediction.calls != calls:
+    if prediction.calls and prediction.calls != calls:
         yield f"predicted for a run of {prediction.calls} attention calls, and this one has {calls}"

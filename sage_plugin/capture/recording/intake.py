@@ -1,4 +1,4 @@
-"""Takes attention calls in: counts each, decides on it, and saves those that are wanted."""
+"""Takes calls in: counts each, decides on it, and saves those that are wanted."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sage_plugin.capture.call import CanonicalCall, canonical
-from sage_plugin.capture.recording.options import CaptureOptions
+from sage_plugin.capture.ops import OPS
+from sage_plugin.capture.ops.op import CapturedOp, Extracted, OpCall, OpEvent
+from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.recording.origin import Origin, origin_of
 from sage_plugin.capture.recording.run_steps import RunSteps
 from sage_plugin.capture.recording.summary import CaptureSummary
 from sage_plugin.capture.recording.tally import Tally
-from sage_plugin.capture.selection.extract import extract
-from sage_plugin.capture.selection.heads import Part
+from sage_plugin.capture.selection.options import CaptureOptions
 from sage_plugin.capture.selection.spread import CaptureCell
 from sage_plugin.capture.store.manifest import CallCounts
 from sage_plugin.capture.store.writer import CaptureWriter
 from sage_plugin.errors import OutputError, UsageError
-from sage_plugin.plugin.context import CallEvent
 from sage_plugin.plugin.steps.forward import Forward
-from sage_plugin.schema import ATTENTION, SCHEMA_VERSION, CaptureRecord
+from sage_plugin.schema import SCHEMA_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,10 @@ class Intake:
         *,
         on_save: Callable[[CaptureRecord], None] | None = None,
     ) -> None:
-        self.policy = options.policy()
+        self.ops = {name: OPS[name] for name in options.ops}
         self.denoising = RunSteps()
-        self._rule = options.rule()
+        self._policies = {name: options.policy() for name in self.ops}
+        self._choosers = {name: op.chooser(options) for name, op in self.ops.items()}
         self._globs = options.globs()
         self._filters = f"layers {', '.join(self._globs)!r}, steps {options.steps or 'all'}"
         self._min_seq = options.min_seq
@@ -74,23 +74,33 @@ class Intake:
         """
         if not any(map(self._selects, layers)):
             shown = ", ".join(layers[:5]) + (", ..." if len(layers) > 5 else "")
+            what = " and ".join(op.layers_word for op in self.ops.values())
             raise UsageError(
-                f"layers {', '.join(self._globs)!r} match none of {len(layers)} attention layers: "
-                f"{shown}"
+                f"layers {', '.join(self._globs)!r} match none of {len(layers)} {what}: {shown}"
             )
 
-    def add_layers(self, layers: Iterable[str]) -> None:
+    def add_layers(self, family: str, layers: Iterable[str]) -> None:
         """Make layers known; those that the globs leave out are counted only."""
-        self.policy.add_layers(filter(self._selects, layers))
+        self._policies[family].add_layers(filter(self._selects, layers))
+
+    @property
+    def total_steps(self) -> int | None:
+        """The announced number of steps."""
+        return next(iter(self._policies.values())).total_steps
+
+    def expect(self, total_steps: int | None) -> None:
+        """Announce how many steps the run has."""
+        for policy in self._policies.values():
+            policy.expect(total_steps)
 
     def open(self) -> None:
         """Make the folder ready; raises what `CaptureWriter.open` does."""
         self._writer.open()
 
-    def take(self, forward: Forward, event: CallEvent) -> bool:
+    def take(self, forward: Forward, event: OpEvent) -> bool:
         """Count a call and save it if it is wanted; whether it was saved."""
         reason = self._consider(forward, event)
-        self._tally.add(event.layer, reason)
+        self._tally.add(event.layer, reason, event.family)
         return not reason
 
     def summary(self, steps: Mapping[str, int]) -> CaptureSummary:
@@ -106,9 +116,10 @@ class Intake:
             steps=counts.steps,
             layers_saved=tuple(dict.fromkeys(r.layer for r in records)),
             steps_saved=tuple(sorted({r.step for r in records})),
-            partial=sum(_is_partial(record) for record in records),
+            partial=sum(record.is_partial for record in records),
             skipped=counts.skipped,
             filters=self._filters,
+            ops=tuple(self.ops),
         )
 
     def write_counts(self, steps: Mapping[str, int]) -> None:
@@ -130,84 +141,79 @@ class Intake:
     def _counts(self, steps: Mapping[str, int], *, complete: bool) -> CallCounts:
         return self._tally.counts(steps, self.denoising, complete=complete)
 
-    def _consider(self, forward: Forward, event: CallEvent) -> str:
+    def _consider(self, forward: Forward, event: OpEvent) -> str:
         """Save a call, or say why not."""
-        call = canonical(event)
+        op, policy = self.ops[event.family], self._policies[event.family]
+        call = op.canonical(event)
         if isinstance(call, str):
             return call
         self._tally.add_shape(call.shape)
-        if not self._is_short(call):
+        short = op.length(call) < self._min_seq
+        if not short:
             self._tally.add_cell(event.layer, call.shape, self.denoising.step)
-        self.add_layers([event.layer])  # no news, but where a model was patched again
+        # No news, but where a model was patched again.
+        self.add_layers(event.family, [event.layer])
         cell = CaptureCell(event.layer, forward.index, event.call_index)
-        reason = self.policy.refusal(cell) or self._obstacle(call)
-        part = reason or self._rule.choose(call)
+        reason = policy.refusal(cell) or self._obstacle(op, short=short)
+        part = reason or self._choosers[event.family](call)
         if isinstance(part, str):
             return part
-        verdict = self.policy.judge(cell, call.shape)
+        verdict = policy.judge(cell, call.shape)
         if not verdict.keep:
             return verdict.reason
         try:
-            tensors = extract(call, part)
+            got = op.extract(event, call, part, forward)
         except torch.OutOfMemoryError:
             return OUT_OF_MEMORY
         with self._output():
             if verdict.evict is not None:
                 self._writer.delete(self._saved.pop(verdict.evict))
                 self._tally.skipped[REPLACED] += 1
-            record = self._record(forward, event, cell, call, part)
-            self._saved[cell] = self._writer.save(tensors, record)
-            self.policy.commit(cell, verdict, call.shape)
+            record = self._record(forward, event, cell, call, got)
+            self._saved[cell] = self._writer.save(got.tensors, record, got.weight)
+            policy.commit(cell, verdict, call.shape)
             if self._on_save is not None:
                 self._on_save(self._saved[cell])
         return "" if self._failure is None else OUTPUT_FAILED
 
-    def _obstacle(self, call: CanonicalCall) -> str:
+    def _obstacle(self, op: CapturedOp, *, short: bool) -> str:
         if self._failure is not None:
             return OUTPUT_FAILED
-        if self._is_short(call):
-            return f"fewer than {self._min_seq} queries or keys"
-        if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        if short:
+            return f"fewer than {self._min_seq} {op.short}"
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             if not self._graph_warned:
                 logger.warning("calls inside a CUDA graph capture are not recorded")
             self._graph_warned = True
             return GRAPH_CAPTURE
         return ""
 
-    def _is_short(self, call: CanonicalCall) -> bool:
-        return min(call.shape.seq_q, call.shape.seq_k) < self._min_seq
-
     def _record(
         self,
         forward: Forward,
-        event: CallEvent,
+        event: OpEvent,
         cell: CaptureCell,
-        call: CanonicalCall,
-        part: Part,
+        call: OpCall,
+        got: Extracted,
     ) -> CaptureRecord:
         """The manifest line, but for file and checksum."""
         origin = self._origins.get(forward.model) or origin_of(forward.model)
         self._origins[forward.model] = origin
-        return CaptureRecord(
+        return self.ops[event.family].record(
             schema_version=SCHEMA_VERSION,
-            family=ATTENTION,
+            family=event.family,
             file="",
             layer=cell.layer,
             step=cell.step,
             timestep=forward.timestep,
             call_index=cell.call_index,
             shape=call.shape,
-            batch_indices=part.batch,
-            head_indices=part.heads,
-            strides_q=event.q.stride(),
-            strides_k=event.k.stride(),
-            strides_v=event.v.stride(),
-            text_length=forward.text_length,
             model_class=origin.model_class,
             config_hash=origin.config_hash,
             versions=origin.versions,
             sha256="",
             denoising_step=self.denoising.step,
+            **got.fields,
         )
 
     def _selects(self, layer: str) -> bool:
@@ -224,8 +230,3 @@ class Intake:
             if self._failure is None:
                 self._failure = error
                 logger.error("recording stops: %s", error)
-
-
-def _is_partial(record: CaptureRecord) -> bool:
-    saved = (len(record.batch_indices), len(record.head_indices))
-    return saved != (record.shape.batch, record.shape.heads_k)

@@ -17,15 +17,16 @@ import torch
 
 from sage_plugin import __version__
 from sage_plugin.capture.call import CanonicalCall, canonical
-from sage_plugin.capture.recording.options import CaptureOptions
+from sage_plugin.capture.record import AttentionCapture, CaptureRecord
 from sage_plugin.capture.selection.extract import extract
 from sage_plugin.capture.selection.heads import Part
+from sage_plugin.capture.selection.options import CaptureOptions
 from sage_plugin.capture.store.manifest import CallCounts, ShapeCount
 from sage_plugin.capture.store.writer import CaptureWriter
 from sage_plugin.errors import CaptureError
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.plugin.context import CallEvent
-from sage_plugin.schema import ATTENTION, LAYOUTS, SCHEMA_VERSION, CallShape, CaptureRecord
+from sage_plugin.schema import ATTENTION, LAYOUTS, SCHEMA_VERSION, AnyShape
 
 _NAMES = {"q": ("q", "query"), "k": ("k", "key"), "v": ("v", "value")}
 _CAUSAL, _SCALE = ("is_causal", "causal"), ("scale", "sm_scale", "softmax_scale")
@@ -73,7 +74,7 @@ def convert(
     chosen = [paths[(2 * i + 1) * len(paths) // (2 * count)] for i in range(count)]
     writer = CaptureWriter(out, overwrite=options.overwrite)
     writer.open()
-    shapes: Counter[CallShape] = Counter()
+    shapes: Counter[AnyShape] = Counter()
     layers: Counter[str] = Counter()
     problems = []
     try:
@@ -156,8 +157,8 @@ def _first(content: Mapping[str, Any], names: tuple[str, ...]) -> Any:  # noqa: 
     return next((content[name] for name in names if content.get(name) is not None), None)
 
 
-def _record(event: CallEvent, call: CanonicalCall, part: Part, number: int) -> CaptureRecord:
-    return CaptureRecord(
+def _record(event: CallEvent, call: CanonicalCall, part: Part, number: int) -> AttentionCapture:
+    return AttentionCapture(
         schema_version=SCHEMA_VERSION,
         family=ATTENTION,
         file="",

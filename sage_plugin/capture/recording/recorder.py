@@ -1,8 +1,7 @@
-"""Records real Q, K and V while a model runs: `with record(pipe, "captured_inputs"): pipe(...)`."""
+"""Records the real inputs of operations: `with record(pipe, "captured_inputs"): pipe(...)`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -17,15 +16,22 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from sage_plugin.capture.ops.op import Listening, OpEvent
+from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.recording.intake import Intake
-from sage_plugin.capture.recording.options import DEFAULT_MAX_BYTES, MIN_SEQ, CaptureOptions
 from sage_plugin.capture.recording.summary import CaptureSummary
+from sage_plugin.capture.selection.options import (
+    DEFAULT_MAX_BYTES,
+    MIN_SEQ,
+    ROWS,
+    CaptureOptions,
+)
 from sage_plugin.errors import OutputError, UsageError
-from sage_plugin.plugin.component import component_of
-from sage_plugin.plugin.context import WRAPPER, CallEvent
+from sage_plugin.plugin.component import Component, component_of
+from sage_plugin.plugin.context import WRAPPER
 from sage_plugin.plugin.patch import PatchHandle, handle_of, patch
 from sage_plugin.plugin.steps.forward import Forward, ForwardCounter, Timestep
-from sage_plugin.schema import CaptureRecord
+from sage_plugin.schema import ATTENTION
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +43,7 @@ _MOST_STEPS = 100_000
 
 
 class CaptureRecorder:
-    """Listens to patched models and saves a spread of their attention calls; made by `record`.
+    """Listens to patched models and saves a spread of their calls; made by `record`.
 
     Args:
         folder: the capture folder.
@@ -60,6 +66,7 @@ class CaptureRecorder:
         self._intake = Intake(Path(folder), options, on_save=on_save)
         self._target = target
         self._attached: list[tuple[PatchHandle, bool]] = []
+        self._listening: dict[Component, list[Listening]] = {}
         self._watches: dict[str, ForwardWatch] = {}
         self._step_hint: Callable[[], int | None] | None = None
         self._open = False
@@ -93,7 +100,8 @@ class CaptureRecorder:
         former = handle_of(obj)
         handle = patch(obj, kernel=HOST_KERNEL) if former is None else former
         try:
-            self._intake.check_layers(list(handle.layers))
+            names = self._layers(handle)
+            self._intake.check_layers([name for found in names.values() for name in found])
         except UsageError:
             if former is None:
                 handle.unpatch()
@@ -104,8 +112,8 @@ class CaptureRecorder:
             self._intake.denoising.follow(obj)
         if _is_compiled(obj):
             logger.warning(
-                "the model runs under torch.compile, which hides attention calls from a "
-                "recording; record it before compiling"
+                "the model runs under torch.compile, which hides calls from a recording; record it "
+                "before compiling"
             )
 
     def attach(self, handle: PatchHandle, *, own_patch: bool = False) -> None:
@@ -116,13 +124,17 @@ class CaptureRecorder:
             own_patch: undo the patch at the end.
         """
         if all(handle is not known for known, _ in self._attached):
-            handle.listeners.append(self._on_call)
             self._attached.append((handle, own_patch))
         for name, model in handle.components.items():
             self._watch(name, model)
-        self._intake.add_layers(handle.layers)
+            part = component_of(model)
+            if part is not None and part not in self._listening:
+                ops = self._intake.ops.values()
+                self._listening[part] = [w for op in ops for w in op.watch(part, self._on_call)]
+        for family, names in self._layers(handle).items():
+            self._intake.add_layers(family, names)
         if len(self._watches) > 1:
-            self._intake.policy.expect(None)  # who runs which part of the steps is not known
+            self._intake.expect(None)  # who runs which part of the steps is not known
 
     def listens_to(self, model: nn.Module) -> bool:
         """Whether a component's forwards are counted and its handle is attached."""
@@ -148,9 +160,11 @@ class CaptureRecorder:
         for watch in self._watches.values():
             watch.stop()
         self._intake.denoising.tracker.stop()
+        for listening in self._listening.values():
+            for one in listening:
+                one.remove()
+        self._listening.clear()
         for handle, own_patch in self._attached:
-            with contextlib.suppress(ValueError):
-                handle.listeners.remove(self._on_call)
             if own_patch and _still_host(handle):
                 handle.unpatch()
         self._attached.clear()
@@ -186,14 +200,22 @@ class CaptureRecorder:
     def _on_forward(self, forward: Forward) -> None:
         with self._lock:
             self._intake.denoising.forward(forward)
-            if self._step_hint is not None and self._intake.policy.total_steps is None:
-                self._intake.policy.expect(self._step_hint() if len(self._watches) == 1 else None)
+            if self._step_hint is not None and self._intake.total_steps is None:
+                self._intake.expect(self._step_hint() if len(self._watches) == 1 else None)
             self._step_hint = None
             if self._open and time.monotonic() - self._counted_at > _COUNTS_EVERY_S:
                 self._write_counts()
 
-    def _on_call(self, event: CallEvent) -> None:
-        """Count one attention call, and save it if it is wanted; the patched layer calls this."""
+    def _layers(self, handle: PatchHandle) -> dict[str, list[str]]:
+        """Names of a handle's layers by op family."""
+        parts = [part for model in handle.components.values() if (part := component_of(model))]
+        return {
+            family: [name for part in parts for name in op.layers(part)]
+            for family, op in self._intake.ops.items()
+        }
+
+    def _on_call(self, event: OpEvent) -> None:
+        """Count one call, and save it if it is wanted; the patched layer calls this."""
         with self._lock:
             if not self._open:
                 return
@@ -272,9 +294,11 @@ def record(
     total_steps: int | None = None,
     min_seq: int = MIN_SEQ,
     overwrite: bool = False,
+    ops: str | Iterable[str] = (ATTENTION,),
+    rows: int = ROWS,
     on_save: Callable[[CaptureRecord], None] | None = None,
 ) -> CaptureRecorder:
-    """Record attention inputs of a pipeline or model while a `with` block runs.
+    """Record inputs of attention and linears of a pipeline or model while a `with` block runs.
 
     A patched model is recorded as it is; any other runs its own attention and is left as it was.
     The captures spread over layers and denoising steps, every shape gets one before any gets two,
@@ -283,7 +307,7 @@ def record(
     Args:
         obj: a diffusers pipeline, its denoiser, or a patched module.
         folder: where the captures go; new, empty, or (with `overwrite`) a capture folder.
-        max_captures: most captures in the folder, at any time.
+        max_captures: most captures of each op family in the folder, at any time.
         layers: globs of layer paths, e.g. `"transformer.transformer_blocks.[0-4].*"`.
         steps: denoising steps, as numbers or as text such as `"0,5,10-14"`; all if `None`.
         every: of the steps, only those that it divides: 2 is every second one.
@@ -293,8 +317,11 @@ def record(
         batch: indices of batch items; all that fit if `None`.
         max_bytes: most bytes of the folder.
         total_steps: number of denoising steps; asked of the pipeline if `None`.
-        min_seq: calls with fewer queries or keys are counted and not saved.
+        min_seq: calls with fewer queries or keys, or rows, are counted and not saved.
         overwrite: replace the captures that the folder holds.
+        ops: op families to record: `"attention"`, `"linear"` or `"attention,linear"`. Of a linear
+            in the blocks rows of its input are saved, and its weight once.
+        rows: most rows of a linear's input, spread evenly over the call.
         on_save: called with the manifest line of each capture.
 
     Returns:
@@ -327,6 +354,8 @@ def record(
         total_steps=total_steps,
         min_seq=min_seq,
         overwrite=overwrite,
+        ops=ops,
+        rows=rows,
     )
     handle_of(obj)  # refuses what can hold no attention
     return CaptureRecorder(folder, options, target=obj, on_save=on_save)

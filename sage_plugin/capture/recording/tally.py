@@ -1,4 +1,4 @@
-"""Counts every attention call of a recording, saved or not."""
+"""Counts every call of a recording, saved or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from sage_plugin.capture.recording.run_steps import RunSteps
 from sage_plugin.capture.store.manifest import CallCounts, LayerCalls, ShapeCount
-from sage_plugin.schema import SCHEMA_VERSION, CallShape
+from sage_plugin.schema import ATTENTION, SCHEMA_VERSION, AnyShape
 
 MAX_SHAPES = 1000
 """Distinct shapes that are told apart; a growing cache would bring a new one with each token."""
@@ -19,26 +19,24 @@ class Tally:
     def __init__(self) -> None:
         self.layers: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
-        self._shapes: Counter[CallShape] = Counter()
-        self._cells: dict[tuple[str, CallShape], Counter[int]] = {}
+        self._shapes: Counter[AnyShape] = Counter()
+        self._families: dict[str, str] = {}
+        self._cells: dict[tuple[str, AnyShape], Counter[int]] = {}
 
-    @property
-    def total(self) -> int:
-        """Attention calls seen."""
-        return self.layers.total()
-
-    def add(self, layer: str, reason: str) -> None:
+    def add(self, layer: str, reason: str, family: str = ATTENTION) -> None:
         """Count a call, and why it is in no capture (empty where it is)."""
         self.layers[layer] += 1
+        if family != ATTENTION:
+            self._families[layer] = family
         if reason:
             self.skipped[reason] += 1
 
-    def add_shape(self, shape: CallShape) -> None:
+    def add_shape(self, shape: AnyShape) -> None:
         """Count a call's shape."""
         if shape in self._shapes or len(self._shapes) < MAX_SHAPES:
             self._shapes[shape] += 1
 
-    def add_cell(self, layer: str, shape: CallShape, step: int | None) -> None:
+    def add_cell(self, layer: str, shape: AnyShape, step: int | None) -> None:
         """Count a call of a layer at a denoising step."""
         if shape in self._shapes:
             self._cells.setdefault((layer, shape), Counter())[step or 0] += 1
@@ -59,9 +57,10 @@ class Tally:
             denoising_steps=denoising.steps,
             runs=denoising.runs,
             layer_calls=tuple(self._layer_calls(number)),
+            families=dict(self._families),
         )
 
-    def _layer_calls(self, number: Mapping[CallShape, int]) -> Iterator[LayerCalls]:
+    def _layer_calls(self, number: Mapping[AnyShape, int]) -> Iterator[LayerCalls]:
         for (layer, shape), by_step in self._cells.items():
             calls = tuple(by_step[step] for step in range(max(by_step) + 1))
             yield LayerCalls(layer, number[shape], calls)

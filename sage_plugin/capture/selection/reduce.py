@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.errors import UsageError
-from sage_plugin.schema import CaptureRecord
 
 _OTHER_SHAPE = 2.0
 """Distance of two captures that differ in shape: more than layers and steps can make up."""

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sage_plugin import files
+from sage_plugin.capture.record import CaptureRecord
+from sage_plugin.capture.store.checks import KINDS
 from sage_plugin.errors import CaptureError, ConfigError
-from sage_plugin.schema import FAMILIES, SCHEMA_VERSION, CallShape, CaptureRecord, JsonRecord
+from sage_plugin.schema import ATTENTION, SCHEMA_VERSION, AnyShape, JsonRecord
 
 MANIFEST = "manifest.jsonl"
 COUNTS = "counts.json"
@@ -29,7 +31,7 @@ _LINE = re.compile(r"[^\n]*(?:\n|\Z)")  # one by one: a foreign file may have mi
 class ShapeCount(JsonRecord):
     """How many calls had one shape."""
 
-    shape: CallShape
+    shape: AnyShape
     calls: int
 
 
@@ -38,7 +40,7 @@ class LayerCalls(JsonRecord):
     """The calls of one layer that had one shape.
 
     Attributes:
-        layer: module path of the attention, with the component in front.
+        layer: module path, with the component in front.
         shape: number of the shape in `CallCounts.shapes`, from 0.
         calls: calls at each denoising step, from step 0, of all runs; one number for all of them
             where the model is called without a timestep.
@@ -56,7 +58,7 @@ class CallCounts(JsonRecord):
     Attributes:
         schema_version: `SCHEMA_VERSION` of the writer.
         complete: the recording ended in order; a killed run leaves its last periodic counts.
-        layers: attention calls by layer path.
+        layers: calls by layer path.
         steps: forwards by component.
         shapes: calls by shape, most frequent first.
         skipped: calls that are in no capture, by reason.
@@ -64,6 +66,7 @@ class CallCounts(JsonRecord):
         runs: denoising runs; 0 in records of earlier releases.
         layer_calls: calls by layer, shape and denoising step; those too short to be saved, such as
             the steps of a language model that write a token, are not among them.
+        families: op family by layer, of those that are not attention.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -75,10 +78,15 @@ class CallCounts(JsonRecord):
     denoising_steps: int | None = None
     runs: int = 0
     layer_calls: tuple[LayerCalls, ...] = ()
+    families: dict[str, str] = field(default_factory=dict)
+
+    def of(self, family: str) -> dict[str, int]:
+        """Return the calls of an op family by layer."""
+        return {n: c for n, c in self.layers.items() if self.families.get(n, ATTENTION) == family}
 
     @property
     def total(self) -> int:
-        """Attention calls of all layers."""
+        """Calls of all layers."""
         return sum(self.layers.values())
 
 
@@ -156,12 +164,10 @@ def _parse_line(line: str, path: Path) -> CaptureRecord:
         raise ConfigError(f"longer than {MAX_LINE_BYTES} bytes")
     data = files.loads(line, "the line")
     _check_version(data, path)
-    record = CaptureRecord.from_json(data)
-    if record.family not in FAMILIES:
-        raise ConfigError(
-            f"op family {record.family!r}, expected {' or '.join(map(repr, FAMILIES))}"
-        )
-    return record
+    family = data.get("family") if isinstance(data, dict) else None
+    if isinstance(family, str) and family not in KINDS:
+        raise ConfigError(f"op family {family!r}, expected {' or '.join(map(repr, KINDS))}")
+    return KINDS[family if isinstance(family, str) else ATTENTION].record.from_json(data)
 
 
 def _check_version(data: object, path: Path) -> None:

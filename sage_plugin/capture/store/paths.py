@@ -10,6 +10,9 @@ SUFFIX = ".safetensors"
 NUMBERED = re.compile(r"\.?\d{6,}\.safetensors(\..*)?")
 """Names that a writer gives: a capture, or the temporary file of one."""
 
+WEIGHT = re.compile(r"\.?w-[0-9a-f]{16}\.safetensors(\..*)?")
+"""The same of the weight of captures."""
+
 MOST_CHARACTERS = 300
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
@@ -22,6 +25,16 @@ def is_plain_name(name: str) -> bool:
         (True, False)
     """
     return _PLAIN.fullmatch(name) is not None and name.endswith(SUFFIX)
+
+
+def weight_name(sha256: str) -> str:
+    """Return the name of a weight's file, the same for equal weights.
+
+    Example:
+        >>> weight_name("0123456789abcdef" * 4)
+        'w-0123456789abcdef.safetensors'
+    """
+    return f"w-{sha256[:16]}{SUFFIX}"
 
 
 def file_problem(folder: Path, name: str) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from sage_plugin.capture.record import AttentionCapture, CaptureRecord, LinearCapture
 from sage_plugin.capture.store.checks import capture_problem
 from sage_plugin.capture.store.manifest import (
     COUNTS,
@@ -21,13 +22,13 @@ from sage_plugin.capture.store.manifest import (
     read_manifest,
 )
 from sage_plugin.capture.store.paths import SUFFIX, printable
+from sage_plugin.capture.store.weight_hash import weight_hash
 from sage_plugin.errors import CaptureError
-from sage_plugin.schema import CaptureRecord
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedCall:
-    """One loaded capture, indexed bhsd.
+    """One loaded capture of attention, indexed bhsd.
 
     Attributes:
         q: saved query heads, (b, hq, Sq, D).
@@ -43,7 +44,7 @@ class CapturedCall:
     v: torch.Tensor
     key_bias: torch.Tensor | None
     attn_mask: torch.Tensor | None
-    record: CaptureRecord
+    record: AttentionCapture
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -78,11 +79,11 @@ class CaptureFolder:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Attention calls by layer."""
+        """Calls by layer."""
         return self.call_counts.layers
 
     def damage(self, record: CaptureRecord) -> str | None:
-        """How the contents of a file differ from those recorded, `None` if not; reads all of it."""
+        """How the contents of a capture differ from those recorded, `None` if not; reads all."""
         try:
             with open(self.path / record.file, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -90,25 +91,20 @@ class CaptureFolder:
             return f"{record.file} cannot be read: {error}"
         if digest != record.sha256:
             return f"{record.file} does not match its checksum: damaged"
+        if isinstance(record, LinearCapture):
+            try:
+                self.weight(record)
+            except CaptureError as error:
+                return str(error).removeprefix(f"{self.path}: ")
         return None
 
-    def load(self, record: CaptureRecord, device: torch.device | str = "cpu") -> CapturedCall:
-        """Load one capture after checking it against its checksum.
+    def load(self, record: AttentionCapture, device: torch.device | str = "cpu") -> CapturedCall:
+        """Load one capture of attention after checking it against its checksum.
 
         Raises:
             CaptureError: the file changed since it was recorded, or does not match its line.
         """
-        problem = capture_problem(self.path, record)
-        if problem is not None:
-            raise CaptureError(f"{self.path}: {printable(problem)}; record again")
-        path = self.path / record.file
-        damage = self.damage(record)
-        if damage is not None:
-            raise CaptureError(f"{self.path}: {damage}; record again")
-        try:
-            tensors = load_file(path, device=str(device))
-        except (OSError, SafetensorError) as error:
-            raise CaptureError(f"{path} cannot be read: {error}") from error
+        tensors = self.tensors(record, device)
         return CapturedCall(
             q=tensors["q"],
             k=tensors["k"],
@@ -118,12 +114,54 @@ class CaptureFolder:
             record=record,
         )
 
+    def weight(self, record: LinearCapture, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Load the weight that the rows of a capture met, (N, K), in its own dtype.
 
-def open_captures(folder: Path | str) -> CaptureFolder:
+        Raises:
+            CaptureError: the folder does not hold it, or another one.
+        """
+        name = record.weight_file
+        if not name:
+            raise CaptureError(
+                f"{self.path}: {record.file} has no weight beside it: {record.weight_key} was "
+                "larger than the budget left for one capture; record again with a larger "
+                "--max-bytes or fewer --max-captures"
+            )
+        try:
+            weight = load_file(self.path / name)["weight"]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise CaptureError(f"{self.path}: {name} cannot be read: {error}") from error
+        if weight_hash(weight) != record.weight_sha256:
+            raise CaptureError(f"{self.path}: {name} does not match its checksum: damaged")
+        return weight.to(device)
+
+    def tensors(
+        self, record: CaptureRecord, device: torch.device | str = "cpu"
+    ) -> dict[str, torch.Tensor]:
+        """Load the tensors of one capture after checking them against their checksum.
+
+        Raises:
+            CaptureError: a file changed since it was recorded, or does not match its line.
+        """
+        problem = capture_problem(self.path, record)
+        if problem is not None:
+            raise CaptureError(f"{self.path}: {printable(problem)}; record again")
+        path = self.path / record.file
+        damage = self.damage(record)
+        if damage is not None:
+            raise CaptureError(f"{self.path}: {damage}; record again")
+        try:
+            return dict(load_file(path, device=str(device)))
+        except (OSError, SafetensorError) as error:
+            raise CaptureError(f"{path} cannot be read: {error}") from error
+
+
+def open_captures(folder: Path | str, family: str | None = None) -> CaptureFolder:
     """Read the index of a capture folder and look at the head of each file.
 
     Args:
         folder: what `sage capture` or `record` wrote.
+        family: the op family whose captures are wanted, `None` for all.
 
     Raises:
         CaptureError: no such folder, a foreign or empty one, another schema version, or no capture
@@ -152,13 +190,20 @@ def open_captures(folder: Path | str) -> CaptureFolder:
     if not records:
         found = printable(problems[0]) if problems else "its manifest is empty"
         raise CaptureError(f"{path} holds no usable capture ({found}): record with `sage capture`")
-    problems += _unlisted(path, {record.file for record in manifest.records})
+    problems += _unlisted(path, {name for record in manifest.records for name in record.files})
+    wanted = tuple(r for r in records.values() if family in (None, r.family))
+    if not wanted:
+        kinds = " and ".join(dict.fromkeys(record.family for record in records.values()))
+        raise CaptureError(
+            f"{path} holds captures of {kinds} and none of {family}: record with "
+            f"`sage capture --op {family}`"
+        )
     try:
         counts = read_counts(path)
     except CaptureError as error:
         counts = CallCounts()
         problems.append(f"{error}; call counts are unknown")
-    return CaptureFolder(path, tuple(records.values()), counts, tuple(map(printable, problems)))
+    return CaptureFolder(path, wanted, counts, tuple(map(printable, problems)))
 
 
 def _check_is_capture_folder(path: Path) -> None:

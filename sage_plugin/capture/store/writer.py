@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sage_plugin import files
+from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.store.manifest import (
     COUNTS,
     MANIFEST,
@@ -25,9 +26,8 @@ from sage_plugin.capture.store.manifest import (
     write_counts,
     write_manifest,
 )
-from sage_plugin.capture.store.paths import NUMBERED, SUFFIX, is_plain_name, printable
+from sage_plugin.capture.store.paths import NUMBERED, SUFFIX, WEIGHT, is_plain_name, printable
 from sage_plugin.errors import CaptureError, OutputError
-from sage_plugin.schema import CaptureRecord
 
 HEADER_KEY = "sage_plugin_capture"
 LOCK = ".lock"
@@ -58,7 +58,7 @@ class CaptureWriter:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the capture files."""
+        """Size of the captures and the weights beside them."""
         return sum(self._sizes.values())
 
     def open(self) -> None:
@@ -116,12 +116,18 @@ class CaptureWriter:
             self._lock.release()
             self._lock = None
 
-    def save(self, tensors: dict[str, torch.Tensor], record: CaptureRecord) -> CaptureRecord:
+    def save(
+        self,
+        tensors: dict[str, torch.Tensor],
+        record: CaptureRecord,
+        weight: torch.Tensor | None = None,
+    ) -> CaptureRecord:
         """Write one capture, then its manifest line.
 
         Args:
             tensors: contiguous CPU tensors.
             record: the line, but for `file` and `sha256`.
+            weight: what goes into the second of the record's files, unless that is here already.
 
         Returns:
             The complete line.
@@ -132,6 +138,8 @@ class CaptureWriter:
         path = self._free_path()
         header = {HEADER_KEY: json.dumps({**record.to_json(), "file": path.name})}
         with _writing(self.folder):
+            if weight is not None:
+                self._save_weight(record.files[1], weight)
             try:
                 with files.replacing(path, follow=False) as temporary:
                     save_file(tensors, str(temporary), metadata=header)
@@ -150,12 +158,24 @@ class CaptureWriter:
         return complete
 
     def delete(self, record: CaptureRecord) -> None:
-        """Take one of this writer's captures back: its line first, then its file."""
+        """Take one of this writer's captures back: its line first, then files that no other has."""
         with _writing(self.folder):
             del self._records[record.file]
             write_manifest(self.folder, self.records)
-            (self.folder / record.file).unlink(missing_ok=True)
-            del self._sizes[record.file]
+            shared = {name for one in self.records for name in one.files}
+            for name in record.files:
+                if name not in shared:
+                    (self.folder / name).unlink(missing_ok=True)
+                    del self._sizes[name]
+
+    def _save_weight(self, name: str, weight: torch.Tensor) -> None:
+        """Write a weight that no capture has brought along yet."""
+        if name in self._sizes:
+            return
+        path = self.folder / name
+        with files.replacing(path, follow=False) as temporary:
+            save_file({"weight": weight}, str(temporary))
+            self._sizes[name] = temporary.stat().st_size
 
     def write_counts(self, counts: CallCounts) -> None:
         """Replace `counts.json`, once there is a capture."""
@@ -191,8 +211,12 @@ class CaptureWriter:
                 f"{self.folder} already holds {len(records)} captures: replace them with "
                 "--overwrite (overwrite=True), or name another folder"
             )
-        listed = {r.file for r in records if is_plain_name(r.file)}
-        left = {p.name for p in self.folder.iterdir() if NUMBERED.fullmatch(p.name)}
+        listed = {name for r in records for name in r.files if is_plain_name(name)}
+        left = {
+            p.name
+            for p in self.folder.iterdir()
+            if NUMBERED.fullmatch(p.name) or WEIGHT.fullmatch(p.name)
+        }
         return tuple(self.folder / name for name in (COUNTS, *sorted(listed | left)))
 
     def _replace_former(self, stale: tuple[Path, ...], record: CaptureRecord) -> None:
@@ -200,6 +224,8 @@ class CaptureWriter:
         write_manifest(self.folder, (record,))
         self._stale = None
         for path in stale:
+            if path.name in record.files:
+                continue
             with contextlib.suppress(OSError):  # what stays is in no line, and goes the next time
                 path.unlink(missing_ok=True)
 

@@ -36,6 +36,7 @@ from sage_plugin.errors import (
     UnsupportedInputError,
     UsageError,
 )
+from sage_plugin.schema import ATTENTION
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +136,7 @@ def command(
         there = f"; {' and '.join(written)} is complete" if written else ""
         reason = error.strerror or error
         raise OutputError(f"the tables cannot be printed ({reason}){there}") from None
-    _say_next(tables, written, folder)
+    _say_next(tables, written, folder, linears.op)
     if gate:
         _judge(tables)
     if missed or (kernel and any(table.failed for table in tables)):
@@ -160,14 +161,15 @@ def _suite(
     from sage_plugin.bench import suite
 
     if linears.chosen:
-        linears.refuse_captures(folder)
-    drawn = linears.inputs(inputs) if linears.chosen else []
-    if drawn or (folder is None and (drawn := inputs.inputs())):
+        drawn = linears.inputs(inputs) if linears.draws(folder) else []
+    else:
+        drawn = [] if folder else inputs.inputs()
+    if drawn:
         if max_inputs is not None:
             raise UsageError("--max-inputs goes with a capture folder")
         return suite.Suite(tuple(drawn))
     inputs.refuse_with_captures()
-    return suite.captured(folder or DEFAULT_FOLDER, max_inputs)
+    return suite.captured(folder or DEFAULT_FOLDER, max_inputs, linears.op)
 
 
 def _run(suite: Suite, plan: BenchPlan, where: torch.device) -> tuple[list[Table], list[str]]:
@@ -234,8 +236,11 @@ def _write(
     return written
 
 
-def _say_next(tables: Sequence[Table], written: Sequence[str], folder: Path | None) -> None:
+def _say_next(
+    tables: Sequence[Table], written: Sequence[str], folder: Path | None, op: str
+) -> None:
     """Say where the files are, and what to do with what was found."""
+    place = shlex.quote(str(folder or DEFAULT_FOLDER)) + ("" if op == ATTENTION else f" --op {op}")
     if written:
         say(f"Wrote {' and '.join(written)}.", to_stderr=True)
     rows = [row for table in tables for row in table.rows]
@@ -244,10 +249,8 @@ def _say_next(tables: Sequence[Table], written: Sequence[str], folder: Path | No
             "Next: sage capture, to compare the kernels on your model's own tensors", to_stderr=True
         )
     elif not any(row.config_source for row in rows):
-        place = shlex.quote(str(folder or DEFAULT_FOLDER))
         say(f"Next: sage bench {place}, without --kernel, to compare all", to_stderr=True)
     elif not any(row.config_source in ("exact", "near", "env") for row in rows):
-        place = shlex.quote(str(folder or DEFAULT_FOLDER))
         say(f"Next: sage tune {place}, since all configs are defaults", to_stderr=True)
     else:
         say("Next: your own pipeline; sage_plugin.patch(pipe) uses these configs", to_stderr=True)

@@ -48,11 +48,11 @@ class PolicyOptions:
 
     max_error: Annotated[
         float | None,
-        typer.Option(help="Greatest mean error over all attention calls of the run, such as 0.03."),
+        typer.Option(help="Greatest mean error over all calls of the run, such as 0.03."),
     ] = None
     max_ms: Annotated[
         float | None,
-        typer.Option(help="In its place: longest attention of a run; the least error within it."),
+        typer.Option(help="In its place: longest calls of a run; the least error within it."),
     ] = None
     max_layer_error: Annotated[float, typer.Option(help="Greatest error of one call.")] = 0.15
     step_ranges: StepRanges = 5
@@ -66,7 +66,8 @@ class PolicyOptions:
         ),
     ] = 3
     times: Annotated[
-        Path | None, typer.Option(help="Times of a GPU elsewhere, from sage bench --json.")
+        list[Path] | None,
+        typer.Option(help="Times of a GPU elsewhere, from sage bench --json; repeatable."),
     ] = None
     sensitivity: Annotated[
         Path | None, typer.Option(help="Weights of errors, from sage policy sensitivity.")
@@ -75,7 +76,8 @@ class PolicyOptions:
         list[str] | None,
         typer.Option(
             "--kernel",
-            help="Kernel to try, or such as fav3_fp8+hadamard=64; repeatable (default: every one).",
+            help="Kernel of attention or linears to try, or such as fav3_fp8+hadamard=64; "
+            "repeatable (default: every one).",
         ),
     ] = None
     device: Device = None
@@ -106,7 +108,8 @@ def command(
     if not dry_run:
         _check_output(output, overwrite=overwrite)
     fields = {field.name: getattr(search, field.name) for field in dataclasses.fields(search)}
-    found = _search(PolicyRequest(folder, **fields | {"kernels": tuple(search.kernels or ())}))
+    fields |= {"kernels": tuple(search.kernels or ()), "times": tuple(search.times or ())}
+    found = _search(PolicyRequest(folder, **fields))
     plot = found.run_folder / PLOT
     missing = front_plot.save(found, plot, max_error=search.max_error, max_ms=search.max_ms)
     stdout.print(_front_table(found) if dry_run else _rules_table(found))
@@ -161,6 +164,7 @@ def _rules_table(found: PolicySearchResult) -> Group:
     rules = found.policy.rules
     of: list[Column[Rule]] = [
         ("kernel", kernel),
+        ("op", lambda rule: rule.op),
         ("layers", layers),
         ("steps", lambda rule: rule.steps or "all"),
     ]
@@ -185,7 +189,7 @@ def _front_table(found: PolicySearchResult) -> Group:
         return "\n".join(f"{label} {count}" for label, count in counts)
 
     columns: list[Column[Assignment]] = [
-        ("attention ms per run", lambda one: f"{one.ms:.2f}"),
+        ("ms per run", lambda one: f"{one.ms:.2f}"),
         ("saved", lambda one: f"{1 - one.ms / host:.1%}" if host else "-"),
         ("cells by kernel", used),
     ]
@@ -194,12 +198,15 @@ def _front_table(found: PolicySearchResult) -> Group:
 
 
 def _summary(found: PolicySearchResult) -> str:
-    """What was chosen beside the host's attention and the fastest kernel, in sentences."""
+    """What was chosen beside the host's own and the fastest kernel, in sentences."""
     host, *singles, policy = found.prediction.runs
+    words = found.problem.words.capitalize()
+    captured = sum(len(grid.captured) for grid in found.grids)
+    cells = sum(len(grid.cells) for grid in found.grids)
     error, plain = found.assignment.error, found.assignment.plain_error
     weighted = "" if abs(error - plain) < 1e-9 else f" (weighted by sensitivity {error:.4f})"
     lines = [
-        f"Attention of a run on {found.device}: {policy.ms:.2f} ms with the policy, "
+        f"{words} of a run on {found.device}: {policy.ms:.2f} ms with the policy, "
         f"{host.ms:.2f} with the host's ({host.ms / (policy.ms or host.ms or 1):.2f} times as "
         f"fast), mean error {policy.error:.4f}{weighted}."
     ]
@@ -210,7 +217,7 @@ def _summary(found: PolicySearchResult) -> str:
             + "."
         )
     lines.append(
-        f"{found.judged} captures in {len(found.grid.captured)} of {len(found.grid.cells)} cells, "
+        f"{found.judged} captures in {captured} of {cells} cells, "
         f"{found.seconds:.0f} s; no choice can be better by more than {found.assignment.slack:.3g}."
     )
     return "\n".join(lines)

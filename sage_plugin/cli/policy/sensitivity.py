@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.clips import ClipOptions, labels
+from sage_plugin.cli.clips import ClipOptions
 from sage_plugin.cli.console import progress, say, stdout
 from sage_plugin.cli.options import (
     ConfigDir,
@@ -17,7 +17,6 @@ from sage_plugin.cli.options import (
     Kernels,
     StepRanges,
     flattened,
-    named_kernels,
     shown_first,
 )
 from sage_plugin.cli.tables import Column, fitted
@@ -30,7 +29,12 @@ if TYPE_CHECKING:
 Output = Annotated[Path, typer.Option("--output", "-o", help="File of sensitivities.")]
 
 
-EXAMPLES = ("sage policy sensitivity --kernel fav3_fp8",)
+Layers = Annotated[list[str] | None, typer.Option(help="Glob of layer paths; repeatable.")]
+
+EXAMPLES = (
+    "sage policy sensitivity --kernel fav3_fp8",
+    "sage policy sensitivity --kernel fp8_row --layers '*.ff.*'",
+)
 
 
 @shown_first("kernel", "step_ranges", "output")
@@ -39,6 +43,7 @@ def command(
     clip: ClipOptions,
     kernel: Kernels = None,
     step_ranges: StepRanges = 5,
+    layers: Layers = None,
     device: Device = None,
     config_dir: ConfigDir = None,
     output: Output = Path("sensitivity.json"),
@@ -48,24 +53,31 @@ def command(
     from sage_plugin import files
     from sage_plugin.bench.clips.sensitivity import measure_sensitivity
     from sage_plugin.plugin.policy.step_range import equal_bands
+    from sage_plugin.tune.policy.option import Option
     from sage_plugin.tune.policy.sensitivity_file import SCHEMA_VERSION, Sensitivities, Sensitivity
 
-    where, facts = devices.chosen(device)
-    (name, *more) = labels(named_kernels(kernel or (), facts))
-    if more or not kernel:
-        got = ", ".join(kernel or ()) or "none"
+    where, _ = devices.chosen(device)
+    names = tuple(Option.parse(text).name for text in kernel or ())
+    if not names or len({Option.parse(name).op for name in names}) < len(names):
+        got = ", ".join(names) or "none"
         raise UsageError(
-            f"--kernel: got {got}, and sensitivity is measured with one kernel, better a coarse "
-            "one: give --kernel fav3_fp8"
+            f"--kernel: got {got}, and sensitivity is measured with one kernel of each op, better "
+            "a coarse one: give --kernel fav3_fp8, --kernel fp8_row, or both"
         )
     _check_output(output)
     equal_bands(step_ranges, None)  # an impossible number is refused before anything is drawn
     steps = clip.num_inference_steps or SIZES[clip.size_on(where)].default_steps
     with progress("loading the model") as report:
         subject = clip.subject(where, steps, config_dir)
-        found = measure_sensitivity(subject, name, step_ranges=step_ranges, report_progress=report)
+        found = measure_sensitivity(
+            subject,
+            names,
+            step_ranges=step_ranges,
+            globs=tuple(layers or ("*",)),
+            report_progress=report,
+        )
     cells = tuple(Sensitivity(*one) for one in found)
-    measured = Sensitivities(SCHEMA_VERSION, name, cells)
+    measured = Sensitivities(SCHEMA_VERSION, names[0], cells)
     files.write_json(output, measured.to_json())
     _show(measured)
     say(f"Wrote {output}. Next: sage policy search --sensitivity {shlex.quote(str(output))}")
@@ -92,9 +104,10 @@ def _show(measured: Sensitivities) -> None:
         level = "inf" if one.rmse == 0 else f"{-20 * math.log10(one.rmse):.1f}"
         levels.setdefault(one.layer, {})[one.steps] = level
     columns: list[Column[str]] = [
-        (steps or "all", lambda layer, steps=steps: levels[layer][steps])  # type: ignore[misc]
+        (steps or "all", lambda layer, steps=steps: levels[layer].get(steps, ""))  # type: ignore[misc]
         for steps in dict.fromkeys(one.steps for one in measured.cells)
     ]
-    say(f"PSNR in dB with one layer and step range alone on {measured.kernel}")
+    names = " or ".join(dict.fromkeys(one.kernel or measured.kernel for one in measured.cells))
+    say(f"PSNR in dB with one layer and step range alone on {names}")
     for part in fitted(list(levels), ("layer", str), [columns], stdout.width, padding=1):
         stdout.print(part)

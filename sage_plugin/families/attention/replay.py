@@ -13,6 +13,7 @@ import torch
 from sage_plugin.accuracy.fingerprint import fingerprint
 from sage_plugin.accuracy.metrics import errors_of
 from sage_plugin.accuracy.output import CheckedOutput, ExactRows, checked_output
+from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.families.attention import cost
 from sage_plugin.families.attention.reference import reference
@@ -24,7 +25,6 @@ from sage_plugin.measure.inputs import Tensors, in_layout, synthetic
 from sage_plugin.measure.masks import synthetic_mask
 from sage_plugin.schema import (
     CallShape,
-    CaptureRecord,
     DeviceFacts,
     ErrorMetrics,
     LaunchConfig,
@@ -191,7 +191,7 @@ class AttentionReplay:
         return out
 
 
-def saved_shape(record: CaptureRecord) -> CallShape:
+def saved_shape(record: AttentionCapture) -> CallShape:
     """Return the shape of what a capture holds of its call."""
     shape = record.shape
     group = shape.heads_q // shape.heads_k
@@ -200,7 +200,7 @@ def saved_shape(record: CaptureRecord) -> CallShape:
 
 
 def captured(
-    folder: CaptureFolder, record: CaptureRecord, device: torch.device | str
+    folder: CaptureFolder, record: AttentionCapture, device: torch.device | str
 ) -> AttentionReplay:
     """Load a capture.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 
-from sage_plugin.errors import CaptureError, DeviceError, UnknownKernelError, UsageError
+from sage_plugin.errors import DeviceError, UnknownKernelError, UsageError
 from sage_plugin.families.family import Family
 from sage_plugin.families.linear import ahead_of_time, cost, gates, labels, replay
 from sage_plugin.kernels import launch_config
@@ -110,15 +108,6 @@ def refuse_untuned(text: str, decision: Decision, facts: DeviceFacts) -> None:
         )
 
 
-def captured(*_: object) -> NoReturn:
-    """Refuse captures.
-
-    Raises:
-        CaptureError: linears are not captured.
-    """
-    raise CaptureError("linears are not captured: give --out-in-features and --batch-sizes")
-
-
 LINEAR_FAMILY = Family(
     name=LINEAR,
     parse_kernel=parse_kernel,
@@ -134,9 +123,9 @@ LINEAR_FAMILY = Family(
     forget=launch_config.forget,
     compile_call=ahead_of_time.compile_call,
     gate_for=gates.gate_for,
-    captured=captured,
+    captured=replay.captured,
     drawn=replay.drawn,
-    saved_shape=captured,
+    saved_shape=replay.saved_shape,
     refuse_untuned=refuse_untuned,
     describe=labels.describe,
     describe_key=labels.describe_key,

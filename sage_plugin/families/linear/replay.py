@@ -13,6 +13,8 @@ import torch
 from sage_plugin.accuracy.fingerprint import fingerprint
 from sage_plugin.accuracy.metrics import errors_of
 from sage_plugin.accuracy.output import CheckedOutput, ExactRows, checked_output
+from sage_plugin.capture.record import LinearCapture
+from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import UsageError
 from sage_plugin.families.family import SplitCall
 from sage_plugin.families.linear import cost
@@ -167,6 +169,26 @@ class LinearReplay:
             self.x, self.weight, self.bias, kernel=decision.kernel, backend=decision.variant,
             out_dtype=dtype, launch=config,
         )  # fmt: skip
+
+
+def saved_shape(record: LinearCapture) -> LinearShape:
+    """Return the shape of what a capture holds of its call."""
+    return dataclasses.replace(record.shape, rows=record.rows)
+
+
+def captured(
+    folder: CaptureFolder, record: LinearCapture, device: torch.device | str
+) -> LinearReplay:
+    """Load a capture with the weight that its rows met.
+
+    Raises:
+        CaptureError: it is damaged, or the weight is not in the folder.
+    """
+    weight = folder.weight(record, device)
+    tensors = folder.tensors(record, device)
+    x, bias = tensors["x"], tensors.get("bias")
+    bias = None if bias is None else bias.to(x.dtype)
+    return LinearReplay(x, weight.to(x.dtype), bias, saved_shape(record))
 
 
 def drawn(

@@ -21,11 +21,13 @@ class LinearRequest(NamedTuple):
         kernel: kernel name or `"auto"`.
         backend: backend name or `"auto"`.
         launch: launch config of our product in place of the looked-up one.
+        config_dir: folder of tuned configs that is searched before the others.
     """
 
     kernel: str = "auto"
     backend: str = "auto"
     launch: LinearLaunch | None = None
+    config_dir: str | None = None
 
 
 class LinearCall(NamedTuple):

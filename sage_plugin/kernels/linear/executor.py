@@ -8,7 +8,7 @@ import torch
 
 from sage_plugin import device, settings
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.contract import HOST, Decision
+from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.linear.activation import quantize_rows
@@ -46,14 +46,20 @@ class LinearExecutor:
         decision: kernel and backend.
         backend: what multiplies; `None` for torch's own linear.
         quantizer: what quantizes the input.
+        found: the launch config that was looked up; `None` where there is none to look up.
     """
 
-    __slots__ = ("backend", "decision", "quantizer")
+    __slots__ = ("backend", "decision", "found", "quantizer")
 
     def __init__(
-        self, decision: Decision, backend: LinearBackend | None, quantizer: RowQuantizer
+        self,
+        decision: Decision,
+        backend: LinearBackend | None,
+        quantizer: RowQuantizer,
+        found: ResolvedConfig | None = None,
     ) -> None:
         self.decision, self.backend, self.quantizer = decision, backend, quantizer
+        self.found = found
 
     def run(self, call: LinearCall, prologue: Prologue = NO_PROLOGUE) -> torch.Tensor:
         """Run a call of this key, on what a prologue makes of its input."""
@@ -134,22 +140,25 @@ def _resolve(call: LinearCall, request: LinearRequest) -> ResolvedLinear:
     decision = decide(call, facts, request)
     if decision.reason is not None:
         return decision.reason
-    backend = None if decision.variant == HOST else _built(decision, call, request, facts)
-    return LinearExecutor(decision, backend, quantizer_of(where, decision.variant))
+    quantizer = quantizer_of(where, decision.variant)
+    if decision.variant == HOST:
+        return LinearExecutor(decision, None, quantizer)
+    backend, found = _built(decision, call, request, facts)
+    return LinearExecutor(decision, backend, quantizer, found)
 
 
 def _built(
     decision: Decision, call: LinearCall, request: LinearRequest, facts: DeviceFacts
-) -> LinearBackend:
-    """The backend that was decided for, with its launch config.
+) -> tuple[LinearBackend, ResolvedConfig | None]:
+    """The backend that was decided for, and the launch config that was looked up for it.
 
     Raises:
         UnsupportedInputError: Triton on a CPU, or an illegal launch config.
     """
     if decision.variant == "emulation":
-        return LinearEmulation()
+        return LinearEmulation(), None
     if decision.variant == "torch":
-        return TorchProducts(asks=True)
+        return TorchProducts(asks=True), None
     if facts.kind == "cpu" and not settings.triton_interpreted():
         raise UnsupportedInputError(
             f"kernel {decision.label} needs a GPU and the tensors are on the CPU; use "
@@ -158,10 +167,14 @@ def _built(
     out_features, in_features = call.matrix.shape
     dtype = str(call.x.dtype).removeprefix("torch.")
     key = LinearKey(decision.kernel, decision.variant, in_features, out_features, dtype, call.rows)
-    launch = request.launch or find_launch(key, facts).config
+    found = None
+    if request.launch is None:
+        found = find_launch(key, facts, config_dir=request.config_dir)
+    launch = request.launch if found is None else found.config
+    assert launch is not None
     reason = illegal_reason(launch, key, facts)
     if reason is not None:
         raise UnsupportedInputError(f"launch config {launch.text()}: {reason}")
     from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
 
-    return TritonProducts(launch)
+    return TritonProducts(launch), found

@@ -11,7 +11,7 @@ from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.launch_config import LaunchRules
 from sage_plugin.kernels.linear.search_space import REGIONS, LinearRegion
 from sage_plugin.kernels.support import TMA_ARCHS
-from sage_plugin.schema import DeviceFacts, LinearKey, LinearLaunch
+from sage_plugin.schema import LINEAR, DeviceFacts, LinearKey, LinearLaunch
 
 BLOCKS_M, BLOCKS_N, BLOCKS_K = (16, 32, 64, 128, 256), (32, 64, 128, 256), (32, 64, 128, 256)
 DESCRIBED_BYTES = 16
@@ -126,8 +126,8 @@ def _words(key: LinearKey) -> tuple[str, ...]:
     return f"{key.out_features} x {key.in_features} features", f"{key.rows} rows", key.dtype
 
 
-def _fill(key: LinearKey) -> str:
-    return f"`{tune_command(key)}` tunes it, and others alike"
+def _fill(_: LinearKey) -> str:
+    return f"`{launch_config.fill_command(LINEAR)}` fills all, report() counts them"
 
 
 RULES = LaunchRules(default_launch, illegal_reason, tune_command, _words, _fill)

@@ -70,11 +70,12 @@ def multiply_by_op(
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    config_dir: str | None = None,
 ) -> torch.Tensor:
     """Multiply quantized rows by the op, which takes our product on a GPU; traceable."""
     out: torch.Tensor = torch.ops.sage_plugin.multiply_rows(
         rows.data, rows.scale, rows.offset, rows.sums, weight.data, weight.scale, weight.offset,
-        weight.sums, bias, weight.kernel, out_dtype,
+        weight.sums, bias, weight.kernel, out_dtype, config_dir,
     )  # fmt: skip
     return out
 
@@ -164,41 +165,47 @@ def _multiply(
     x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, sums: torch.Tensor | None,
     w: torch.Tensor, w_scale: torch.Tensor, w_offset: torch.Tensor | None,
     w_sums: torch.Tensor | None, bias: torch.Tensor | None, kernel: str, out_dtype: torch.dtype,
+    config_dir: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     rows = QuantizedRows(x, scale, offset, sums)
     weight = QuantizedWeight(w, w_scale, kernel, None, 0, w_offset, w_sums)
     with on_device(x.device), without_autocast(x.device):
         dtype = str(out_dtype).removeprefix("torch.")
         key = LinearKey(kernel, "triton", x.shape[1], w.shape[0], dtype, x.shape[0])
-        return _products_of(x.device, key).multiply(rows, weight, bias, out_dtype)
+        return _products_of(x.device, key, config_dir).multiply(rows, weight, bias, out_dtype)
 
 
 _products: Memo[TorchProducts | TritonProducts] = Memo(1024)
 
 
-def _products_of(where: torch.device, key: LinearKey) -> TorchProducts | TritonProducts:
+def _products_of(
+    where: torch.device, key: LinearKey, config_dir: str | None
+) -> TorchProducts | TritonProducts:
     """What multiplies the calls of a key on a device."""
-    at = (where, key, settings.of_calls())
+    at = (where, key, config_dir, settings.of_calls())
     found = _products.get(at)
     if found is None:
-        found = _new_products(where, key)
+        found = _new_products(where, key, config_dir)
         _products.keep(at, found)
     return found
 
 
-def _new_products(where: torch.device, key: LinearKey) -> TorchProducts | TritonProducts:
+def _new_products(
+    where: torch.device, key: LinearKey, config_dir: str | None
+) -> TorchProducts | TritonProducts:
     if where.type == "cpu" or not device.triton_version():
         return TorchProducts()
     from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
 
     facts = device.facts_of(where.type, where.index)
-    return TritonProducts(find_launch(key, facts).config)
+    return TritonProducts(find_launch(key, facts, config_dir=config_dir).config)
 
 
 def _fake_multiply(
     x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, sums: torch.Tensor | None,
     w: torch.Tensor, w_scale: torch.Tensor, w_offset: torch.Tensor | None,
     w_sums: torch.Tensor | None, bias: torch.Tensor | None, kernel: str, out_dtype: torch.dtype,
+    config_dir: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
 
@@ -210,7 +217,8 @@ _QUANTIZE = (
 )
 _MULTIPLY = (
     "Tensor x, Tensor scale, Tensor? offset, Tensor? sums, Tensor w, Tensor w_scale, "
-    "Tensor? w_offset, Tensor? w_sums, Tensor? bias, str kernel, ScalarType out_dtype"
+    "Tensor? w_offset, Tensor? w_sums, Tensor? bias, str kernel, ScalarType out_dtype, "
+    "str? config_dir=None"
 )
 for _name, _arguments, _returns, _real, _fake in (
     ("quantize_rows", _QUANTIZE, f"({', '.join(['Tensor'] * 5)})", _quantize, _fake_quantize),

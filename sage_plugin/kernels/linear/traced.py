@@ -31,6 +31,7 @@ def traced_linear(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     prologue: Prologue = NO_PROLOGUE,
+    config_dir: str | None = None,
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias`, `(..., N)`, from quantized rows.
 
@@ -40,9 +41,10 @@ def traced_linear(
         bias: `(N,)`.
         out_dtype: dtype of the output, `x`'s if `None`.
         prologue: what comes before.
+        config_dir: folder of tuned configs that is searched before the others.
     """
     rows = traced_rows(x, weight.row_format, weight.smooth, prologue)
-    out = _multiplied(rows, weight, bias, out_dtype or x.dtype)
+    out = _multiplied(rows, weight, bias, out_dtype or x.dtype, config_dir)
     return out.view(*x.shape[:-1], weight.data.shape[0])
 
 
@@ -60,7 +62,8 @@ def _multiplied(
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    config_dir: str | None,
 ) -> torch.Tensor:
     if not has_ops(rows.data) or weight.best_by_torch:
         return _products.multiply(rows, weight, bias, out_dtype)
-    return multiply_by_op(rows, weight, bias, out_dtype)
+    return multiply_by_op(rows, weight, bias, out_dtype, config_dir)

@@ -7,15 +7,22 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin import device
+from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.linear.activation import can_be_remembered, remember_rows
-from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.linear.call import FLOATS, LinearCall, LinearRequest
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.executor import resolve
+from sage_plugin.kernels.linear.quantizer import quantizer_of
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
-from sage_plugin.kernels.surroundings import are_plain, wants_gradient
+from sage_plugin.kernels.surroundings import (
+    are_plain,
+    on_device,
+    wants_gradient,
+    without_autocast,
+)
 from sage_plugin.plugin.counts import LayerCounts
 
 __all__ = [
@@ -31,7 +38,6 @@ __all__ = [
 MANY_ROWS = 1 << 16
 """Rows of a call by which a kernel is chosen for a weight; a call of few rows runs on it too, as
 the original is not there."""
-_FROM_WEIGHT = LinearRequest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +47,21 @@ class Answer:
     Attributes:
         out: the output.
         label: `kernel:backend`, and what was fused into its quantization.
+        found: the launch config that was looked up, `None` for none.
     """
 
     out: torch.Tensor
     label: str
+    found: ResolvedConfig | None = None
 
     def count(self, counts: LayerCounts, rule: int) -> None:
         """Enter the call."""
         counts.calls[self.label] += 1
+        if self.found is not None:
+            counts.config_sources[self.found.mark] += 1
+            if self.found.saved_ms is not None:
+                counts.saved_ms += self.found.saved_ms
+                counts.timed_calls += 1
         if rule:
             counts.rules[rule] += 1
 
@@ -79,6 +92,7 @@ def run(
     x: torch.Tensor,
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
+    request: LinearRequest,
     prologue: Prologue = NO_PROLOGUE,
 ) -> Answer | FallbackReason:
     """Multiply in eager mode.
@@ -87,18 +101,20 @@ def run(
         x: `(..., K)`.
         weight: the 8-bit weight.
         bias: `(N,)`.
+        request: where launch configs are looked up.
         prologue: what comes before the quantization, in the same pass.
     """
     x = _as_autocast_has_it(x)
     fused = "" if prologue is NO_PROLOGUE else f"+{prologue.kind}"
     if not are_plain(x, bias):
-        out = traced_linear(x, weight, bias, None, prologue)
+        out = traced_linear(x, weight, bias, None, prologue, request.config_dir)
         return Answer(out, f"{weight.kernel}:traced{fused}")
     call = LinearCall(x, weight, bias)
-    resolved = resolve(call, _FROM_WEIGHT)
+    resolved = resolve(call, request)
     if isinstance(resolved, FallbackReason):
         return resolved
-    return Answer(resolved.run(call, prologue), resolved.decision.label + fused)
+    out = resolved.run(call, prologue)
+    return Answer(out, resolved.decision.label + fused, resolved.found)
 
 
 def can_wait(x: torch.Tensor) -> bool:
@@ -118,12 +134,11 @@ def normalized(
         weight: an 8-bit weight.
         dtype: dtype of the output.
     """
-    call = LinearCall(x, weight)
-    resolved = resolve(call, _FROM_WEIGHT)
-    if isinstance(resolved, FallbackReason):
+    if x.dtype not in FLOATS:
         return prologued(x, norm).to(dtype)
     kept = torch.empty(x.shape, dtype=dtype, device=x.device)
-    rows = resolved.rows(call, weight, norm, kept)
+    with on_device(x.device), without_autocast(x.device):
+        rows = quantizer_of(x.device)(x, weight.row_format, weight.smooth, norm, kept)
     remember_rows(kept, weight.row_format, weight.smooth, rows)
     return kept
 
@@ -132,10 +147,12 @@ def traced(
     x: torch.Tensor,
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
+    request: LinearRequest,
     prologue: Prologue = NO_PROLOGUE,
 ) -> torch.Tensor:
     """Multiply in a graph, by torch operations."""
-    return traced_linear(_as_autocast_has_it(x), weight, bias, None, prologue)
+    x = _as_autocast_has_it(x)
+    return traced_linear(x, weight, bias, None, prologue, request.config_dir)
 
 
 def _as_autocast_has_it(x: torch.Tensor) -> torch.Tensor:

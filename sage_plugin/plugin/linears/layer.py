@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.rows.prologue import Prologue
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.notice import warn_once
@@ -89,6 +90,10 @@ class LinearLayer:
         """The linear, `None` when it is gone."""
         return None if self._module is None else self._module()
 
+    @property
+    def _request(self) -> LinearRequest:
+        return self.state.options.of_linears
+
     # What forwards do.
 
     def trace(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -97,9 +102,10 @@ class LinearLayer:
         own = x if sharding is None else sharding.own(x)
         blocked = quantized is None or not self.ready or own is None
         if not blocked and not compute.wants_gradient(x, weight, module.bias):
+            request = self._request
             if sharding is None:
-                return compute.traced(x, quantized, module.bias)  # type: ignore[arg-type]
-            return sharding.joined(compute.traced(own, quantized, sharding.bias(module)))  # type: ignore[arg-type]
+                return compute.traced(x, quantized, module.bias, request)  # type: ignore[arg-type]
+            return sharding.joined(compute.traced(own, quantized, sharding.bias(module), request))  # type: ignore[arg-type]
         if self.waiting:
             raise RuntimeError(
                 "a graph needs the original weight of a patched linear, which waits in CPU memory: "
@@ -122,7 +128,7 @@ class LinearLayer:
             assert own is not None
             assert self.quantized is not None
             bias = module.bias if sharding is None else sharding.bias(module)
-            answer = compute.run(own, self.quantized, bias)
+            answer = compute.run(own, self.quantized, bias, self._request)
             if not isinstance(answer, FallbackReason):
                 answer.count(self.counts, self.rule)
                 return answer.out if sharding is None else sharding.joined(answer.out)
@@ -139,10 +145,10 @@ class LinearLayer:
         if torch.compiler.is_compiling():
             if compute.wants_gradient(x, module._parameters["weight"], module.bias):
                 return None
-            return compute.traced(x, quantized, module.bias, prologue)
+            return compute.traced(x, quantized, module.bias, self._request, prologue)
         if self._obstacle(module, x) is not None:
             return None
-        answer = compute.run(x, quantized, module.bias, prologue)
+        answer = compute.run(x, quantized, module.bias, self._request, prologue)
         if isinstance(answer, FallbackReason):
             return None
         answer.count(self.counts, self.rule)

@@ -27,6 +27,8 @@ HOST = "sdpa"
 ATTENTION, LINEAR = "attention", "linear"
 BASELINE = "bf16"
 """The kernel of a rule that leaves a linear as it is."""
+BASELINES = {ATTENTION: HOST, LINEAR: BASELINE}
+"""What a call is left to, by op family."""
 TUNABLE = frozenset(spec.name for spec in fields(LaunchConfig))
 
 MOST_RULES, LONGEST_GLOB = 1000, 300
@@ -102,12 +104,12 @@ def _matches(globs: tuple[str, ...], layer: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PredictedRun(JsonRecord):
-    """What the attention calls of a run are predicted to come to, with one kernel or the policy.
+    """What the calls of a run are predicted to come to, with one kernel or the policy.
 
     Attributes:
-        name: a kernel by name, `sdpa` for the host's attention, or `policy`.
-        ms: milliseconds of all attention calls of the run, with quantisation.
-        error: mean over all calls of the centred relative L1 error; 0 for the host's attention.
+        name: a kernel by name, `sdpa` for the model as it is, or `policy`.
+        ms: milliseconds of all calls of the searched op families, with quantisation.
+        error: mean over all calls of the centred relative L1 error; 0 for the model as it is.
     """
 
     name: str
@@ -122,8 +124,8 @@ class Prediction(JsonRecord):
     Attributes:
         device: name of the device whose times these are.
         steps: denoising steps of the run, `None` where none were counted.
-        calls: attention calls of the run.
-        runs: the host's attention first, then each kernel by itself, and the policy last.
+        calls: attention calls of the run; 0 where linears alone were searched.
+        runs: the model as it is first, then each kernel by itself, and the policy last.
     """
 
     device: str
@@ -347,6 +349,11 @@ def _wrong_kernel(rule: Rule) -> str:
     if rule.op == LINEAR:
         plain = Rule(rule.kernel, op=LINEAR)
         of_attention = (n for n in _OF_ATTENTION if getattr(rule, n) != getattr(plain, n))
+        if rule.steps:
+            return (
+                f"steps are {rule.steps!r}, and a linear has one weight for all steps, so that the "
+                "other need not be on its device; leave steps out, or the layers as they are (bf16)"
+            )
         if field_name := next(of_attention, None):
             return f"{field_name} belongs to rules of attention, and this one is of linears"
         if rule.kernel != "auto" and rule.kernel not in LINEAR_KERNELS:

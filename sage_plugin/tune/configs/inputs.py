@@ -7,14 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError
-from sage_plugin.families import ATTENTION
+from sage_plugin.families import ATTENTION, Family
+from sage_plugin.families import family as family_of
 from sage_plugin.families.family import Shape
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import AnyKey, CallShape, CaptureRecord
+from sage_plugin.schema import AnyKey, AnyShape
 
 MAX_CAPTURES_PER_KEY = 3
 ANY = Decision("any", "any")
@@ -54,25 +56,28 @@ class TuningInputs:
     notes: tuple[str, ...] = ()
 
 
-def from_captures(folder: str | Path, *, max_per_key: int = MAX_CAPTURES_PER_KEY) -> TuningInputs:
-    """Group the captures of a folder by call key.
+def from_captures(
+    folder: str | Path, *, family: Family = ATTENTION, max_per_key: int = MAX_CAPTURES_PER_KEY
+) -> TuningInputs:
+    """Group the captures of an op family in a folder by call key.
 
     Each capture that is used is read once here: one with other contents than were recorded would
     fail every trial of its key. Such captures are left out and counted in a note.
     """
-    captures = open_captures(folder)
+    captures = open_captures(folder, family.name)
     groups: dict[AnyKey, list[CaptureRecord]] = {}
     for record in captures.records:
         groups.setdefault(shape_key(record.shape), []).append(record)
     calls: Counter[AnyKey] = Counter()
     for count in captures.call_counts.shapes:
-        calls[shape_key(count.shape)] += count.calls
+        if count.shape.family == family.name:
+            calls[shape_key(count.shape)] += count.calls
     place = str(captures.path.resolve())
     built, damaged = [], list[str]()
     for key, records in groups.items():
         chosen = sorted(
             _sound(captures, records, max_per_key, damaged),
-            key=lambda r: (len(r.batch_indices) * len(r.head_indices), r.sha256),
+            key=lambda r: (r.size, r.sha256),
         )
         if not chosen:
             continue
@@ -114,9 +119,9 @@ def from_drawn(inputs: Iterable[ReplayInputs]) -> TuningInputs:
     return TuningInputs(_by_cost([InputGroup((one,), one) for one in by_shape.values()]))
 
 
-def shape_key(shape: CallShape) -> AnyKey:
+def shape_key(shape: AnyShape) -> AnyKey:
     """Return what the calls of one group share, whatever kernel takes them."""
-    key: AnyKey = ATTENTION.call_key(shape, ANY)
+    key: AnyKey = family_of(shape.family).call_key(shape, ANY)
     return key
 
 

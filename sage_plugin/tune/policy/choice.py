@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sage_plugin.errors import TuningError
-from sage_plugin.plugin.policy.rules import HOST
+from sage_plugin.plugin.policy.rules import BASELINES, HOST
 from sage_plugin.tune.policy.grid import Estimate, PolicyCell
 from sage_plugin.tune.policy.knapsack import Alternative, solve
 
@@ -43,13 +43,15 @@ class PolicyProblem:
 
     Attributes:
         cells: the cells with their estimates.
-        total_calls: attention calls of the run; those outside of the cells have no error.
+        total_calls: calls of the run; those outside of the cells have no error.
         max_layer_error: greatest error of one call.
+        words: what the calls are.
     """
 
     cells: tuple[PolicyCell, ...]
     total_calls: float
     max_layer_error: float
+    words: str = "attention"
 
     def allowed(self, cell: PolicyCell) -> list[Estimate]:
         """List what may run in a cell."""
@@ -81,7 +83,7 @@ class PolicyProblem:
 
     @property
     def baseline_ms(self) -> float:
-        """Milliseconds of the run's attention by the baseline."""
+        """Milliseconds of the run's calls by the baseline."""
         return self.single(HOST)[0]
 
     def most_saved(self, max_error: float) -> Assignment:
@@ -91,12 +93,12 @@ class PolicyProblem:
             TuningError: nothing that saves time keeps within it.
         """
         found = self._saving(self._savings(), max_error * LAST_BITS)
-        if all(pick.label == HOST for pick in found.picks):
+        if all(pick.label in BASELINES.values() for pick in found.picks):
             raise TuningError(self._why_nothing(max_error))
         return found
 
     def least_error(self, max_ms: float) -> Assignment:
-        """Return the assignment of least mean error whose attention takes so long a run at most.
+        """Return the assignment of least mean error whose calls take so long a run at most.
 
         Raises:
             TuningError: the fastest one takes longer.
@@ -106,13 +108,13 @@ class PolicyProblem:
         if found is None:
             fastest = math.fsum(min(ms for _, ms in group) for group in groups)
             raise TuningError(
-                f"--max-ms {max_ms:g}: the fastest choice takes {fastest:.3f} ms of attention a "
-                f"run (the host's attention {self.baseline_ms:.3f}) with no call over an error of "
+                f"--max-ms {max_ms:g}: the fastest choice takes {fastest:.3f} ms of {self.words} "
+                f"a run (the host's own {self.baseline_ms:.3f}) with no call over an error of "
                 f"{self.max_layer_error:g} (--max-layer-error)"
             )
-        if all(pick.label == HOST for pick in found.picks):
+        if all(pick.label in BASELINES.values() for pick in found.picks):
             raise TuningError(
-                f"--max-ms {max_ms:g}: the host's attention itself takes {self.baseline_ms:.3f} "
+                f"--max-ms {max_ms:g}: the host's {self.words} itself takes {self.baseline_ms:.3f} "
                 "ms a run, so that no policy is needed"
             )
         return found
@@ -192,11 +194,11 @@ class PolicyProblem:
             for cell in self.cells
         )
         if slower:
-            why = "no kernel is faster here than the host's attention"
+            why = f"no kernel is faster here than the host's {self.words}"
         else:
             why = (
                 f"no kernel keeps every call within an error of {self.max_layer_error:g} "
                 "(--max-layer-error), passes its accuracy gate and is faster than the host's "
-                "attention"
+                f"{self.words}"
             )
         return f"there is nothing to choose: {why}"

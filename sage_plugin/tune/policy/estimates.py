@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from sage_plugin.plugin.policy.rules import HOST
-from sage_plugin.schema import CallShape
+from sage_plugin.plugin.policy.rules import BASELINES
+from sage_plugin.schema import AnyShape
 from sage_plugin.tune.policy.grid import Estimate, Grid, Place, PolicyCell, kind
 from sage_plugin.tune.policy.option import Option
 
@@ -23,7 +23,7 @@ def worst_of(values: Sequence[float | str]) -> float | str:
 def estimated(
     grid: Grid,
     judged: Mapping[Place, Judged],
-    times: Mapping[CallShape, Mapping[str, float]],
+    times: Mapping[AnyShape, Mapping[str, float]],
     options: Sequence[Option],
 ) -> tuple[PolicyCell, ...]:
     """Estimate every cell whose calls were timed on the baseline, which comes first in each.
@@ -32,13 +32,14 @@ def estimated(
     layer, and the nearest captured layers of its kind in its steps.
     """
     found = []
+    baseline = BASELINES[grid.op]
     for place, cell in grid.cells.items():
-        baseline_ms = _milliseconds(cell, times, HOST)
+        baseline_ms = _milliseconds(cell, times, baseline)
         if baseline_ms is None:
             continue
         near = [place] if place in judged else list(neighbors(grid, judged, place))
         files = tuple(file for p in near for file in judged[p][0])
-        estimates = [Estimate(HOST, 0.0, baseline_ms)]
+        estimates = [Estimate(baseline, 0.0, baseline_ms)]
         for option in options if near else ():
             ms = _milliseconds(cell, times, option.label)
             error = worst_of([judged[p][1].get(option.label, "not measured") for p in near])
@@ -73,7 +74,7 @@ def neighbors(grid: Grid, captured: Mapping[Place, object], place: Place) -> Ite
 
 
 def _milliseconds(
-    cell: PolicyCell, times: Mapping[CallShape, Mapping[str, float]], label: str
+    cell: PolicyCell, times: Mapping[AnyShape, Mapping[str, float]], label: str
 ) -> float | None:
     """Of all calls of a cell in one run; `None` if a shape was not timed."""
     total = 0.0

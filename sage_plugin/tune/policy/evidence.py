@@ -11,16 +11,17 @@ from pathlib import Path
 
 from sage_plugin import device as devices
 from sage_plugin.accuracy.gate import failures
+from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
-from sage_plugin.families import ATTENTION
+from sage_plugin.families import family
 from sage_plugin.families.family import ReplayCall
 from sage_plugin.measure.timing import TimingLimits, measure
-from sage_plugin.plugin.policy.rules import HOST
+from sage_plugin.plugin.policy.rules import BASELINES
 from sage_plugin.replay.inputs import ReplayInputs, runs
 from sage_plugin.schema import (
-    CallShape,
-    CaptureRecord,
+    AnyLaunch,
+    AnyShape,
     DeviceFacts,
     Trial,
 )
@@ -58,12 +59,12 @@ class PolicyEvidence:
         self._loaded: tuple[str, ReplayCall] | None = None
 
     def error(self, record: CaptureRecord, option: Option) -> float | str:
-        """Centred error of the worst head on a capture, or why the option may not run it."""
+        """Return the centred error of the worst head, or block of rows, or why it may not run."""
         runnable = option.runnable(record.shape, self.facts, self._config_dir)
         if isinstance(runnable, str):
             return runnable
         study = digest([ERRORS, record.sha256, runnable[0].label, self._identity])
-        trial = self._ledger.trials(study, ERRORS).get(runnable[1])
+        trial = self._ledger.trials(study, ERRORS).get(self._noted(record.shape, runnable))
         if trial is None or trial.status == "run_error":  # which may have had another cause
             trial = self._ledger.append(self._judged(study, record, runnable))
         if trial.status != "ok" or trial.errors is None:
@@ -72,16 +73,17 @@ class PolicyEvidence:
         return trial.errors.centred_rel_l1 if error is None else error
 
     def times(
-        self, shape: CallShape, record: CaptureRecord | None, options: Sequence[Option]
+        self, shape: AnyShape, record: CaptureRecord | None, options: Sequence[Option]
     ) -> dict[str, float]:
-        """Time a call of this shape in milliseconds, by label, `sdpa` for the baseline.
+        """Time a call of this shape in milliseconds, by label, with the baseline of its family.
 
         All are timed interleaved, with quantisation; what cannot run is left out.
         """
         runnable = {o.label: o.runnable(shape, self.facts, self._config_dir) for o in options}
         able = {label: r for label, r in runnable.items() if not isinstance(r, str)}
         wanted = sorted(
-            (label, decision.label, config.text()) for label, (decision, config) in able.items()
+            (label, decision.label, "" if config is None else config.text())
+            for label, (decision, config) in able.items()
         )
         study = digest([TIMES, shape.to_json(), wanted, self._identity])
         known = list(self._ledger.trials(study, TIMES).values())
@@ -92,6 +94,7 @@ class PolicyEvidence:
 
     def _judged(self, study: str, record: CaptureRecord, runnable: Runnable) -> Trial:
         decision, config = runnable
+        noted = self._noted(record.shape, runnable)
         try:
             errors = self._saved(record).errors(decision, config)
         except (RuntimeError, ValueError) as error:  # one option must not end the search
@@ -99,10 +102,10 @@ class PolicyEvidence:
                 raise
             logger.debug("%s failed on %s", decision.label, record.file, exc_info=True)
             reason = f"{decision.label} failed: {(str(error).splitlines() or ['no message'])[0]}"
-            return Trial(study, config, ERRORS, "run_error", reason=reason[:500])
-        broken = failures(ATTENTION.gate_for(decision.kernel), errors)
+            return Trial(study, noted, ERRORS, "run_error", reason=reason[:500])
+        broken = failures(family(record.family).gate_for(decision.kernel), errors)
         status = "gate_failed" if broken else "ok"
-        return Trial(study, config, ERRORS, status, reason="; ".join(broken), errors=errors)
+        return Trial(study, noted, ERRORS, status, reason="; ".join(broken), errors=errors)
 
     def _saved(self, record: CaptureRecord) -> ReplayCall:
         """A capture's tensors; the last ones are kept, since all options are judged on them."""
@@ -117,17 +120,28 @@ class PolicyEvidence:
     def _timed(
         self,
         study: str,
-        shape: CallShape,
+        shape: AnyShape,
         record: CaptureRecord | None,
         able: dict[str, Runnable],
     ) -> Trial:
         """One trial that holds the medians of all options."""
         self._loaded = None
-        inputs = ReplayInputs(shape) if record is None else self._inputs(record)
+        drawn = ReplayInputs(shape, drawn_family=shape.family)
+        inputs = drawn if record is None else self._inputs(record)
         timed = inputs.timed(inputs.load(self._device), self._device)
         calls = {label: timed.whole(*one) for label, one in able.items()}
-        calls = {HOST: timed.whole(), **calls}
+        calls = {BASELINES[shape.family]: timed.whole(), **calls}
         calls = {label: call for label, call in calls.items() if runs(call)}
         samples = measure(calls, device=self._device, limits=TIMING) if calls else {}
         extra = {f"{MS}{name}": sample.timing().median_ms for name, sample in samples.items()}
-        return Trial(study, next(iter(able.values()))[1], TIMES, "ok", extra=extra)
+        noted = self._noted(shape, next(iter(able.values())))
+        return Trial(study, noted, TIMES, "ok", extra=extra)
+
+    def _noted(self, shape: AnyShape, runnable: Runnable) -> AnyLaunch:
+        """The config that the ledger holds: the default where torch's product has none."""
+        decision, config = runnable
+        if config is not None:
+            return config
+        one = family(shape.family)
+        noted: AnyLaunch = one.default_launch(one.call_key(shape, decision), self.facts)
+        return noted

@@ -64,8 +64,8 @@ def _draw(axes: Any, found: PolicySearchResult) -> None:  # noqa: ANN401
     axes.plot(
         chosen.ms, chosen.plain_error, "*", color="tab:red", markersize=14, label="the policy"
     )
-    axes.set_xlabel(f"attention of a run in ms, on {found.device}")
-    axes.set_ylabel("mean error of an attention call (centred, relative L1)")
+    axes.set_xlabel(f"{found.problem.words} of a run in ms, on {found.device}")
+    axes.set_ylabel("mean error of a call (centred, relative L1)")
     axes.margins(0.12)  # room for names
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

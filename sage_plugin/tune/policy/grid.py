@@ -1,4 +1,7 @@
-"""The cells that a policy chooses for: a layer in a range of denoising steps, with its calls."""
+"""The cells that a policy chooses for: a layer in a range of denoising steps, with its calls.
+
+A linear has one cell for all steps: the weight that it multiplies is one.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.store.manifest import CallCounts
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
 from sage_plugin.plugin.policy.step_range import Band, equal_bands
-from sage_plugin.schema import CallShape, CaptureRecord
+from sage_plugin.schema import ATTENTION, AnyShape, CallShape, LinearShape
 
 MOST_CALLS = 10**12
 """More calls than any recording sees."""
@@ -24,8 +28,8 @@ class Estimate:
     """One option in one cell.
 
     Attributes:
-        label: the option, `sdpa` for the baseline.
-        error: centred error of the worst head of the worst capture, of one call.
+        label: the option, or the baseline of its op family.
+        error: centred error of the worst head, or block of rows, of the worst capture, of one call.
         ms: of all calls of the cell in one run.
         captures: files of the captures behind the error.
     """
@@ -53,7 +57,7 @@ class PolicyCell:
     place: Place
     layer: str
     steps: str
-    calls: tuple[tuple[CallShape, float], ...]
+    calls: tuple[tuple[AnyShape, float], ...]
     records: tuple[CaptureRecord, ...] = ()
     estimates: tuple[Estimate, ...] = ()
     weight: float = 1.0
@@ -62,6 +66,11 @@ class PolicyCell:
     def calls_per_run(self) -> float:
         """Its calls in one run that a kernel may take."""
         return sum(calls for _, calls in self.calls)
+
+    @property
+    def op(self) -> str:
+        """Op family of its calls."""
+        return self.calls[0][0].family
 
     def of(self, label: str) -> Estimate:
         """Return what an option does here; the baseline if it may not run."""
@@ -77,8 +86,9 @@ class Grid:
         step_ranges: as a policy writes them; one empty text if there are none.
         cells: by layer and step range; a layer without calls in a range has no cell there.
         steps: denoising steps of a run, `None` if none were counted.
-        total_calls: attention calls of a run, those included that no kernel may take.
+        total_calls: calls of its op family in a run, those included that no kernel may take.
         min_seq: calls with fewer queries or keys are in no cell.
+        op: op family of its layers.
     """
 
     layers: tuple[str, ...]
@@ -87,14 +97,15 @@ class Grid:
     steps: int | None
     total_calls: float
     min_seq: int = 0
+    op: str = ATTENTION
 
     @property
-    def shapes(self) -> tuple[CallShape, ...]:
+    def shapes(self) -> tuple[AnyShape, ...]:
         """Shapes of all calls that a kernel may take, the most expensive ones first."""
-        cost: dict[CallShape, float] = {}
+        cost: dict[AnyShape, float] = {}
         for cell in self.cells.values():
             for shape, calls in cell.calls:
-                cost[shape] = cost.get(shape, 0.0) + calls * pairs(shape)
+                cost[shape] = cost.get(shape, 0.0) + calls * work(shape)
         return tuple(sorted(cost, key=lambda shape: -cost[shape]))
 
     @property
@@ -103,8 +114,10 @@ class Grid:
         return {place: cell for place, cell in self.cells.items() if cell.records}
 
 
-def pairs(shape: CallShape) -> int:
-    """Count the query-key pairs of a call, hidden ones included."""
+def work(shape: AnyShape) -> int:
+    """Count the query-key pairs of a call, hidden ones included, or the products of a linear."""
+    if isinstance(shape, LinearShape):
+        return shape.rows * shape.in_features * shape.out_features
     return shape.batch * shape.heads_q * shape.seq_q * shape.seq_k
 
 
@@ -118,8 +131,10 @@ def kind(layer: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", layer)
 
 
-def grid_of(captures: CaptureFolder, *, step_ranges: int, min_seq: int) -> Grid:
-    """Sort the captures and the counted calls of a folder into cells.
+def grid_of(
+    captures: CaptureFolder, *, step_ranges: int, min_seq: int, op: str = ATTENTION
+) -> Grid:
+    """Sort the captures and the counted calls of an op family in a folder into cells.
 
     Raises:
         CaptureError: the folder has no calls by layer, or none that a kernel may take.
@@ -136,21 +151,23 @@ def grid_of(captures: CaptureFolder, *, step_ranges: int, min_seq: int) -> Grid:
             f"{captures.path} has counts of calls that no recording writes: record again with "
             "`sage capture`"
         )
+    if op != ATTENTION:
+        step_ranges, min_seq = 1, 0  # `patch` takes every call of theirs
     names = equal_bands(step_ranges, counts.denoising_steps)
-    layers = tuple(dict.fromkeys(counts.layers))
+    layers = tuple(counts.of(op))
     parsed = [Band.parse(name) for name in names]
     calls = _calls(counts, layers, parsed, min_seq)
     records: dict[Place, list[CaptureRecord]] = {}
     for record in captures.records:
         number = _range_at(parsed, record.denoising_step or 0, counts.denoising_steps)
-        if record.layer in layers:
+        if record.family == op and record.layer in layers:
             records.setdefault((layers.index(record.layer), number), []).append(record)
     cells = {
         place: PolicyCell(
             place,
             layers[place[0]],
             names[place[1]],
-            tuple(sorted(by_shape.items(), key=lambda item: -pairs(item[0]))),
+            tuple(sorted(by_shape.items(), key=lambda item: -work(item[0]))),
             tuple(r for r in records.get(place, ()) if r.shape in by_shape),
         )
         for place, by_shape in sorted(calls.items())
@@ -160,31 +177,34 @@ def grid_of(captures: CaptureFolder, *, step_ranges: int, min_seq: int) -> Grid:
             f"{captures.path} has no capture of a call of at least {min_seq} queries and keys: "
             "shorter ones stay with the host's attention (--min-seq)"
         )
-    total = counts.total / max(1, counts.runs)
-    return Grid(layers, names, cells, counts.denoising_steps, total, min_seq)
+    total = sum(counts.of(op).values()) / max(1, counts.runs)
+    return Grid(layers, names, cells, counts.denoising_steps, total, min_seq, op)
 
 
 def _plausible(counts: CallCounts) -> bool:
     """Whether the numbers of a file from anywhere can be counts of calls of real shapes."""
     by_step = sum(n for row in counts.layer_calls for n in row.calls if n > 0)
-    sizes = (
-        size
-        for one in counts.shapes
-        for size in (one.shape.batch, one.shape.heads_q, one.shape.seq_q, one.shape.seq_k)
-    )
-    return by_step <= counts.total <= MOST_CALLS and all(0 < size <= MOST_CALLS for size in sizes)
+    every = (size for one in counts.shapes for size in sizes(one.shape))
+    return by_step <= counts.total <= MOST_CALLS and all(0 < size <= MOST_CALLS for size in every)
+
+
+def sizes(shape: AnyShape) -> tuple[int, ...]:
+    """Return the numbers that a call's work follows from."""
+    if isinstance(shape, LinearShape):
+        return shape.rows, shape.in_features, shape.out_features
+    return shape.batch, shape.heads_q, shape.seq_q, shape.seq_k
 
 
 def _calls(
     counts: CallCounts, layers: Sequence[str], ranges: Sequence[Band], min_seq: int
-) -> dict[Place, dict[CallShape, float]]:
+) -> dict[Place, dict[AnyShape, float]]:
     """Calls in one run by place and shape, of those that a kernel may take."""
-    found: dict[Place, dict[CallShape, float]] = {}
+    found: dict[Place, dict[AnyShape, float]] = {}
     for row in counts.layer_calls:
         if row.layer not in layers or not 0 <= row.shape < len(counts.shapes):
             continue
         shape = counts.shapes[row.shape].shape
-        if min(shape.seq_q, shape.seq_k) < min_seq:
+        if isinstance(shape, CallShape) and min(shape.seq_q, shape.seq_k) < min_seq:
             continue
         for step, calls in enumerate(row.calls):
             if calls <= 0:

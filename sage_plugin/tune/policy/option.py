@@ -1,4 +1,4 @@
-"""What a layer can run on: a kernel, and fields of its launch config that are changed."""
+"""What a layer can run on: a kernel, and for attention changed fields of its launch config."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from sage_plugin.errors import ConfigError, UsageError
-from sage_plugin.families import ATTENTION
+from sage_plugin.families import Family, family
 from sage_plugin.kernels.contract import Decision
-from sage_plugin.plugin.policy.rules import HOST, TUNABLE
-from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
+from sage_plugin.plugin.policy.rules import BASELINES, TUNABLE
+from sage_plugin.schema import (
+    ATTENTION,
+    LINEAR,
+    LINEAR_KERNELS,
+    AnyShape,
+    CallShape,
+    DeviceFacts,
+    LaunchConfig,
+    LinearLaunch,
+)
 
 TYPES: dict[str, type] = typing.get_type_hints(LaunchConfig)
 MAX_DIGITS = 6
 QUANTIZED = ("sage", "fav3_sage", "fav3_fp8")
 
 
-Runnable = tuple[Decision, LaunchConfig]
-"""An option made concrete for one shape: what `attention()` is called with."""
+Runnable = tuple[Decision, LaunchConfig | LinearLaunch | None]
+"""An option made concrete for one shape: what its family is called with. A product of torch's has
+no launch config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,7 @@ class Option:
         kernel: kernel name.
         variant: variant name, or `"auto"`.
         launch: names and values of the changed fields, sorted by name.
+        op: op family that it is of.
 
     Example:
         >>> option = Option.parse("fav3_sage+hadamard=64+smooth_v=false")
@@ -41,22 +52,33 @@ class Option:
     kernel: str
     variant: str = "auto"
     launch: tuple[tuple[str, Any], ...] = ()
+    op: str = ATTENTION
+
+    @property
+    def family(self) -> Family:
+        """The op family that it is of."""
+        return family(self.op)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `kernel[:variant][+field=value]...`.
+        """Read `kernel[:variant][+field=value]...`; the names of kernels tell their op family.
 
         Raises:
             UnknownKernelError: no such kernel or variant.
-            UsageError: a field that launch configs have not, or `auto`, `sdpa` and `torch`, whose
-                choice is not a kernel's.
+            UsageError: a field that launch configs have not, or `auto` and a baseline, whose choice
+                is not a kernel's.
         """
         name, *parts = text.split("+")
-        kernel, variant = ATTENTION.parse_kernel(name)
-        if kernel in ("auto", HOST, "torch"):
+        op = LINEAR if name.partition(":")[0] in LINEAR_KERNELS else ATTENTION
+        kernel, variant = family(op).parse_kernel(name)
+        if kernel in ("auto", "torch", *BASELINES.values()):
             raise UsageError(
-                f"--kernel {name!r}: a policy chooses among kernels by name; the host's attention "
-                "is always among them"
+                f"--kernel {name!r}: a policy chooses among kernels by name; what the model has of "
+                "its own is always among them"
+            )
+        if op == LINEAR and (parts or variant != "auto"):
+            raise UsageError(
+                f"--kernel {text!r}: a rule of linears has a kernel alone; write {kernel}"
             )
         launch = {}
         for part in parts:
@@ -67,7 +89,7 @@ class Option:
                     f"{', '.join(sorted(TUNABLE))}"
                 )
             launch[field] = _value(text, field, value)
-        return cls(kernel, variant, tuple(sorted(launch.items())))
+        return cls(kernel, variant, tuple(sorted(launch.items())), op)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -87,32 +109,36 @@ class Option:
         return "+".join((self.name, *map("=".join, zip(names, words, strict=True))))
 
     def runnable(
-        self, shape: CallShape, facts: DeviceFacts, config_dir: str | None
+        self, shape: AnyShape, facts: DeviceFacts, config_dir: str | None
     ) -> Runnable | str:
         """Return what a call of this shape would run, or why it cannot."""
-        decision = ATTENTION.decide(shape, facts, kernel=self.kernel, variant=self.variant)
+        decision = self.family.decide(shape, facts, kernel=self.kernel, variant=self.variant)
         if decision.reason is not None:
             return str(decision.reason)
-        key = ATTENTION.call_key(shape, decision)
-        config = ATTENTION.find_launch(key, facts, config_dir=config_dir).config
+        key = self.family.call_key(shape, decision)
+        found = self.family.find_launch(key, facts, config_dir=config_dir)
+        if found is None:
+            return decision, None
         try:
-            config = config.replaced(**self.fields)
+            config = found.config.replaced(**self.fields)
         except ConfigError as error:
             return str(error)
-        reason = ATTENTION.illegal_reason(config, key, facts)
+        reason = self.family.illegal_reason(config, key, facts)
         return (decision, config) if reason is None else reason
 
 
-def default_options(facts: DeviceFacts, head_dim: int) -> tuple[Option, ...]:
-    """List the kernels that a device runs, the quantized ones also with rotated Q and K.
+def default_options(facts: DeviceFacts, shape: AnyShape) -> tuple[Option, ...]:
+    """List the kernels that a device runs, the quantized ones of attention also with Q, K rotated.
 
     A rotation spreads outliers over a head's channels: it costs time and saves error.
     """
-    rotated = head_dim & -head_dim  # the greatest power of two that divides it
+    op = shape.family
+    names = [k for k in family(op).kernels_of(facts) if k not in ("torch", BASELINES[op])]
+    if not isinstance(shape, CallShape):
+        return tuple(Option(kernel, op=op) for kernel in names)
+    rotated = shape.head_dim & -shape.head_dim  # the greatest power of two that divides it
     options = []
-    for kernel in ATTENTION.kernels_of(facts):
-        if kernel in (HOST, "torch"):
-            continue
+    for kernel in names:
         options.append(Option(kernel))
         if kernel in QUANTIZED and rotated > 1:
             options.append(Option(kernel, launch=(("hadamard", rotated),)))

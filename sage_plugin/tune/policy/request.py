@@ -32,7 +32,7 @@ class PolicyRequest:
     step_ranges: int = STEP_RANGES
     min_seq: int = MIN_SEQ
     captures_per_cell: int = CAPTURES_PER_CELL
-    times: Path | None = None
+    times: tuple[Path, ...] = ()
     sensitivity: Path | None = None
     runs_dir: Path = RUNS
     run_name: str | None = None

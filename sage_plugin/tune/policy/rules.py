@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sage_plugin.plugin.policy.rules import HOST, Rule
+from sage_plugin.plugin.policy.rules import BASELINES, Rule
+from sage_plugin.schema import CallShape
 from sage_plugin.tune.policy.grid import Estimate, Grid, Place, PolicyCell
 from sage_plugin.tune.policy.option import Option
 
@@ -21,7 +22,7 @@ def rules_of(grid: Grid, chosen: Picks, options: Iterable[Option]) -> tuple[Rule
     at = {cell.place: (cell, pick) for cell, pick in chosen}
     groups: dict[tuple[str, int, int], list[tuple[PolicyCell, Estimate]]] = {}
     for layer in range(len(grid.layers)):
-        for label, first, last in _runs(at, layer, len(grid.step_ranges)):
+        for label, first, last in _runs(at, layer, len(grid.step_ranges), BASELINES[grid.op]):
             members = [at[layer, r] for r in range(first, last + 1) if (layer, r) in at]
             groups.setdefault((label, first, last), []).extend(members)
     rules = [
@@ -32,28 +33,33 @@ def rules_of(grid: Grid, chosen: Picks, options: Iterable[Option]) -> tuple[Rule
 
 
 def _runs(
-    at: Mapping[Place, tuple[PolicyCell, Estimate]], layer: int, ranges: int
+    at: Mapping[Place, tuple[PolicyCell, Estimate]], layer: int, ranges: int, baseline: str
 ) -> Iterator[tuple[str, int, int]]:
     """Unbroken step ranges of a layer with one option: its label, the first and the last range.
 
     A range without calls does not break one.
     """
-    label, first, last = HOST, 0, 0
+    label, first, last = baseline, 0, 0
     for number in range(ranges):
         if (layer, number) not in at:
             continue
         picked = at[layer, number][1].label
         if picked != label:
-            if label != HOST:
+            if label != baseline:
                 yield label, first, last
             label, first = picked, number
         last = number
-    if label != HOST:
+    if label != baseline:
         yield label, first, last
 
 
 def _rule(option: Option, grid: Grid, first: int, last: int, members: Picks) -> Rule:
-    shapes = [shape for cell, _ in members for shape, _ in cell.calls]
+    lengths = [
+        min(shape.seq_q, shape.seq_k)
+        for cell, _ in members
+        for shape, _ in cell.calls
+        if isinstance(shape, CallShape)
+    ]
     begin = grid.step_ranges[first].partition(":")[0]
     end = grid.step_ranges[last].partition(":")[2]
     return Rule(
@@ -61,9 +67,10 @@ def _rule(option: Option, grid: Grid, first: int, last: int, members: Picks) -> 
         layers=tuple(dict.fromkeys(cell.layer for cell, _ in members)),
         steps=f"{begin}:{end}" if begin or end else "",
         # Much shorter calls than those that were measured are not what was chosen for.
-        min_seq=max(grid.min_seq, min(min(shape.seq_q, shape.seq_k) for shape in shapes) // 2),
+        min_seq=max(grid.min_seq, min(lengths) // 2) if lengths else 0,
         launch=option.fields,
         saved_ms=round(sum(cell.estimates[0].ms - pick.ms for cell, pick in members), 4),
         error=round(max(pick.error for _, pick in members), 6),
         captures=tuple(sorted({file for _, pick in members for file in pick.captures})),
+        op=grid.op,
     )

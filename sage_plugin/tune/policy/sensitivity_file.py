@@ -1,6 +1,6 @@
 """Sensitivity of a clip to each layer and step range; the file that holds it.
 
-An error of attention is not yet an error of the clip: `sage policy sensitivity` draws a clip with
+An error of a call is not yet an error of the clip: `sage policy sensitivity` draws a clip with
 one layer at a time on a kernel, in one range of steps, and writes how far it is from the baseline.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.schema import JsonRecord
-from sage_plugin.tune.policy.grid import PolicyCell
+from sage_plugin.tune.policy.grid import PolicyCell, kind
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 4 * 2**20
@@ -28,11 +28,13 @@ class Sensitivity(JsonRecord):
         layer: module path, with the component in front.
         steps: the range as a policy writes it.
         rmse: root mean square difference of the clip from the baseline's, of pixels in [0, 1].
+        kernel: the option that it was measured with; empty for the file's.
     """
 
     layer: str
     steps: str
     rmse: float
+    kernel: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +75,30 @@ def read(path: Path) -> Sensitivities:
 def weighted(
     measured: Sensitivities, cells: Sequence[PolicyCell], where: str
 ) -> tuple[PolicyCell, ...]:
-    """Weigh each cell by how much a unit of attention error in its calls moves the clip.
+    """Weigh each cell by how much a unit of error in its calls moves the clip.
 
     Raises:
         ConfigError: a cell has none: they were measured on other layers or step ranges.
     """
-    known = {(one.layer, one.steps): one.rmse for one in measured.cells}
+    known = {(one.layer, one.steps): one for one in measured.cells}
     raw = []
     for cell in cells:
-        rmse = known.get((cell.layer, cell.steps))
-        if rmse is None:
-            ranges = len({steps for _, steps in known})
+        one = known.get((cell.layer, cell.steps))
+        if one is None:
+            alike = {steps for layer, steps in known if kind(layer) == kind(cell.layer)}
+            if not alike:
+                raise ConfigError(
+                    f"{where}: no sensitivity to {cell.layer} or any like it: measure it with a "
+                    "kernel of each op family, such as --kernel fav3_fp8 --kernel fp8_row"
+                )
+            ranges = len(alike)
             raise ConfigError(
                 f"{where}: no sensitivity to {cell.layer} at steps {cell.steps or 'all'}; it was "
                 f"measured in {ranges} ranges: search with --step-ranges {ranges}, on the same "
                 "model"
             )
-        error = cell.of(measured.kernel).error * cell.calls_per_run
-        raw.append(rmse / error if error > 0 else math.nan)
+        error = cell.of(one.kernel or measured.kernel).error * cell.calls_per_run
+        raw.append(one.rmse / error if error > 0 else math.nan)
     usual = [value for value in raw if not math.isnan(value)]
     if not usual:
         raise ConfigError(

@@ -9,26 +9,37 @@ from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.schema import CallShape
-from sage_plugin.tune.policy.grid import pairs
+from sage_plugin.json_record import record_from_json
+from sage_plugin.schema import AnyShape, CallShape, LinearShape
+from sage_plugin.tune.policy.grid import sizes, work
 
 MAX_BYTES = 64 * 2**20
 FARTHEST = 4.0
-"""A call is timed by another one of up to so many times its pairs, or a part as small."""
+"""A call is timed by another one of up to so many times its work, or a part as small."""
 
-Times = Mapping[CallShape, Mapping[str, float]]
-"""Milliseconds of a call by its shape and what it runs on, `sdpa` for the host's attention."""
+Times = Mapping[AnyShape, Mapping[str, float]]
+"""Milliseconds of a call by its shape and what it runs on."""
 
 
-def read(path: Path) -> tuple[str, Times]:
-    """Name of the device, and its times.
+def read(first: Path, *more: Path) -> tuple[str, Times]:
+    """Name of the device, and its times, of one file or several.
 
     Raises:
-        ConfigError: the file cannot be read, is no result of `sage bench`, or its times are those
-            of emulations.
+        ConfigError: a file cannot be read, is no result of `sage bench`, is of another device, or
+            its times are those of emulations.
     """
+    device, times = _read(first)
+    for path in more:
+        other, further = _read(path)
+        if other != device:
+            raise ConfigError(f"{path} has times of {other}, and {first} of {device}")
+        times |= further
+    return device, times
+
+
+def _read(path: Path) -> tuple[str, dict[AnyShape, dict[str, float]]]:
     data = files.read_json(path, MAX_BYTES, "result of `sage bench`")
-    times: dict[CallShape, dict[str, float]] = {}
+    times: dict[AnyShape, dict[str, float]] = {}
     try:
         device = str(data["device"]["name"])
         for table in data["tables"]:
@@ -38,9 +49,9 @@ def read(path: Path) -> tuple[str, Times]:
                 ms = float(row["time"]["median_ms"])
                 if not 0 < ms < math.inf:
                     raise ValueError(f"a time of {ms} ms")
-                shape = CallShape.from_json(row["shape"])
-                if min(shape.batch, shape.heads_q, shape.seq_q, shape.seq_k) < 1:
-                    raise ValueError(f"a call of {pairs(shape)} query-key pairs")
+                shape = record_from_json(row["shape"], (CallShape, LinearShape))
+                if min(sizes(shape)) < 1:
+                    raise ValueError(f"a call of {work(shape)} products")
                 times.setdefault(shape, {})[str(row["kernel"])] = ms
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
@@ -54,11 +65,11 @@ def read(path: Path) -> tuple[str, Times]:
     return device, times
 
 
-def scaled(times: Times, shape: CallShape) -> dict[str, float]:
-    """Scale the times of the nearest call that was timed, in proportion to the pairs.
+def scaled(times: Times, shape: AnyShape) -> dict[str, float]:
+    """Scale the times of the nearest call that was timed, in proportion to the work.
 
-    Calls are compared that differ in batch, heads and lengths alone; a call that has no other
-    within four times its size has no times.
+    Calls are compared that differ in batch, heads and lengths alone, or in rows; a call that has no
+    other within four times its size has no times.
 
     Example:
         >>> from sage_plugin.measure.inputs import self_attention
@@ -73,13 +84,15 @@ def scaled(times: Times, shape: CallShape) -> dict[str, float]:
     alike = [other for other in times if _form(other) == _form(shape)]
     if not alike:
         return {}
-    nearest = min(alike, key=lambda other: abs(math.log(pairs(other) / pairs(shape))))
-    ratio = pairs(shape) / pairs(nearest)
+    nearest = min(alike, key=lambda other: abs(math.log(work(other) / work(shape))))
+    ratio = work(shape) / work(nearest)
     if not 1 / FARTHEST <= ratio <= FARTHEST:
         return {}
     return {label: ms * ratio for label, ms in times[nearest].items()}
 
 
-def _form(shape: CallShape) -> CallShape:
+def _form(shape: AnyShape) -> AnyShape:
     """A shape without its sizes."""
+    if isinstance(shape, LinearShape):
+        return replace(shape, rows=1)
     return replace(shape, batch=1, heads_q=1, heads_k=1, seq_q=1, seq_k=1, layout="bhsd")

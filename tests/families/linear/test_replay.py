@@ -7,7 +7,7 @@ import torch
 
 from sage_plugin import device
 from sage_plugin.accuracy.gate import failures
-from sage_plugin.errors import CaptureError, UnknownKernelError, UsageError
+from sage_plugin.errors import UnknownKernelError, UsageError
 from sage_plugin.families import describe, family
 from sage_plugin.families.linear import cost
 from sage_plugin.families.linear.replay import drawn
@@ -86,5 +86,3 @@ def test_names() -> None:
             LINEAR.parse_kernel(wrong)
     with pytest.raises(UsageError, match="allowed are normal"):
         drawn(SHAPE, "cpu", 0, "even")
-    with pytest.raises(CaptureError, match="not captured"):
-        LINEAR.captured(None, None, "cpu")

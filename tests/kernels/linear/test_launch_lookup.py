@@ -77,10 +77,11 @@ def test_a_tuned_config_serves_rows_nearby_and_no_other_features(tmp_path, monke
 def test_graphs_multiply_with_the_same_config(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch_ops.device, "facts_of", lambda *_: CPU)
     where = torch.device("meta")
-    assert torch_ops._products_of(where, KEY).launch == default_launch(KEY, CPU)
+    assert torch_ops._products_of(where, KEY, None).launch == default_launch(KEY, CPU)
     tune(tmp_path)
+    assert torch_ops._products_of(where, KEY, str(tmp_path)).launch == TUNED
     monkeypatch.setenv("SAGE_PLUGIN_CONFIG_DIR", str(tmp_path))
-    assert torch_ops._products_of(where, KEY).launch == TUNED
+    assert torch_ops._products_of(where, KEY, None).launch == TUNED
 
 
 def test_an_illegal_config_is_passed_over_or_refused(tmp_path, monkeypatch) -> None:
@@ -108,7 +109,7 @@ def test_a_miss_on_a_gpu_names_its_command(caplog) -> None:
         "sage tune --op linear --kernel int8_row:triton --dtype float32 --out-in-features 96/64 "
         "--batch-sizes 40"
     )
-    assert "96 x 64 features: using defaults; `sage tune --op linear" in caplog.text
+    assert "96 x 64 features: using defaults; `sage capture --op linear" in caplog.text
 
 
 def test_what_is_searched_begins_with_the_default_and_describes_no_odd_rows() -> None:

@@ -327,7 +327,7 @@ def test_rules_of_a_policy_choose_the_kernel_of_each_linear():
     [
         (Rule("sage", op="linear"), "kernel 'sage' of linears; choose one of auto, bf16"),
         (Rule("fp8_row"), "fp8_row"),
-        (Rule("fp8_row", steps=":2", op="linear"), "steps belongs to rules of attention"),
+        (Rule("fp8_row", steps=":2", op="linear"), "a linear has one weight for all steps"),
         (Rule("fp8_row", op="norm"), "op is 'norm'; choose one of attention, linear"),
         (Rule("fp8_row", layers=("*norm1.linear",), op="linear"), "rule 1 of the policy names no"),
     ],
@@ -366,10 +366,10 @@ def test_the_report_tells_linears_by_role():
     model.run()
     assert handle.report().text().splitlines()[3:] == [
         "21 linears: 12 on int8_row; their weights take 0.0 MiB more of their device",
-        "  attention inputs: 6 linears; int8_row:emulation x6",
-        "  attention outputs: 2 linears; int8_row:emulation x2",
-        "  feed-forward inputs: 2 linears; int8_row:emulation x2",
-        "  feed-forward outputs: 2 linears; int8_row:emulation+gelu_tanh x2",
+        "  attention inputs: 6 linears; int8_row:emulation x6; 0.0 MiB more",
+        "  attention outputs: 2 linears; int8_row:emulation x2; 0.0 MiB more",
+        "  feed-forward inputs: 2 linears; int8_row:emulation x2; 0.0 MiB more",
+        "  feed-forward outputs: 2 linears; int8_row:emulation+gelu_tanh x2; 0.0 MiB more",
         "  left: 3, embedders stay in 16 bit",
         "  left: 5, modulation and linears of norms stay in 16 bit",
         "  left: 1, projections into and out of the blocks stay in 16 bit",

@@ -112,7 +112,7 @@ def request(folder: Path, **changes: object) -> PolicyRequest:
     """A search on the recording `folder/captures` with the times `folder/times.json`."""
     base = PolicyRequest(
         folder / "captures",
-        times=folder / "times.json",
+        times=(folder / "times.json",),
         device="cpu",
         step_ranges=2,
         min_seq=16,

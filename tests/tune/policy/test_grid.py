@@ -13,7 +13,7 @@ from sage_plugin.capture.store.manifest import CallCounts, LayerCalls, ShapeCoun
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError, UsageError
 from sage_plugin.plugin.policy.step_range import Band
-from sage_plugin.tune.policy.grid import grid_of, kind, pairs
+from sage_plugin.tune.policy.grid import grid_of, kind, work
 from tests.bench.folders import record_of
 from tests.tune.policy import recordings
 from tests.tune.policy.recordings import CROSS, LAYERS, SHAPE
@@ -104,7 +104,7 @@ def test_short_calls_are_in_no_cell_and_shapes_come_the_most_expensive_first(tmp
     captures = open_captures(tmp_path / "c")
     assert grid_of(captures, step_ranges=1, min_seq=16).shapes == (LONG, SHAPE, CROSS)
     assert grid_of(captures, step_ranges=1, min_seq=41).shapes == (LONG, SHAPE)
-    assert [pairs(shape) for shape in (LONG, SHAPE, CROSS)] == [2 * 128**2, 2 * 64**2, 2 * 64 * 40]
+    assert [work(shape) for shape in (LONG, SHAPE, CROSS)] == [2 * 128**2, 2 * 64**2, 2 * 64 * 40]
 
 
 def test_a_step_past_the_end_is_in_the_last_band():

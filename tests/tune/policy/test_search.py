@@ -205,7 +205,7 @@ def test_sensitivities_of_other_ranges_are_refused(folder):
         ({"max_ms": 1.0, "max_error": None}, TuningError, "the fastest choice takes 13.2"),
         ({"max_ms": 99.0, "max_error": None}, TuningError, "host's attention"),
         ({"max_layer_error": 1e-6}, TuningError, "--max-layer-error"),
-        ({"times": None}, UsageError, "on a CPU kernels are emulated"),
+        ({"times": ()}, UsageError, "on a CPU kernels are emulated"),
         ({"max_error": float("nan")}, UsageError, "--max-error"),
         ({"max_error": None}, UsageError, "--max-error and --max-ms"),
         ({"max_layer_error": 0.0}, UsageError, "--max-layer-error"),

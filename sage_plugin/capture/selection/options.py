@@ -10,10 +10,16 @@ from sage_plugin.capture.selection.heads import PartRule, checked_batch, checked
 from sage_plugin.capture.selection.spread import SpreadPolicy
 from sage_plugin.capture.selection.steps import StepSelection
 from sage_plugin.errors import UsageError
+from sage_plugin.schema import ATTENTION, LINEAR
 
 DEFAULT_MAX_BYTES = 4 * 2**30
 MIN_SEQ = 2
 """A single query is a decode step of a language model: quantising its whole cache never pays."""
+
+ROWS = 1024
+"""Rows of a linear's input: errors are judged on some hundred of them, each like the next."""
+
+FAMILIES = (ATTENTION, LINEAR)
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 MAX_SIZE_DIGITS = 20
@@ -25,7 +31,7 @@ class CaptureOptions:
     """Which calls are saved, and how much of each.
 
     Attributes:
-        max_captures: most captures in the folder, at any time.
+        max_captures: most captures of each op family in the folder, at any time.
         layers: globs of layer paths; one text may hold several, separated by commas.
         steps: steps of the component, as numbers or as text such as `"0,5,10-14"`; `None` for all.
         every: of the steps, only those that it divides: 2 is every second one.
@@ -35,8 +41,10 @@ class CaptureOptions:
         batch: indices of batch items, as numbers or as text; `None` for all that fit.
         max_bytes: most bytes of the folder; each capture gets an equal share.
         total_steps: number of steps of the run where it is known; spares writing and deleting.
-        min_seq: calls with fewer queries or keys are counted and not saved.
+        min_seq: calls with fewer queries or keys, or rows, are counted and not saved.
         overwrite: replace the captures that the folder holds.
+        ops: op families that are recorded, as names or as text such as `"attention,linear"`.
+        rows: most rows of the input of a linear that a capture holds.
 
     Raises:
         UsageError: a value is out of range.
@@ -53,12 +61,21 @@ class CaptureOptions:
     total_steps: int | None = None
     min_seq: int = MIN_SEQ
     overwrite: bool = False
+    ops: str | Iterable[str] = (ATTENTION,)
+    rows: int = ROWS
 
     def __post_init__(self) -> None:
         for name in ("layers", "steps", "heads", "batch"):
             value = getattr(self, name)
             if not isinstance(value, str | int | None):
                 object.__setattr__(self, name, tuple(value))
+        object.__setattr__(self, "ops", _checked_ops(self.ops))
+        if self.rows < 1:
+            raise UsageError(f"rows: got {self.rows}, expected at least 1")
+        for op, name, usual in ((ATTENTION, "heads", None), (ATTENTION, "batch", None),
+                                (LINEAR, "rows", ROWS)):  # fmt: skip
+            if op not in self.ops and getattr(self, name) != usual:
+                raise UsageError(f"{name}: a part of calls of {op}, which is not recorded (op)")
         self.policy(), self.rule(), self.globs()  # each checks its part
 
     def policy(self) -> SpreadPolicy:
@@ -70,17 +87,26 @@ class CaptureOptions:
             per_shape=self.per_shape,
         )
 
-    def rule(self) -> PartRule:
-        """The chooser of the part of a call."""
-        share = self.max_bytes // max(1, self.max_captures) - _INDEX_BYTES
+    @property
+    def share(self) -> int:
+        """Bytes of one capture.
+
+        Raises:
+            UsageError: there are none.
+        """
+        captures = max(1, self.max_captures) * len(tuple(self.ops))
+        share = self.max_bytes // captures - _INDEX_BYTES
         if share < 1:
-            need = (_INDEX_BYTES + 1) * self.max_captures
             raise UsageError(
-                f"max_bytes: got {self.max_bytes}, expected at least {need} for "
-                f"{self.max_captures} captures"
+                f"max_bytes: got {self.max_bytes}, expected at least "
+                f"{(_INDEX_BYTES + 1) * captures} for {captures} captures"
             )
+        return share
+
+    def rule(self) -> PartRule:
+        """The chooser of the part of a call of attention."""
         batch = None if self.batch is None else checked_batch(self.batch)
-        return PartRule(share, checked_heads(self.heads), batch)
+        return PartRule(self.share, checked_heads(self.heads), batch)
 
     def globs(self) -> tuple[str, ...]:
         """The layer globs, one by one."""
@@ -89,6 +115,19 @@ class CaptureOptions:
         if not globs:
             raise UsageError("layers: got no glob; '*' selects every layer")
         return globs
+
+
+def _checked_ops(ops: str | Iterable[str]) -> tuple[str, ...]:
+    """Op families by name, each once.
+
+    Raises:
+        UsageError: an unknown one, or none.
+    """
+    names = ops.split(",") if isinstance(ops, str) else ops
+    found = tuple(dict.fromkeys(name.strip() for name in names))
+    if unknown := [name for name in found if name not in FAMILIES] or (not found and ["nothing"]):
+        raise UsageError(f"op: got {unknown[0]!r}, expected {' or '.join(FAMILIES)}, or both")
+    return found
 
 
 def parse_bytes(text: str) -> int:
