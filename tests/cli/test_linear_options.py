@@ -29,6 +29,7 @@ def test_every_kernel_is_compared_with_the_baseline(tmp_path) -> None:
     [table] = json.loads(file.read_text())["tables"]
     assert table["shape"] == {
         "rows": 32, "in_features": 128, "out_features": 96, "dtype": "bfloat16", "bias": False,
+            "groups": 0,
     }  # fmt: skip
     rows = {row["kernel"]: row for row in table["rows"]}
     assert [*rows] == ["bf16", "fp8_tensor", "fp8_row", "int8_row"]
