@@ -18,12 +18,14 @@ _HOME = {
     "attention": "sage_plugin.kernels.attention.api",
     "autotune": "sage_plugin.tune.autotune",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
+    "grouped_linear": "sage_plugin.kernels.grouped_linear.api",
     "launch": "sage_plugin.kernels.attention.prepare",
     "linear": "sage_plugin.kernels.linear.api",
     "patch": "sage_plugin.plugin.patch",
     "patched": "sage_plugin.plugin.patch",
     "prepare": "sage_plugin.kernels.attention.prepare",
     "quantize_weight": "sage_plugin.kernels.linear.weight",
+    "quantize_weights": "sage_plugin.kernels.grouped_linear.weight",
     "record": "sage_plugin.capture.recording.recorder",
     "refresh": "sage_plugin.plugin.patch",
     "register": "sage_plugin.plugin.hosts.registration",
@@ -39,12 +41,14 @@ __all__ = [
     "attention",
     "attention_varlen",
     "autotune",
+    "grouped_linear",
     "launch",
     "linear",
     "patch",
     "patched",
     "prepare",
     "quantize_weight",
+    "quantize_weights",
     "record",
     "refresh",
     "register",
@@ -58,6 +62,8 @@ if TYPE_CHECKING:
     from sage_plugin.kernels.attention.prepare import launch, prepare
     from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
     from sage_plugin.kernels.attention.varlen import attention_varlen
+    from sage_plugin.kernels.grouped_linear.api import grouped_linear
+    from sage_plugin.kernels.grouped_linear.weight import quantize_weights
     from sage_plugin.kernels.linear.api import linear
     from sage_plugin.kernels.linear.weight import quantize_weight
     from sage_plugin.plugin.accelerate import accelerate

@@ -15,12 +15,15 @@ SCHEMA_VERSION = 1
 
 ATTENTION = "attention"
 LINEAR = "linear"
+GROUPED_LINEAR = "grouped_linear"
+
 KERNELS = ("torch", "sdpa", "fav2", "sage", "fav3_sage", "fav3_fp8")
 """Kernel names of the attention family, plainest first."""
 
 LINEAR_KERNELS = ("bf16", "fp8_tensor", "fp8_row", "int8_row")
 """Kernel names of linears, torch's own first."""
 
+GROUPED_LINEAR_KERNELS = ("bf16", "fp8_row", "int8_row")
 LINEAR_BACKENDS = ("torch", "triton", "emulation")
 
 KERNEL_ALIASES = {"qk_int8": "sage"}
@@ -85,8 +88,7 @@ class LinearLaunch(JsonRecord):
     """The tunable numbers of a product of quantized rows with a quantized weight.
 
     Attributes:
-        block_m: rows of a tile of the output.
-        block_n: columns of it.
+        block_m: rows of a tile of the output; block_n its columns.
         block_k: channels of a step.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
@@ -115,7 +117,6 @@ class NumbersOfKey:
     """Say in which numbers a near match may differ, and which of them its entry has ranges of."""
 
     __slots__ = ()
-    family: ClassVar[str]
     NUMBERS: ClassVar[tuple[str, ...]]
     LENGTHS: ClassVar[tuple[str, ...]]
 
@@ -134,8 +135,7 @@ class CallKey(NumbersOfKey, JsonRecord):
     """What is known of an attention call without its data.
 
     Attributes:
-        kernel: kernel name (`KERNELS`).
-        variant: variant name (`VARIANTS`).
+        kernel: one of `KERNELS`; variant one of `VARIANTS`.
         head_dim: channels of a head of Q and K.
         dv: channels of a head of V.
         dtype: dtype of Q as torch spells it, without `torch.`.
@@ -143,9 +143,7 @@ class CallKey(NumbersOfKey, JsonRecord):
         causal: bottom-right aligned causal mask.
         mask_kind: one of `MASK_KINDS`.
         layout: `"bhsd"` or `"bshd"`.
-        seq_q: query length.
-        seq_k: key length.
-        batch_heads: batch times query heads.
+        seq_q: query length; seq_k key length; batch_heads batch times query heads.
     """
 
     family: ClassVar[str] = ATTENTION
@@ -192,19 +190,23 @@ class LinearShape(JsonRecord):
 
     Attributes:
         rows: rows of the input, M.
-        in_features: channels of the input, K.
-        out_features: channels of the output, N.
+        in_features: channels of the input, K; out_features of the output, N.
         dtype: of input and output, as torch spells it, without `torch.`.
         bias: whether there is a bias.
+        groups: weights of a grouped linear, each for some of the rows; 0 for a linear.
     """
-
-    family: ClassVar[str] = LINEAR
 
     rows: int
     in_features: int
     out_features: int
     dtype: str
     bias: bool = False
+    groups: int = 0
+
+    @property
+    def family(self) -> str:
+        """The op family, by the groups."""
+        return GROUPED_LINEAR if self.groups else LINEAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,15 +214,13 @@ class LinearKey(NumbersOfKey, JsonRecord):
     """What is known of a linear call without its data.
 
     Attributes:
-        kernel: kernel name (`LINEAR_KERNELS`).
-        variant: backend name (`LINEAR_BACKENDS`).
-        in_features: channels of the input.
-        out_features: channels of the output.
+        kernel: one of `LINEAR_KERNELS`; variant one of `LINEAR_BACKENDS`.
+        in_features: channels of the input; out_features of the output.
         dtype: of the input, as torch spells it, without `torch.`.
         rows: rows of the input.
+        groups: weights of a grouped linear, 0 for a linear.
     """
 
-    family: ClassVar[str] = LINEAR
     NUMBERS: ClassVar[tuple[str, ...]] = ("rows",)
     LENGTHS: ClassVar[tuple[str, ...]] = ("rows",)
 
@@ -230,6 +230,12 @@ class LinearKey(NumbersOfKey, JsonRecord):
     out_features: int
     dtype: str
     rows: int
+    groups: int = 0
+
+    @property
+    def family(self) -> str:
+        """The op family, by the groups."""
+        return GROUPED_LINEAR if self.groups else LINEAR
 
 
 AnyShape = CallShape | LinearShape
@@ -434,9 +440,8 @@ class Trial(JsonRecord):
         kernel_time: time of the attention launch alone.
         host_time: time of the host's attention in the same race.
         errors: metrics of the worst head of the worst capture.
-        registers: registers a thread, `None` where unknown.
+        registers: of a thread, `None` where unknown; likewise spilled bytes.
         smem_bytes: shared memory of a program, `None` where unknown.
-        spills: bytes that a thread spills, `None` where unknown.
     """
 
     study: str

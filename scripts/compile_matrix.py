@@ -44,6 +44,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "compile_matrix.json"
 DIMS = (40, 64, 96, 128, 256)
 MASKED_DIMS = (64, 128)
 LINEARS = ("fp8_row", "int8_row")
+GROUPED, GROUPS = ("bf16", "fp8_row", "int8_row"), 8
 FEW_ROWS, MANY_ROWS = 16, 4096
 BRIEF = ("sm_87", "sm_103", "sm_110", "gfx908", "gfx90a", "gfx1151")
 """Compiled with each default config once: the form of a call differs as on their neighbours."""
@@ -105,6 +106,11 @@ def linears(row: Architecture, name: str) -> Iterator[dict[str, Any]]:
             yield call | {"rows": MANY_ROWS, "prologue": prologue, "quantizers_only": True}
         if kernel == "int8_row":
             yield call | {"rows": MANY_ROWS, "asymmetric": True}
+    for kernel in GROUPED:
+        if row.runs("fav2" if kernel == "bf16" else kernel):
+            for rows in (MANY_ROWS, FEW_ROWS) if name == row.names[0] else (MANY_ROWS,):
+                call = {"linear": kernel, "arch": name, "groups": GROUPS, "attention_only": True}
+                yield call | {"rows": rows}
 
 
 def calls(row: Architecture, name: str) -> list[dict[str, Any]]:
@@ -191,7 +197,9 @@ def flat(version: str, answer: dict[str, Any]) -> list[Any]:
     """One row of the file."""
     call = answer["call"]
     if "linear" in call:
-        form = call.get("prologue") or ("asymmetric" if call.get("asymmetric") else "")
+        form = call.get("prologue") or next(
+            (word for word in ("asymmetric", "groups") if call.get(word)), ""
+        )
         call = call | {"kernel": call["linear"], "variant": "triton", "form": form}
     fields = {**DEFAULTS, **call, **answer["config"], **answer, "triton": version}
     return [fields[name] for name in COLUMNS]

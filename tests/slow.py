@@ -45,7 +45,7 @@ SLOW = (
     # Many models, processes or drawn runs: 3 to 20 s each.
     "tests/capture/test_recorder.py::test_a_killed_process",
     "tests/cli/test_tune.py",
-    "tests/cli/test_tune_options.py::test_a_real_sigterm",
+    "tests/cli/test_tune_options.py::test_a_real_signal",
     "tests/faults/",
     "tests/kernels/test_two_step.py::test_q_k_and_v_are_free",
     "tests/packaging/test_archives.py",

@@ -90,7 +90,7 @@ class AttentionCapture(CaptureRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCapture(CaptureRecord):
-    """A saved call of a linear: rows of its input, and which weight they meet.
+    """A saved call of a linear, or grouped one: rows of its input, and which weight they meet.
 
     Attributes:
         rows: rows that were saved, spread evenly over the call's.
@@ -105,6 +105,11 @@ class LinearCapture(CaptureRecord):
     weight_key: str
     weight_sha256: str
     weight_file: str
+
+    @property
+    def needs_weight(self) -> bool:
+        """Whether it cannot be replayed without the weight; those of experts may be drawn."""
+        return bool(self.weight_file) or not self.shape.groups
 
     @property
     def size(self) -> int:

@@ -80,7 +80,8 @@ MinSeq = Annotated[
     int, typer.Option(min=0, help="Calls with fewer queries or keys, or rows, are not saved.")
 ]
 Ops = Annotated[
-    str, typer.Option("--op", help="What is recorded: attention, linear or attention,linear.")
+    str,
+    typer.Option("--op", help="What is recorded: attention, linear, grouped_linear, or several."),
 ]
 Rows = Annotated[int, typer.Option(min=1, help="Most rows of a linear's input to save.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the captures in the folder.")]

@@ -18,7 +18,7 @@ from sage_plugin.cli.options import (
     one_of,
 )
 from sage_plugin.errors import UsageError
-from sage_plugin.schema import ATTENTION, LINEAR, LinearShape
+from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR, LinearShape
 
 if TYPE_CHECKING:
     from sage_plugin.replay.inputs import ReplayInputs
@@ -33,7 +33,9 @@ PANEL = "Linears (--op linear)"
 class LinearCallOptions:
     """Linears as options spell them, whole; `None` for what was not given."""
 
-    op: Annotated[str, typer.Option(help="attention (default) or linear.")] = ATTENTION
+    op: Annotated[str, typer.Option(help="attention (default), linear, grouped_linear.")] = (
+        ATTENTION
+    )
     out_in_features: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,6 +45,10 @@ class LinearCallOptions:
     batch_sizes: Annotated[
         list[str] | None,
         typer.Option(help="Rows of the input, as 16,4608.", rich_help_panel=PANEL),
+    ] = None
+    groups: Annotated[
+        int | None,
+        typer.Option(min=1, help="Weights of a grouped linear.", rich_help_panel=PANEL),
     ] = None
     x_q_dtype: Annotated[
         str | None, typer.Option(help="Of the input: fp8, int8 or bf16.", rich_help_panel=PANEL)
@@ -62,7 +68,10 @@ class LinearCallOptions:
     @property
     def chosen(self) -> bool:
         """Whether linears are asked for."""
-        if one_of("--op", self.op, (ATTENTION, LINEAR)) == LINEAR:
+        op = one_of("--op", self.op, (ATTENTION, LINEAR, GROUPED_LINEAR))
+        if op != GROUPED_LINEAR and self.groups is not None:
+            raise UsageError("--groups belongs to grouped linears: add --op grouped_linear")
+        if op != ATTENTION:
             return True
         if given := self.given():
             raise UsageError(f"{given[0]} belongs to linears: add --op linear")
@@ -74,7 +83,8 @@ class LinearCallOptions:
         Args:
             recorded: a folder of captures that was asked for, `None` where none was.
         """
-        shapes = [name for name in ("--out-in-features", "--batch-sizes") if name in self.given()]
+        spelling = ("--out-in-features", "--batch-sizes", "--model")
+        shapes = [name for name in spelling if name in self.given()]
         if shapes and recorded is not None:
             raise UsageError(f"{shapes[0]} draws inputs: leave it out, or the captures {recorded}")
         return bool(shapes) or (recorded is None and not DEFAULT_FOLDER.exists())
@@ -92,10 +102,10 @@ class LinearCallOptions:
             )
         return tuple(KERNELS[f] for f in formats[:1])
 
-    def on(self, tp_size: int, tp_split_dim: str) -> LinearOptions:
+    def on(self, tp_size: int, tp_split_dim: str, model: Path | None = None) -> LinearOptions:
         """Return the linears of one of several devices."""
         own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        return LinearOptions(**own, tp_size=tp_size, tp_split_dim=tp_split_dim)
+        return LinearOptions(**own, tp_size=tp_size, tp_split_dim=tp_split_dim, model=model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,41 +118,68 @@ class LinearOptions(LinearCallOptions):
     tp_split_dim: Annotated[
         str, typer.Option(help="What they share: out (default) or in.", rich_help_panel=PANEL)
     ] = "out"
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="config.json or folder of a mixture, for its experts.", rich_help_panel=PANEL
+        ),
+    ] = None
 
     def inputs(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
         """Return the inputs to draw."""
         from sage_plugin.families import describe
+        from sage_plugin.families.grouped_linear.routing import SKEWED
         from sage_plugin.measure.inputs import DISTRIBUTIONS
         from sage_plugin.replay.inputs import ReplayInputs
 
+        grouped = (SKEWED,) if self.op == GROUPED_LINEAR else ()
         distribution = one_of(
-            "--inputs-distribution", drawn.inputs_distribution or "normal", DISTRIBUTIONS
-        )
+            "--inputs-distribution", drawn.inputs_distribution or "normal",
+            (*DISTRIBUTIONS, *grouped),
+        )  # fmt: skip
         return [
-            ReplayInputs(
-                shape, describe(shape), distribution=distribution, seed=drawn.seed,
-                drawn_family=LINEAR,
-            )
+            ReplayInputs(shape, describe(shape), distribution=distribution, seed=drawn.seed)
             for shape in self.shapes(drawn)
-        ]  # fmt: skip
+        ]
 
     def shapes(self, others: ShapeOptions) -> list[LinearShape]:
         """Return the shapes that are spelt out, of the dtype that is shared with attention."""
+        if self.model is not None:
+            return self._of_experts(self.model, others)
         shared = ("--dtype", "--inputs-distribution")
         if other := [option for option in others.given() if option not in shared]:
-            raise UsageError(f"{other[0]} belongs to attention: leave it out, or --op linear")
+            raise UsageError(f"{other[0]} belongs to attention: leave it out, or --op {self.op}")
         if not self.out_in_features or not self.batch_sizes:
             raise UsageError(
-                "--op linear needs captures (sage capture --op linear records them), or "
+                f"--op {self.op} needs captures (sage capture --op {self.op} records them), or "
                 "--out-in-features OUT/IN and --batch-sizes ROWS, as --out-in-features 12288/3072 "
                 "--batch-sizes 16,4608"
             )
+        if self.op == GROUPED_LINEAR and self.groups is None:
+            raise UsageError("--op grouped_linear needs --groups, as --groups 128")
         dtype = dtype_name(others.dtype or "bf16")
         shapes = [
-            LinearShape(rows, channels, out, dtype)
+            LinearShape(rows, channels, out, dtype, groups=self.groups or 0)
             for out, channels in self._features()
             for rows in lengths(self.batch_sizes, "--batch-sizes")
         ]
+        return list(dict.fromkeys(shapes))
+
+    def _of_experts(self, model: Path, others: ShapeOptions) -> list[LinearShape]:
+        """Shapes of a mixture's experts, for tokens of batches and lengths."""
+        from sage_plugin.plugin.plan.expert_calls import expert_shapes
+        from sage_plugin.plugin.plan.model_calls import read_config
+
+        if self.op != GROUPED_LINEAR:
+            raise UsageError("--model has linears of experts alone: --op grouped_linear")
+        if wrong := [one for one in ("--out-in-features", "--groups") if one in self.given()]:
+            raise UsageError(f"--model has its own shapes: leave {wrong[0]} out")
+        if not (self.batch_sizes or others.seq_len):
+            raise UsageError("--model needs tokens: --batch-sizes, --seq-len or both")
+        batches = lengths(self.batch_sizes or ["1"], "--batch-sizes")
+        tokens = [batch * seq for batch in batches for seq in lengths(others.seq_len or ["1"])]
+        dtype = dtype_name(others.dtype or "bf16")
+        shapes = expert_shapes(read_config(model), tokens, dtype, self.tp_size)
         return list(dict.fromkeys(shapes))
 
     def _features(self) -> list[tuple[int, int]]:

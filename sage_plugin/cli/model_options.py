@@ -12,6 +12,7 @@ import typer
 
 from sage_plugin.cli.options import DrawnInputOptions, check_seed, dtype_name, lengths, one_of
 from sage_plugin.errors import UsageError
+from sage_plugin.schema import GROUPED_LINEAR
 
 if TYPE_CHECKING:
     from sage_plugin.cli.linear_options import LinearCallOptions, LinearOptions
@@ -51,11 +52,13 @@ class ModelOptions:
 
     def linears(self, whole: LinearCallOptions) -> LinearOptions:
         """Return the linears that one of the devices has."""
+        model = self.model if whole.op == GROUPED_LINEAR else None
         for name in ("model", "image_size", "num_frames"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, model):
                 option = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{option} belongs to attention: leave it out, or --op linear")
-        return whole.on(self.tp_size, "out" if self.tp_split_dim == "heads" else self.tp_split_dim)
+                raise UsageError(f"{option} belongs to attention: leave it out, or --op {whole.op}")
+        split = "out" if self.tp_split_dim == "heads" else self.tp_split_dim
+        return whole.on(self.tp_size, split, model)
 
     def wishes(self, drawn: DrawnInputOptions) -> CallWishes:
         """Return what is asked of the model."""

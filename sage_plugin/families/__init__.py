@@ -9,12 +9,13 @@ from __future__ import annotations
 from sage_plugin.errors import UsageError
 from sage_plugin.families.attention.entry import ATTENTION
 from sage_plugin.families.family import Family
+from sage_plugin.families.grouped_linear.entry import GROUPED_LINEAR_FAMILY
 from sage_plugin.families.linear.entry import LINEAR_FAMILY
 from sage_plugin.schema import AnyKey, AnyShape
 
 __all__ = ["ATTENTION", "LINEAR_FAMILY", "Family", "describe", "describe_key", "family"]
 
-_FAMILIES = {entry.name: entry for entry in (ATTENTION, LINEAR_FAMILY)}
+_FAMILIES = {entry.name: entry for entry in (ATTENTION, LINEAR_FAMILY, GROUPED_LINEAR_FAMILY)}
 
 
 def family(name: str) -> Family:

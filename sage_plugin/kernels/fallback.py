@@ -101,6 +101,8 @@ class Fallback(Enum):
     LINEAR_READ = "the model reads its weight beside calling it"
     LINEAR_DEVICE = "the input is on another device than the weight"
     LINEAR_NEW = "came in after patch; call refresh"
+    EXPERTS_KERNEL = "{} multiplies no groups"
+    EXPERTS_NORM = "a norm follows its experts"
 
     # what was computed
     NOT_FINITE = "an output of this layer was not finite"

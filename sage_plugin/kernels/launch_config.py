@@ -15,6 +15,7 @@ from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.notice import warn_once
 from sage_plugin.schema import (
     ATTENTION,
+    GROUPED_LINEAR,
     LINEAR,
     NO_SPEEDS,
     AnyEntry,
@@ -31,7 +32,11 @@ RECORDING = Path("captured_inputs")
 MEMO_LIMIT = 65_536
 """Keys remembered before the memo starts anew: language models see a new length a token."""
 
-OVERRIDES = {ATTENTION: "SAGE_PLUGIN_LAUNCH", LINEAR: "SAGE_PLUGIN_LINEAR_LAUNCH"}
+OVERRIDES = {
+    ATTENTION: "SAGE_PLUGIN_LAUNCH",
+    LINEAR: "SAGE_PLUGIN_LINEAR_LAUNCH",
+    GROUPED_LINEAR: "SAGE_PLUGIN_LINEAR_LAUNCH",
+}
 """The variable that overrides fields of launch configs, by op family."""
 
 Answer = TypeVar("Answer")

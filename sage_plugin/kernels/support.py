@@ -173,6 +173,17 @@ TORCH_FP8_FASTEST = ("sm_90", "sm_100", "sm_103")
 """Where nothing of ours is faster: 1,310 to 1,480 TFLOPS on an H200, bf16 has 670 to 800 there."""
 
 
+TORCH_GROUPED = {
+    "bf16": ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103"),
+    "fp8_row": ("sm_90",),
+    "int8_row": (),
+}
+"""Where torch multiplies groups of rows without a look at their sizes, by kernel."""
+
+TORCH_GROUPED_FASTEST: dict[str, tuple[str, ...]] = {"bf16": (), "fp8_row": (), "int8_row": ()}
+"""Where nothing of ours is faster."""
+
+
 def torch_alignment(*, int8: bool) -> int:
     """Return what in and out features are multiples of where torch's products take a weight."""
     return 8 if int8 else 16

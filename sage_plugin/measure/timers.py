@@ -25,6 +25,7 @@ GRAPH_MS = 1.0
 
 Functions = Mapping[str, Callable[[], object]]
 Round = Callable[[Sequence[str]], Sequence[float]]
+"""Times the named functions once each, in that order; milliseconds."""
 
 
 @contextlib.contextmanager

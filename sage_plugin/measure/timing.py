@@ -19,9 +19,6 @@ from sage_plugin.measure import timers
 from sage_plugin.measure.statistics import gain_interval, median_interval
 from sage_plugin.schema import Timing
 
-Round = Callable[[Sequence[str]], Sequence[float]]
-"""Times the named functions once each, in that order; milliseconds."""
-
 Keep = Callable[[Mapping[str, Sequence[float]]], Collection[str]]
 """Chooses, from the times so far, which functions are timed on; none ends the measurement."""
 
@@ -148,7 +145,7 @@ def measure(
 
 def interleave(
     names: Sequence[str],
-    run_round: Round,
+    run_round: timers.Round,
     *,
     limits: TimingLimits = DEFAULT_LIMITS,
     seed: int = 0,

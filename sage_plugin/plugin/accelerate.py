@@ -11,7 +11,9 @@ from typing import Self
 from torch import nn
 
 from sage_plugin.plugin.component import Component
+from sage_plugin.plugin.experts.layer import ExpertsLayer
 from sage_plugin.plugin.hosts.diffusers import attention_modules
+from sage_plugin.plugin.linears.layer import LinearLayer
 from sage_plugin.plugin.linears.roles import blocks_of
 from sage_plugin.plugin.patch import PatchHandle, patch
 from sage_plugin.plugin.policy.rules import LINEAR, Policy
@@ -137,8 +139,9 @@ def _lines(handle: PatchHandle, compiled: dict[str, list[nn.Module]]) -> Iterato
 
 
 def _taken(part: Component) -> str:
-    """Which linears of a component run on what, and why the others do not."""
-    layers = part.linears.layers.values()
+    """Which linears and experts of a component run on what, and why the others do not."""
+    layers: list[LinearLayer | ExpertsLayer] = list(part.linears.layers.values())
+    layers += part.experts.layers.values()
     kernels = Counter(x.quantized.kernel for x in layers if x.quantized is not None)
     told = ", ".join(f"{count} on {kernel}" for kernel, count in kernels.items()) or "none taken"
     saved = sum(layer.saved_bytes() for layer in layers)

@@ -18,6 +18,7 @@ from sage_plugin import settings
 from sage_plugin.errors import PatchError
 from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
 from sage_plugin.plugin.counts import ComponentCounts, LayerCounts
+from sage_plugin.plugin.experts.part import ExpertsPart
 from sage_plugin.plugin.hosts import diffusers, transformers
 from sage_plugin.plugin.hosts.diffusers import attention_modules
 from sage_plugin.plugin.linears.part import LinearPart
@@ -49,6 +50,7 @@ class Component:
         layers: patched layers by path inside the module.
         skipped: attention layers that are not patched, and why.
         linears: its linear layers.
+        experts: its mixtures of experts.
     """
 
     def __init__(self, module: nn.Module, state: PatchState, handle: PatchHandle) -> None:
@@ -57,6 +59,9 @@ class Component:
         self.layers: dict[str, LayerContext] = {}
         self.skipped: dict[str, str] = {}
         self.linears = LinearPart(state)
+        self.experts = ExpertsPart(
+            state, lambda path: self.linears.kernel_at(path, self.state.options)
+        )
         self._released = False
         self._hooks: list[RemovableHandle] = []
         self.move(module)
@@ -121,11 +126,13 @@ class Component:
             self._patch_layer(layer, originals[path])
         self.layers = {p: x for p, x in layers.items() if x in kept or x.processor is not None}
         self.linears.cover(self.module, found)
+        self.experts.cover(self.module)
 
     def check(self) -> None:
         """Patch again what was replaced or written since; runs before each eager forward."""
         self.state.disabled = settings.current().disabled
         self.linears.settle()
+        self.experts.settle()
         if not self._replaced():
             return
         with lock:
@@ -165,13 +172,13 @@ class Component:
             self.state.forwards.count,
             0 if tracker is None else tracker.passed,
             {path: layer.counts for path, layer in self.layers.items()},
-            {path: layer.counts for path, layer in self.linears.layers.items()},
+            {path: x.counts for path, x in (self.linears.layers | self.experts.layers).items()},
         )
 
     def every_count(self) -> list[LayerCounts]:
-        """The counts of all its layers and linears."""
-        attention = [layer.counts for layer in self.layers.values()]
-        return attention + [layer.counts for layer in self.linears.layers.values()]
+        """The counts of all its layers, linears and experts."""
+        counts = self.counts()
+        return [*counts.layers.values(), *counts.linears.values()]
 
     def count_anew(self) -> None:
         """Begin new counts; the former ones stay with whoever has them."""
@@ -185,6 +192,7 @@ class Component:
         for path, layer in self.layers.items():
             layer.counts = counts.layers.get(path, layer.counts)
         self.linears.count_on(counts.linears)
+        self.experts.count_on(counts.linears)
 
     def lost(self) -> tuple[str, ...]:
         """Names of the layers that were patched and are not now, or that the module has no more."""
@@ -195,7 +203,9 @@ class Component:
             if (module := layer.attention) is not None
             and (id(module) not in here or not _stands(layer))
         )
-        return (*attention, *self.linears.lost(self.module))
+        return (
+            *attention, *self.linears.lost(self.module), *self.experts.lost(self.module)
+        )  # fmt: skip
 
     def left_out(self) -> dict[str, str]:
         """Attention layers of the module, as it is now, that are not patched, and why."""
@@ -208,8 +218,9 @@ class Component:
         return self.skipped | new
 
     def linears_left(self) -> dict[str, str]:
-        """Linears of the module, as it is now, that run as ever, and why."""
+        """Linears and experts of the module, as it is now, that run as ever, and why."""
         left = self.linears.left_out(self.module, self._found())
+        left |= self.experts.left_out(self.module)
         return {self._full(path): str(reason) for path, reason in left.items()}
 
     def release(self) -> None:
@@ -219,8 +230,10 @@ class Component:
             PatchError: the original weights of linears were freed.
         """
         self.linears.check_originals()
+        self.experts.check_originals()
         self._released = True
         self.linears.release()
+        self.experts.release()
         for layer in self.layers.values():
             _host(layer).put_back(layer)
         for hook in self._hooks:
@@ -232,6 +245,7 @@ class Component:
         for path, layer in self.layers.items():
             layer.name = self._full(path)
         self.linears.rename(name)
+        self.experts.rename(name)
 
     def attention(self) -> set[nn.Module]:
         """The attention modules that it knows, as far as its module has them now."""

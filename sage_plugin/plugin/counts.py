@@ -45,7 +45,7 @@ class ComponentCounts:
         forwards: eager forwards.
         steps: denoising steps that were seen.
         layers: the counts of its layers, by path inside the component.
-        linears: those of its linears, likewise.
+        linears: those of its linears and experts, likewise.
     """
 
     forwards: int

@@ -92,7 +92,9 @@ class PatchHandle:
     def __repr__(self) -> str:
         names = ", ".join(self.components) or "nothing"
         linears = sum(len(part.linears.layers) for part in self._parts)
+        experts = sum(len(part.experts.layers) for part in self._parts)
         told = f", {linears} linears" if linears else ""
+        told += f", experts of {experts} layers" if experts else ""
         return f"<PatchHandle of {names}, {len(self.layers)} attention layers{told}>"
 
     def _take(self, name: str, module: nn.Module, options: PatchOptions) -> Component:
@@ -118,6 +120,7 @@ class PatchHandle:
             parts = [part for part in parts if part in self._parts]  # no other thread did
             for part in parts:
                 part.linears.check_originals()
+                part.experts.check_originals()
             self._past.append(report_of(parts))
             for part in parts:
                 part.release()
@@ -199,10 +202,11 @@ def patch(
         linears: `"auto"`, `"fp8_row"`, `"fp8_tensor"` or `"int8_row"`: linears in the blocks of the
             model multiply 8-bit values, with weights that are quantized here and now; on a CPU a
             named kernel is emulated, `"auto"` does nothing. Embedders, modulation, linears of norms
-            and projections around the blocks stay; `None` leaves all that no rule of the policy
-            names.
-        keep_originals: keep the original weights, in CPU memory, so that `unpatch` puts them back
-            to the bit and the model can be saved and copied. `False` frees them: `unpatch` raises.
+            and projections around the blocks stay; experts of mixtures are taken too. `None` leaves
+            all that no rule of the policy names.
+        keep_originals: keep the original weights, of linears in CPU memory, so that `unpatch` puts
+            them back to the bit and the model can be saved and copied. `False` frees them:
+            `unpatch` raises.
 
     Returns:
         The handle: `.unpatch()`, `.report()`, and a context manager.
@@ -237,7 +241,7 @@ def patch(
             parts = [handle._take(name, module, options) for name, module in chosen.items()]
             for part in parts:
                 part.apply(options)
-            if not any(part.layers or part.linears.layers for part in parts):
+            if not any(p.layers or p.linears.layers or p.experts.layers for p in parts):
                 raise PatchError(_nothing_chosen(parts, options))
             _check_policy_of(parts, options.policy)
         except BaseException:
@@ -459,7 +463,7 @@ def _check_policy_of(parts: list[Component], policy: Policy | None) -> None:
         raise ConfigError(f"the policy is for {policy.model}, and this is {', '.join(kinds)}")
     of_op = {
         ATTENTION: [layer.name for part in parts for layer in part.layers.values()],
-        LINEAR: [name for part in parts for name in part.linears.names()],
+        LINEAR: [name for part in parts for name in (*part.linears.names(), *part.experts.names())],
     }
     for number, rule in enumerate(policy.rules, start=1):
         names = of_op[rule.op]

@@ -160,7 +160,11 @@ def report_of(parts: Iterable[Component]) -> PluginReport:
             part.left_out(),
             part.lost(),
             forwards=part.state.forwards.count,
-            linears=tuple(map(of_linears.row_of, part.linears.layers.values())),
+            linears=tuple(
+                of_linears.row_of(layer)
+                for group in (part.linears.layers.values(), part.experts.layers.values())
+                for layer in group
+            ),
             linears_left=part.linears_left(),
         )
         for part in parts

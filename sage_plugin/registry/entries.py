@@ -9,6 +9,7 @@ from typing import Any
 from sage_plugin.json_record import record_from_json
 from sage_plugin.schema import (
     ATTENTION,
+    GROUPED_LINEAR,
     LINEAR,
     AnyEntry,
     AnyKey,
@@ -20,7 +21,11 @@ from sage_plugin.schema import (
     RegistryEntry,
 )
 
-RECORDS: dict[str, type[AnyEntry]] = {ATTENTION: RegistryEntry, LINEAR: LinearEntry}
+RECORDS: dict[str, type[AnyEntry]] = {
+    ATTENTION: RegistryEntry,
+    LINEAR: LinearEntry,
+    GROUPED_LINEAR: LinearEntry,
+}
 """The record of an entry by its family."""
 
 Span = tuple[int, int]

@@ -11,6 +11,8 @@ from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load
 from sage_plugin.schema import (
     ATTENTION,
+    GROUPED_LINEAR,
+    GROUPED_LINEAR_KERNELS,
     KERNELS,
     LINEAR,
     LINEAR_BACKENDS,
@@ -24,7 +26,11 @@ from sage_plugin.schema import (
 )
 
 IllegalReason = Callable[[Any, Any, DeviceFacts], str | None]
-NAMES = {ATTENTION: (KERNELS, VARIANTS), LINEAR: (LINEAR_KERNELS, LINEAR_BACKENDS)}
+NAMES = {
+    ATTENTION: (KERNELS, VARIANTS),
+    LINEAR: (LINEAR_KERNELS, LINEAR_BACKENDS),
+    GROUPED_LINEAR: (GROUPED_LINEAR_KERNELS, LINEAR_BACKENDS),
+}
 """Kernels and variants of each family."""
 
 
@@ -105,7 +111,8 @@ def _entry_reasons(entry: AnyEntry, file: RegistryFile, illegal: IllegalReason |
 def _short(key: AnyKey) -> str:
     if isinstance(key, LinearKey):
         sizes = f"{key.rows}x{key.in_features}->{key.out_features}"
-        return f"{key.kernel}:{key.variant} {sizes} {key.dtype}"
+        groups = f" of {key.groups} groups" if key.groups else ""
+        return f"{key.kernel}:{key.variant} {sizes}{groups} {key.dtype}"
     return (
         f"{key.kernel}:{key.variant} seq {key.seq_q}x{key.seq_k} head_dim {key.head_dim} "
         f"{key.dtype}{' causal' if key.causal else ''} {key.layout}"

@@ -13,7 +13,6 @@ from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.families import Family, family
 from sage_plugin.families.family import ReplayCall, Shape
-from sage_plugin.schema import ATTENTION
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,6 @@ class ReplayInputs:
         record: the capture's manifest line, `None` for drawn values.
         distribution: of drawn values, a name of `measure.inputs.DISTRIBUTIONS`.
         seed: of drawn values.
-        drawn_family: op family of drawn values.
     """
 
     shape: Shape
@@ -38,7 +36,6 @@ class ReplayInputs:
     record: CaptureRecord | None = None
     distribution: str = "normal"
     seed: int = 0
-    drawn_family: str = ATTENTION
 
     @property
     def synthetic(self) -> bool:
@@ -63,7 +60,7 @@ class ReplayInputs:
     @property
     def family(self) -> Family:
         """The op family of the call."""
-        return family(self.drawn_family if self.record is None else self.record.family)
+        return family(self.shape.family)
 
     @property
     def saved_shape(self) -> Shape:

@@ -6,21 +6,23 @@ import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from sage_plugin import device as devices
 from sage_plugin.device import Gpu
 from sage_plugin.errors import UsageError
-from sage_plugin.families import ATTENTION
+from sage_plugin.families import ATTENTION, Family, describe, family
 from sage_plugin.plugin.owners import modules_of
 from sage_plugin.plugin.patch import handle_of
+from sage_plugin.plugin.plan.expert_calls import expert_shapes
 from sage_plugin.plugin.plan.model_calls import CallWishes, calls_of, config_of
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import CallShape, DeviceFacts, Trial
+from sage_plugin.schema import GROUPED_LINEAR, AnyShape, DeviceFacts, Trial
 from sage_plugin.tune.configs import inputs as tuning_inputs
 from sage_plugin.tune.configs import lanes
 from sage_plugin.tune.configs import plan as plans
@@ -65,8 +67,8 @@ class AutotuneReport:
         report: what the session did, `None` where there was nothing to do.
     """
 
-    calls: tuple[CallShape, ...]
-    tuned: tuple[CallShape, ...]
+    calls: tuple[AnyShape, ...]
+    tuned: tuple[AnyShape, ...]
     report: TuneReport | None
 
     @property
@@ -79,6 +81,7 @@ def autotune(
     target: object,
     *,
     budget_s: float,
+    op: str = ATTENTION.name,
     only_missing: bool = True,
     first_step: Callable[[], object] | None = None,
     seq_lens: Sequence[int] = (),
@@ -99,11 +102,13 @@ def autotune(
             from its configuration, or from `first_step`.
         budget_s: seconds for all of it; what was tried is in `tuning_runs`, and the next call goes
             on from there.
+        op: op family: `"attention"`, `"linear"`, or `"grouped_linear"` for the experts of mixtures.
         only_missing: leave out calls that have a tuned config, near ones too.
         first_step: runs the model once, for example
             `lambda: pipe(prompt, num_inference_steps=1)`; tuned are the calls that it makes, on
             what it computes.
-        seq_lens: lengths, for a model whose configuration does not tell.
+        seq_lens: lengths, for a model whose configuration does not tell; tokens of a forward for
+            experts.
         device: where to tune, by torch's name; by default the model's.
         gpus: GPUs of one kind that share the calls instead, `"all"` or numbers such as `"0,1"`.
         num_workers: compile processes for a GPU, by default by cores; each takes 0.8 GB.
@@ -126,16 +131,19 @@ def autotune(
         raise UsageError(f"gpus={gpus!r} and device={device!r} both say where: leave one out")
     where = None if config_dir is None else Path(config_dir)
     shared = () if gpus is None else lanes.chosen_gpus(gpus)
-    asked = _Asked(budget_s, only_missing, where, shared, num_workers, progress, cancelled)
+    entry = family(op)
+    asked = _Asked(entry, budget_s, only_missing, where, shared, num_workers, progress, cancelled)
     if isinstance(target, str | os.PathLike):
-        return asked.tune(tuning_inputs.from_captures(Path(target)), (), device)
+        captured = tuning_inputs.from_captures(Path(target), family=entry)
+        return asked.tune(captured, (), device)
     modules = modules_of(target)
-    kernels, device = _kernels_of(target), device or _device_of(modules)
+    device = device or _device_of(modules)
+    kernels = _kernels_of(target) if entry is ATTENTION else ()
     if first_step is None:
-        drawn = _drawn(modules, CallWishes(seq_lens=tuple(seq_lens)))
+        drawn = _drawn(entry, modules, seq_lens)
         return asked.tune(tuning_inputs.from_drawn(drawn), kernels, device)
     with tempfile.TemporaryDirectory(prefix="sage-autotune-") as folder:
-        recorded = _recorded(target, first_step, Path(folder) / "captures")
+        recorded = _recorded(entry, target, first_step, Path(folder) / "captures")
         return asked.tune(recorded, kernels, device)
 
 
@@ -143,6 +151,7 @@ def autotune(
 class _Asked:
     """What `autotune` was asked for, but for the calls."""
 
+    family: Family
     budget_s: float
     only_missing: bool
     config_dir: Path | None
@@ -158,7 +167,7 @@ class _Asked:
         if self.gpus:
             device = f"cuda:{self.gpus[0].index}"
         facts = devices.chosen(device)[1]
-        kernels = kernels or ((plans.CPU_KERNEL,) if facts.kind == "cpu" else ("auto",))
+        kernels = kernels or (plans.usual_kernel(self.family, facts),)
         calls = tuple(group.shape for group in found.groups)
         groups = tuple(g for g in found.groups if self._wants(g.shape, kernels[0], facts))
         if not groups:
@@ -171,6 +180,7 @@ class _Asked:
                 gpus=self.gpus,
                 config_dir=self.config_dir,
                 limits=SearchLimits(budget_s=self.budget_s),
+                family=self.family,
             )
         )
         follower = _Follower(len(plan.studies), self.progress, self.cancelled)
@@ -178,16 +188,16 @@ class _Asked:
         report = tune(plan, runner, follower, argv=["sage_plugin.autotune"], more_lanes=more)
         return AutotuneReport(calls, tuple(study.timed.shape for study in plan.studies), report)
 
-    def _wants(self, shape: CallShape, kernel: str, facts: DeviceFacts) -> bool:
+    def _wants(self, shape: AnyShape, kernel: str, facts: DeviceFacts) -> bool:
         """Whether a call runs on a kernel, and on its default config if only those are wanted."""
-        name, variant = ATTENTION.parse_kernel(kernel)
-        decision = ATTENTION.decide(shape, facts, kernel=name, variant=variant)
+        name, variant = self.family.parse_kernel(kernel)
+        decision = self.family.decide(shape, facts, kernel=name, variant=variant)
         if decision.reason is not None:
             return False
-        key = ATTENTION.call_key(shape, decision)
+        key = self.family.call_key(shape, decision)
         folder = None if self.config_dir is None else str(self.config_dir)
-        found = ATTENTION.find_launch(key, facts, config_dir=folder)
-        return not self.only_missing or found.source == "default"
+        found = self.family.find_launch(key, facts, config_dir=folder)
+        return found is not None and (not self.only_missing or found.source == "default")
 
 
 class _Follower(Observer):
@@ -219,20 +229,40 @@ class _Follower(Observer):
             raise KeyboardInterrupt
 
 
-def _recorded(target: object, first_step: Callable[[], object], folder: Path) -> TuningInputs:
-    """The calls of a first step, a few heads of each shape."""
+def _recorded(
+    entry: Family, target: object, first_step: Callable[[], object], folder: Path
+) -> TuningInputs:
+    """The calls of a first step, a few heads or rows of each shape."""
     from sage_plugin.capture.recording.recorder import record
 
     limit = tuning_inputs.MAX_CAPTURES_PER_KEY
-    with record(target, folder, per_shape=limit, heads=FEW_HEADS, batch=[0]):
+    part: dict[str, Any] = {"heads": FEW_HEADS, "batch": [0]} if entry is ATTENTION else {}
+    with record(target, folder, per_shape=limit, ops=entry.name, **part):
         first_step()
-    return tuning_inputs.from_captures(folder)
+    return tuning_inputs.from_captures(folder, family=entry)
 
 
-def _drawn(modules: Sequence[nn.Module], wishes: CallWishes) -> Iterator[ReplayInputs]:
+def _drawn(
+    entry: Family, modules: Sequence[nn.Module], seq_lens: Sequence[int]
+) -> Iterator[ReplayInputs]:
+    if entry.name not in (ATTENTION.name, GROUPED_LINEAR):
+        raise UsageError(f"op={entry.name!r} is not known from configurations: give first_step")
     for module in modules:
-        for call in calls_of(config_of(module), wishes):
-            yield ReplayInputs(call.shape, ATTENTION.describe(call.shape))
+        config = config_of(module)
+        for shape in _shapes(entry, config, tuple(seq_lens)):
+            yield ReplayInputs(shape, describe(shape))
+
+
+def _shapes(
+    entry: Family, config: Mapping[str, Any], seq_lens: tuple[int, ...]
+) -> Iterator[AnyShape]:
+    """The calls of a model of a configuration."""
+    if entry is ATTENTION:
+        yield from (call.shape for call in calls_of(config, CallWishes(seq_lens=seq_lens)))
+        return
+    if not seq_lens:
+        raise UsageError(f"op={entry.name!r} needs seq_lens: tokens of a forward, as [1, 4096]")
+    yield from expert_shapes(config, seq_lens, str(config.get("dtype") or "bfloat16"))
 
 
 def _kernels_of(target: object) -> tuple[str, ...]:

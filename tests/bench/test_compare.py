@@ -128,16 +128,21 @@ def _emulated(real):
     return checked
 
 
-def test_another_variant_does_not_stand_in_for_a_reference_that_failed(scripted, monkeypatch):
-    scripted({})
+def breaks(monkeypatch, name, why):
+    """Let a kernel, or each of a variant, be one that cannot be built."""
     real = replay.implementation
 
-    def broken(kernel, variant, fp8):
-        if variant == "portable":
-            raise RuntimeError("no GPU")
-        return real(kernel, variant, fp8)
+    def broken(*named):
+        if name in named:
+            raise RuntimeError(why)
+        return real(*named)
 
     monkeypatch.setattr(replay, "implementation", broken)
+
+
+def test_another_variant_does_not_stand_in_for_a_reference_that_failed(scripted, monkeypatch):
+    scripted({})
+    breaks(monkeypatch, "portable", "no GPU")
     monkeypatch.setattr(AttentionReplay, "checked", _emulated(AttentionReplay.checked))
     plan = BenchPlan(kernels=(("sage", "emulation"),), reference=("sage", "portable"))
     (row,) = run_case(case_of(), plan, device=CPU).rows
@@ -195,14 +200,7 @@ def test_memory_that_does_not_hold_an_input_is_a_sentence(monkeypatch):
 
 def test_a_failing_kernel_does_not_end_the_table(scripted, monkeypatch):
     scripted({})
-    real = replay.implementation
-
-    def broken(kernel, variant, fp8):
-        if kernel == "sage":
-            raise RuntimeError("ptxas died\nwith a long story")
-        return real(kernel, variant, fp8)
-
-    monkeypatch.setattr(replay, "implementation", broken)
+    breaks(monkeypatch, "sage", "ptxas died\nwith a long story")
     table = run_case(case_of(), BenchPlan(kernels=EVERY), device=CPU)
     assert len(table.rows) == 4
     assert table.failed == ("sage failed: RuntimeError: ptxas died",)

@@ -186,7 +186,7 @@ def test_a_replay_computes_what_the_model_did(folder):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ops": "convolution"}, "op: got 'convolution', expected attention or linear"),
+        ({"ops": "convolution"}, "op: got 'convolution', expected attention, linear"),
         ({"ops": ()}, "op: got 'nothing'"),
         ({"rows": 0, "ops": "linear"}, "rows: got 0"),
         ({"rows": 9}, "rows: a part of calls of linear, which is not recorded"),

@@ -16,6 +16,7 @@ from sage_plugin.families.attention import replay
 from sage_plugin.measure.timing import TimingLimits
 from sage_plugin.schema import KERNELS
 from tests.bench.folders import SHAPE, write
+from tests.bench.test_compare import breaks
 from tests.cli.program import error_of, sage
 
 TINY = ["-b", "1", "-hq", "2", "-sq", "48", "-d", "32", "--device", "cpu"]
@@ -165,14 +166,7 @@ def test_gate_fails_a_wrong_kernel_with_exit_1_after_writing(monkeypatch):
 
 
 def test_a_named_kernel_that_cannot_run_is_exit_4(monkeypatch):
-    real = replay.implementation
-
-    def broken(kernel, variant, fp8):
-        if kernel == "fav3_fp8":
-            raise RuntimeError("no kernel image")
-        return real(kernel, variant, fp8)
-
-    monkeypatch.setattr(replay, "implementation", broken)
+    breaks(monkeypatch, "fav3_fp8", "no kernel image")
     assert bench(*TINY).exit_code == 0
     named = bench(*TINY, "--kernel", "fav3_fp8", "--kernel", "sage")
     assert named.exit_code == 4

@@ -15,6 +15,8 @@ from tests.cli.program import sage
 from tests.tune.policy import recordings
 
 SHAPE = "-b 1 -hq 2 -sq 48 -d 32"
+LINEAR = "--op linear"
+ROWS = f"{LINEAR} --out-in-features 96/128 --batch-sizes 32"
 SEARCH = "policy search --times times.json --min-seq 16 --step-ranges 2"
 LONG, TOO_LONG = "9" * 26, "9" * 400
 
@@ -115,7 +117,33 @@ MISTAKES = [
     (f"tune {SHAPE} --min-gain 2", 2, "--min-gain 2.0: must be from 0"),
     (f"tune {SHAPE} --space absent.json", 2, "absent.json"),
     (f"tune {SHAPE} --run-name ../up", 2, "--run-name '../up'"),
+    (f"tune {SHAPE} --max-error-ratio 0.9", 2, "--max-error-ratio 0.9: must be at least 1"),
+    (f"tune {SHAPE} --max-error 0", 2, "--max-error 0.0: must be above 0"),
+    (f"tune {SHAPE} --method graph", 2, "timing method 'graph' on cpu"),
+    (f"tune {SHAPE} --shard 5/4", 2, "--shard 5/4: count from 1/N to N/N"),
+    (f"tune {SHAPE} --shard first", 2, "--shard 'first': write it as 1/4"),
+    (f"tune {SHAPE} --gpus all", 3, "no GPU that torch can use"),
+    (f"tune {SHAPE} --executor slurm", 2, "allowed are local, ray"),
     ("tune --from-captures --device cuda", 3, "no GPU that torch can use"),
+    # Linears, of any command that draws inputs
+    (f"bench {LINEAR} --batch-sizes 2", 2, "--out-in-features"),
+    (f"bench {LINEAR} --out-in-features 12 --batch-sizes 2", 2, "pairs as OUT/IN"),
+    (f"bench {LINEAR} --out-in-features a/2 --batch-sizes 2", 2, "--out-in-features 'a'"),
+    (f"bench {ROWS} --tp-size 5", 2, "--tp-size 5 does not divide out features 96"),
+    (f"bench {ROWS} --tp-split-dim up", 2, "--tp-split-dim 'up'"),
+    (f"bench {ROWS} --x-q-dtype fp8 --w-q-dtype int8", 2, "give both the same"),
+    (f"bench {ROWS} --x-q-dtype fp4", 2, "--x-q-dtype 'fp4'"),
+    (f"bench {ROWS} --seq-len 64", 2, "--seq-len belongs to attention"),
+    (f"bench {ROWS} --kernel sage", 2, "kernel 'sage' is not known"),
+    (f"bench {ROWS} captured", 2, "draws inputs: leave it out, or the captures"),
+    (f"bench {LINEAR}", 2, "holds captures of attention and none of linear: record with"),
+    (f"bench {LINEAR} captured", 2, "captured does not exist: record one with `sage capture`"),
+    ("bench --op convolution", 2, "--op 'convolution'"),
+    ("bench --seq-len 64 --tp-size 2", 2, "add --op linear"),
+    (f"tune {ROWS} --kernel int8_row:triton", 3, "linears are tuned on a GPU only"),
+    (f"tune {ROWS} --from-captures", 2, "leave it out, or the captures captured_inputs"),
+    (f"tune {ROWS} --num-frames 4", 2, "--num-frames belongs to attention"),
+    ("tune --batch-sizes 2", 2, "--batch-sizes belongs to linears: add --op linear"),
     # sage capture
     ("capture --size huge", 2, "small, large"),
     ("capture --max-captures 0", 2, "Invalid value for '--max-captures'"),

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,14 +19,19 @@ from sage_plugin.errors import UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load
 from sage_plugin.tune.run import run_folder
-from sage_plugin.tune.run.ledger import Ledger
 from tests.cli import program
+from tests.short import keep_short
 from tests.tune import captures
 from tests.tune.captures import DENSE, GROUPED, MASKED, SELF, WIDE
 from tests.tune.scripted import ScriptedRunner
 
 SLUG = device.facts("cpu").slug
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    keep_short(monkeypatch)
 
 
 @pytest.fixture
@@ -123,19 +126,6 @@ def test_shapes_in_the_older_and_the_short_spelling(script):
     assert runner.closed
 
 
-def test_the_command_that_a_miss_names_is_one_that_tunes_its_key(script):
-    script(ScriptedRunner())
-    result = sage("-sq", "64", "-hq", "2", "-d", "32", "--config-dir", "c")
-    assert result.exit_code == 0
-    (entry,) = load.read(Path("c") / SLUG / "attention.json").entries
-    program, name, *words = dispatch.tune_command(entry.key).split()
-    assert (program, name) == ("sage", "tune")
-    Path("c2").mkdir()
-    assert sage(*words, "--config-dir", "c2").exit_code == 0
-    (again,) = load.read(Path("c2") / SLUG / "attention.json").entries
-    assert again.key == entry.key
-
-
 def test_presets(script):
     result = sage("--preset", "all", "--dtype", "fp16", "--dry-run")
     assert result.exit_code == 0
@@ -163,10 +153,6 @@ def test_masks_of_synthetic_inputs_have_entries_of_their_own(script, kind):
     (entry,) = load.read(Path("c") / SLUG / "attention.json").entries
     assert entry.key.mask_kind == kind
     assert f"bhsd {kind}" in result.stdout
-    words = dispatch.tune_command(entry.key).split()[2:]
-    assert sage(*words, "--config-dir", "c2").exit_code == 0
-    (again,) = load.read(Path("c2") / SLUG / "attention.json").entries
-    assert again.key == entry.key
     assert f"bf16 bhsd {kind}" in sage("--preset", "wan-480p", "--mask", kind, "--dry-run").stdout
 
 
@@ -189,12 +175,6 @@ def test_a_damaged_capture_is_left_out_and_all_damaged_ones_are_exit_2(tmp_path,
     every = sage("--from-captures", "--config-dir", "c")
     assert every.exit_code == 2
     assert "no capture is sound: 2 captures are damaged" in " ".join(every.stderr.split())
-
-
-def test_cpu_0_is_a_cpu():
-    words = ["-sq", "64", "-hq", "2", "-d", "32", "--config-dir", "c", "--max-trials", "1"]
-    result = sage(*words, "--device", "cpu:0")
-    assert result.exit_code == 0, result.stdout + result.stderr
 
 
 def test_captures_that_cannot_be_tuned_are_named(tmp_path):
@@ -236,15 +216,6 @@ class FailsForGrouped(ScriptedRunner):
         return super().judge(study, config)
 
 
-def test_exit_3_where_the_output_cannot_be_written(folder, script):
-    runner = script(ScriptedRunner())
-    Path("taken").write_text("")
-    result = sage("--from-captures", "--config-dir", "taken")
-    assert result.exit_code == 3
-    assert "cannot be written" in result.stderr
-    assert runner.screened == []
-
-
 def test_exit_130_after_ctrl_c_with_the_command_that_goes_on(folder, script, monkeypatch):
     def press(count: int) -> None:
         if count == 4:
@@ -257,31 +228,6 @@ def test_exit_130_after_ctrl_c_with_the_command_that_goes_on(folder, script, mon
     assert result.exit_code == 130
     assert "1 of 2 calls to go. Next: sage tune --from-captures 'a folder'" in result.stdout
     assert len(load.read(Path("c") / SLUG / "attention.json").entries) == 1
-
-
-def hear_ctrl_c() -> None:
-    """A shell's background job ignores Ctrl-C, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def test_a_real_ctrl_c_ends_the_children_and_can_be_resumed(tmp_path):
-    Path("space.json").write_text('{"block_m": [16, 32, 64, 128], "num_warps": [1, 2, 4, 8]}')
-    many = ["-sq", "64", "-hq", "1", "-d", "32", "--space", "space.json", "--run-name", "r"]
-    command = [sys.executable, "-m", "sage_plugin", "tune", *many, "--device", "cpu"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c
-    )
-    ledger = Path("tuning_runs/r") / run_folder.LEDGER
-    end = time.monotonic() + 60
-    while not ledger.exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Next: sage tune -sq 64" in out
-    assert 1 <= len(Ledger(ledger).all()) < 16
-    assert not (Path("tuning_runs/r") / run_folder.CRASH_MARKER).exists()
 
 
 @pytest.mark.parametrize(

@@ -63,26 +63,6 @@ def test_the_error_of_a_winner_is_limited_and_the_front_is_shown(script, words, 
         assert (Path("tuning_runs/r") / run_folder.FRONT).stat().st_size > 1000
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "sentence"),
-    [
-        (["--max-error-ratio", "0.9"], 2, "--max-error-ratio 0.9: must be at least 1"),
-        (["--max-error", "0"], 2, "--max-error 0.0: must be above 0"),
-        (["--method", "graph"], 2, "timing method 'graph' on cpu"),
-        (["--shard", "5/4"], 2, "--shard 5/4: count from 1/N to N/N"),
-        (["--shard", "first"], 2, "--shard 'first': write it as 1/4"),
-        (["--gpus", "all"], 3, "no GPU that torch can use"),
-        (["--executor", "slurm"], 2, "allowed are local, ray"),
-    ],
-)
-def test_wrong_options_are_one_sentence(script, words, code, sentence):
-    runner = script(ScriptedRunner())
-    result = sage(*SMALL, *words)
-    assert result.exit_code == code
-    assert sentence in " ".join(result.stderr.split())
-    assert runner.screened == []
-
-
 def test_a_shard_tunes_its_part_into_a_folder_of_its_own(script, tmp_path):
     captures.write(tmp_path / "captured_inputs", [(SELF, (0, 1)), (GROUPED, (0, 1))])
     for part in (1, 2):
@@ -162,22 +142,27 @@ def test_each_candidate_is_a_line_where_somebody_wants_to_see_it(script, caplog)
     assert all('"block_m":128' in line and "ratio" in line for line in lines)
 
 
-def test_a_real_sigterm_ends_the_children_and_names_the_command_that_goes_on():
+def hear_ctrl_c() -> None:
+    """A shell's background job ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_real_signal_ends_the_children_and_names_the_command_that_goes_on(sent):
     Path("space.json").write_text('{"block_m": [16, 32, 64, 128], "num_warps": [1, 2, 4, 8]}')
     words = [*SMALL, "--space", "space.json", "--run-name", "r"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "sage_plugin", "tune", *words],
-        env=env, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "sage_plugin", "tune", *words], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, preexec_fn=hear_ctrl_c,
     )  # fmt: skip
     ledger = Path("tuning_runs/r") / run_folder.LEDGER
     end = time.monotonic() + 60
     while time.monotonic() < end and (not ledger.exists() or len(Ledger(ledger).all()) < 2):
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(sent)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Next: sage tune -sq 64" in out
     assert "so far takes" in out
-    assert Ledger(ledger).all()
+    assert 2 <= len(Ledger(ledger).all()) < 16
     assert not (Path("tuning_runs/r") / run_folder.CRASH_MARKER).exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sage_plugin.registry.merge import merge
 from tests.registry import samples
 
 
@@ -12,4 +11,4 @@ def write(path: Path, start: int, count: int) -> None:
     """Merge entries whose lengths begin at a number, one by one."""
     for number in range(start, start + count):
         entry = samples.entry(samples.key(seq_q=64 + number, seq_k=64), samples.config())
-        merge(path, [entry], family="attention", facts=samples.FACTS, toolchain=samples.TOOLCHAIN)
+        samples.merged(path, entry)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.kernels.ahead_of_time import compiled_by
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
 
-ROOT = Path(__file__).resolve().parents[2]
 SPILL_LIMIT_BYTES = 128
 """What a default may spill a thread: a few values outside of the loop."""
 
@@ -73,17 +71,7 @@ QUANTIZERS = {"attention_only": False, "quantizers_only": True}
 
 def compiled(*calls: dict[str, object]) -> list[dict[str, object]]:
     """What came out of each launch of some calls; a compiler that fails is this test's failure."""
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.aot_builds", json.dumps(calls)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    made = [json.loads(line) for line in done.stdout.splitlines()]
+    made = compiled_by("aot_builds", json.dumps(calls))
     assert made
     for one in made:
         assert one["smem_bytes"] <= one["limit_bytes"], one

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +11,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles
 
 from sage_plugin.kernels.support import ARCHITECTURES  # noqa: E402
 from scripts.aot_prologue import FORMS  # noqa: E402
+from tests.kernels.ahead_of_time import compiled_by  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 SPILL_LIMIT_BYTES = 16
 """A value or two, which ptxas puts aside on sm_100."""
 EVERY = [row.names[0] for row in ARCHITECTURES if row.kernels and row.triton == "3.6"]
@@ -24,17 +20,7 @@ EVERY = [row.names[0] for row in ARCHITECTURES if row.kernels and row.triton == 
 
 def check(*architectures: str) -> None:
     """Every form compiles for some architectures."""
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.aot_prologue", *architectures],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    made = [json.loads(line) for line in done.stdout.splitlines()]
+    made = compiled_by("aot_prologue", *architectures)
     assert len(made) == len(FORMS) * len(architectures)
     for one in made:
         assert one["smem_bytes"] <= one["limit_bytes"], one

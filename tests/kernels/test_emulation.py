@@ -80,15 +80,17 @@ def test_operands_do_not_keep_the_inputs_alive(kernel, packed):
     assert torch.equal(lse, lse_again)
 
 
+def smoothed_or_not(kernel, q, k, v, field):
+    """A kernel with and without a field, and what is exact."""
+    configs = (launch(**{field: flag}) for flag in (True, False))
+    found = (sage_plugin.attention(q, k, v, kernel=kernel, launch=config) for config in configs)
+    return (*found, oracle(q, k, v)[0])
+
+
 @pytest.mark.parametrize("kernel", QUANTIZED)
 def test_smoothing_leaves_exact_attention_alone_and_helps_a_biased_k(kernel):
     q, k, v = draw(Shape(1, 2, 2, 120, 120, 64))
-    k = k + 100.0
-    exact, _ = oracle(q, k, v)
-    smooth, rough = (
-        sage_plugin.attention(q, k, v, kernel=kernel, launch=launch(smooth_k=flag))
-        for flag in (True, False)
-    )
+    smooth, rough, exact = smoothed_or_not(kernel, q, k + 100.0, v, "smooth_k")
     assert relative_l1(smooth, exact) < LIMITS[kernel]
     assert relative_l1(rough, exact) > 3 * relative_l1(smooth, exact)
 
@@ -96,12 +98,9 @@ def test_smoothing_leaves_exact_attention_alone_and_helps_a_biased_k(kernel):
 @pytest.mark.parametrize("kernel", ["fav3_sage", "fav3_fp8"])
 def test_v_smoothing_helps_a_biased_v(kernel):
     q, k, v = draw(Shape(1, 2, 2, 120, 120, 64))
-    v = v + 20.0
-    exact, _ = oracle(q, k, v)
-    smooth, rough = (
-        sage_plugin.attention(q, k, v, kernel=kernel, launch=launch(smooth_v=flag))
-        for flag in (True, False)
+    smooth, rough, exact = (
+        out - 20.0 - v.mean(2, keepdim=True)
+        for out in smoothed_or_not(kernel, q, k, v + 20.0, "smooth_v")
     )
-    mean = v.mean(2, keepdim=True)
-    assert relative_l1(smooth - mean, exact - mean) < 0.1
-    assert relative_l1(rough - mean, exact - mean) > 5 * relative_l1(smooth - mean, exact - mean)
+    assert relative_l1(smooth, exact) < 0.1
+    assert relative_l1(rough, exact) > 5 * relative_l1(smooth, exact)

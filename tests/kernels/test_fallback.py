@@ -19,7 +19,7 @@ from sage_plugin.kernels.attention.backends.hopper.with_fallback import HopperOr
 from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
 from sage_plugin.kernels.attention.launch_space import default_config
 from sage_plugin.kernels.attention.recipes import implementation
-from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
+from sage_plugin.kernels.contract import AttentionParams, Decision
 from sage_plugin.kernels.support import FP8_KERNELS
 from sage_plugin.schema import LaunchConfig
 from tests.kernels.calls import HOPPER, Shape, draw, hopper_launch
@@ -239,16 +239,12 @@ SPECIAL = {
     "sinks": {"sinks": torch.zeros(4)},
     "mask of rows": {"mask": torch.ones(1, 1, 30, 140, dtype=torch.bool)},
     "bias of heads": {"mask": torch.zeros(1, 4, 1, 140)},
-    "packed": {"layout": "bshd", "packed": Packed(CU, CU, 100, 100)},
 }
-
-
-UNPACKED = {name: parts for name, parts in SPECIAL.items() if name != "packed"}
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("kernel", HOPPER)
-@pytest.mark.parametrize("parts", UNPACKED.values(), ids=UNPACKED)
+@pytest.mark.parametrize("parts", SPECIAL.values(), ids=SPECIAL)
 def test_a_special_problem_that_nobody_decided_runs_on_the_portable_variant(kernel, parts):
     """A tuner knows the shape of a call and not the heads of its mask."""
     problem = problem_of(**parts)

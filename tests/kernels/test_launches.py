@@ -19,7 +19,6 @@ from tests.kernels.calls import EMULATED, FP8_WEIGHTS, HOPPER, hopper_launch
 from tests.kernels.devices import CPU, KIB, SMEM_KIB, claimed, facts
 from tests.registry.samples import CONFIG, FACTS, KEY, entry, key, merged
 
-DIMS = (8, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256)
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -45,22 +44,6 @@ def warnings(caplog):
 
 
 @pytest.mark.parametrize("arch", SMEM_KIB)
-def test_report_112_every_claimed_call_has_a_legal_default(arch):
-    where = facts(arch)
-    assert claimed(arch)[:2] == ["fav2", "sage"]
-    for kernel in claimed(arch):
-        for dim in DIMS:
-            for dtype in DTYPES:
-                of = key(kernel=kernel, head_dim=dim, dv=dim, dtype=dtype)
-                default = launch_space.default_launch(of, where)
-                assert launch_space.illegal_reason(default, of, where) is None, (
-                    kernel,
-                    dim,
-                    dtype,
-                )
-
-
-@pytest.mark.parametrize("arch", SMEM_KIB)
 def test_candidates_are_legal_distinct_and_start_with_the_default(arch):
     where = facts(arch)
     for kernel in claimed(arch):
@@ -70,7 +53,7 @@ def test_candidates_are_legal_distinct_and_start_with_the_default(arch):
             assert found[0] == launch_space.default_launch(of, where)
             assert len(set(found)) == len(found)
             assert all(launch_space.illegal_reason(c, of, where) is None for c in found)
-            if dim <= 128:
+            if dim <= 128 or arch in ("sm_80", "sm_90", "gfx942", "gfx1201"):
                 assert len(found) >= 3, (kernel, dim)
 
 
@@ -89,15 +72,16 @@ def test_candidates_of_a_hopper_variant_are_legal_and_fit(kernel, dim, dtype, ma
         assert launch_space.illegal_reason(config, of, FACTS) is None
         # What the bound leaves out takes up to 2 KiB (test_aot_hopper).
         assert launch_space.smem_lower_bound(config, of) + 2048 <= 232_448
-        assert config.block_m in (128, 192)
     axes = {name: {getattr(c, name) for c in found} for name in LaunchConfig.__annotations__}
     assert axes["smooth_k"] == axes["persistent"] == {True, False}
     assert axes["q_granule"] == {1, 16}
+    assert axes["block_m"] == {128, 192}
     assert axes["hadamard"] == ({0, 64} if dim % 64 == 0 else {0})
     fp8 = kernel in FP8_WEIGHTS
     assert axes["smooth_v"] == ({True, False} if fp8 else {False})
     assert axes["exp_linear"] == ({0, 4, 6} if fp8 else {0})
     assert axes["pv_flush"] == ({4, 8, 32} if fp8 else {0, 8, 32})
+    assert axes["overlap"] == ({False} if fp8 and dim > 64 else {False, True})
 
 
 def test_tiles_of_causal_calls_have_a_program_each_whatever_the_config():
@@ -105,13 +89,6 @@ def test_tiles_of_causal_calls_have_a_program_each_whatever_the_config():
     assert {c.persistent for c in launch_space.candidates(of, FACTS)} == {False, True}
     default = launch_space.default_launch(causal, FACTS)
     assert {c.persistent for c in launch_space.candidates(causal, FACTS)} == {default.persistent}
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942", "gfx1201"])
-def test_heads_above_128_channels_have_something_to_search(arch):
-    for kernel in claimed(arch):
-        found = launch_space.candidates(key(kernel=kernel, head_dim=256, dv=256), facts(arch))
-        assert len(found) > 2, kernel
 
 
 def test_a_hopper_variant_has_no_config_elsewhere():

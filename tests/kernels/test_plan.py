@@ -17,9 +17,9 @@ from sage_plugin.kernels.attention import dispatch, executor, validate
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest, shape_of
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.registry.merge import merge
+from sage_plugin.registry import load
 from tests.kernels.calls import Shape, draw, launch
-from tests.registry.samples import TOOLCHAIN, entry
+from tests.registry.samples import entry, merged
 
 PLAIN = Shape(1, 4, 4, 20, 20, 32)
 
@@ -59,8 +59,7 @@ def rough_configs(folder):
     key = dispatch.call_key(shape, Decision("sage", "emulation"))
     facts = device.facts("cpu")
     rough = entry(key, launch(32, 32, smooth_k=False, smooth_v=False))
-    path = folder / facts.slug / "attention.json"
-    merge(path, [rough], family="attention", facts=facts, toolchain=TOOLCHAIN)
+    merged(load.file_path(folder, facts.slug), rough, facts=facts)
     return str(folder)
 
 
@@ -89,10 +88,29 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize(("options", "special"), SPECIAL.values(), ids=SPECIAL)
-@pytest.mark.parametrize("entrance", ["attention", "traced", "prepare"])
+def packed(**options):
+    q, k, v = (torch.randn(12, 2, 32) for _ in range(3))
+    cu = torch.tensor([0, 6, 12], dtype=torch.int32)
+    return sage_plugin.attention_varlen(q, k, v, cu, cu, 6, 6, kernel="sage", **options)
+
+
+def traced(**options):
+    with BaseTorchFunctionMode():
+        return attention(**options)
+
+
+def prepared(**options):
+    return sage_plugin.prepare(*draw(PLAIN), kernel="sage", **options)
+
+
+@pytest.mark.parametrize(
+    ("entrance", "options", "special"),
+    [(door, *row) for door in (attention, traced, prepared) for row in SPECIAL.values()]
+    + [(packed, {}, True)],
+    ids=lambda x: getattr(x, "__name__", None) or str(x)[:40],
+)
 def test_the_decision_is_told_what_only_portable_variants_take(
-    options, special, entrance, monkeypatch
+    entrance, options, special, monkeypatch
 ):
     stock, told = dispatch.decide, []
 
@@ -101,28 +119,8 @@ def test_the_decision_is_told_what_only_portable_variants_take(
         return stock(shape, facts, **named)
 
     monkeypatch.setattr(dispatch, "decide", decide)
-    if entrance == "prepare":
-        sage_plugin.prepare(*draw(PLAIN), kernel="sage", **options)
-    elif entrance == "attention":
-        attention(**options)
-    else:
-        with BaseTorchFunctionMode():
-            attention(**options)
+    entrance(**options)
     assert told[0] == special  # an op decides once more, with the kernel named
-
-
-def test_packed_sequences_are_told_to_the_decision(monkeypatch):
-    stock, told = dispatch.decide, []
-
-    def decide(shape, facts, **named):
-        told.append(named["special"])
-        return stock(shape, facts, **named)
-
-    monkeypatch.setattr(dispatch, "decide", decide)
-    q, k, v = (torch.randn(12, 2, 32) for _ in range(3))
-    cu = torch.tensor([0, 6, 12], dtype=torch.int32)
-    sage_plugin.attention_varlen(q, k, v, cu, cu, 6, 6, kernel="sage")
-    assert set(told) == {True}
 
 
 def test_other_strides_have_an_answer_of_their_own(made):

@@ -10,7 +10,7 @@ import pytest
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.attention.search_space import SPACES
 from sage_plugin.kernels.search_space import Region, Space, Tile
-from tests.kernels.calls import EMULATED, FP8_WEIGHTS, HOPPER, launch
+from tests.kernels.calls import EMULATED, HOPPER, launch
 
 A, B, C = (launch(block_m=m) for m in (16, 32, 64))
 
@@ -170,23 +170,6 @@ def test_a_region_of_another_variant_is_passed_over_but_by_the_emulation():
 @pytest.mark.parametrize("kernel", sorted(set(EMULATED) - set(HOPPER)))
 def test_a_kernel_without_a_hopper_variant_has_no_hopper_region(kernel):
     assert configs_of(kernel, "hopper") == set()
-
-
-@pytest.mark.parametrize("kernel", HOPPER)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_the_hopper_regions_search_what_they_are_for(kernel, dim):
-    region = space_of(kernel).region("sm_90", dim, 2, "none", "hopper")
-    found = region.candidates()
-    assert found[0] == region.default
-    assert {c.loads for c in found} == {"descriptor"}
-    assert {c.num_warps * 16 == c.block_m for c in found} == {True}
-    assert {c.block_m for c in found} >= {128, 192}
-    assert {c.smooth_v for c in found} == {kernel in FP8_WEIGHTS}
-    assert {c.exp_linear for c in found} == {6 if kernel in FP8_WEIGHTS else 0}
-    assert {c.persistent for c in found} == {False, True}
-    if kernel in FP8_WEIGHTS:
-        assert {c.pv_flush for c in found} == {8}
-        assert {c.overlap for c in found} == ({False, True} if dim == 64 else {False})
 
 
 def test_the_tables_load_without_triton():

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from sage_plugin.registry import load, lookup, regions
-from sage_plugin.registry.merge import merge, price
+from sage_plugin.registry.merge import price
 from tests.registry import samples
-from tests.registry.samples import FACTS, TOOLCHAIN
+from tests.registry.samples import FACTS, merged
 
 A, B, C = (samples.config(block_m=m) for m in (32, 64, 128))
 TIMES = {
@@ -97,7 +97,7 @@ def test_batches_that_were_timed_bound_what_an_entry_serves(path, tmp_path):
         return samples.key(seq_q=seq, seq_k=seq, batch_heads=heads)
 
     times = {key(*point): row for point, row in HEADS.items()}
-    put(path, samples.entry(key(2048, 30), B), samples.entry(key(2048, 8), A))
+    merged(path, samples.entry(key(2048, 30), B), samples.entry(key(2048, 8), A))
     price(path, times, limit=0.01, drop=False)
     found = {
         e.key.batch_heads: (e.seq_q_range, e.batch_heads_range) for e in load.read(path).entries
@@ -125,12 +125,8 @@ def path(tmp_path, monkeypatch):
     return load.file_path(tmp_path, FACTS.slug)
 
 
-def put(path, *entries):
-    merge(path, entries, family="attention", facts=FACTS, toolchain=TOOLCHAIN)
-
-
 def test_regions_are_written_found_and_explained(path, tmp_path):
-    put(path, held(1024, A), held(2048, B), held(4096, C))
+    merged(path, held(1024, A), held(2048, B), held(4096, C))
     changed = price(path, BY_KEY, limit=0.02, drop=False)
     assert {key.seq_q for key in changed} == {1024, 2048, 4096}
     found = {e.key.seq_q: (e.seq_q_range, e.regret) for e in load.read(path).entries}
@@ -145,13 +141,13 @@ def test_regions_are_written_found_and_explained(path, tmp_path):
     (told, *_) = lookup.explain(between, facts=FACTS, config_dir=tmp_path)
     assert "inside its region, where at most 0.8% is lost" in told
     assert price(path, BY_KEY, limit=0.02, drop=False) == (), "it is written already"
-    put(path, held(32_768, A))
+    merged(path, held(32_768, A))
     kept = {e.key.seq_q: e.seq_q_range for e in load.read(path).entries}
     assert kept[4096] == (2048, 16_384), "a new neighbor does not widen what was measured"
 
 
 def test_entries_that_others_cover_go_if_asked(path):
-    put(path, held(1024, A), held(2048, B), held(4096, C))
+    merged(path, held(1024, A), held(2048, B), held(4096, C))
     changed = price(path, BY_KEY, limit=0.02, drop=True)
     left = load.read(path).entries
     assert [entry.key.seq_q for entry in left] == [1024, 4096]

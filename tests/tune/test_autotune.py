@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,17 @@ from sage_plugin.device import Gpu
 from sage_plugin.errors import UsageError
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load
+from sage_plugin.schema import LinearShape
 from sage_plugin.tune import autotune as home
 from sage_plugin.tune.configs import subprocess_runner
 from tests.capture.toys import LAYERS, denoise, video_model
+from tests.kernels.devices import facts
 from tests.tune import captures
 from tests.tune.captures import GROUPED, SELF
 from tests.tune.scripted import ScriptedRunner
 from tests.tune.test_lanes import meeting
 
-CPU = device.facts("cpu")
+CPU, H200 = device.facts("cpu"), facts("sm_90")
 CONFIGS = Path("c") / CPU.slug / "attention.json"
 
 
@@ -94,6 +97,31 @@ def test_progress_is_told_and_a_cancelled_call_goes_on_where_it_was(runner):
     done = autotune(model, progress=told.append)
     assert done.complete
     assert told[2].tried == 3
+
+
+def test_experts_of_a_mixture_are_known_by_its_configuration(monkeypatch):
+    pytest.importorskip("transformers")
+    from tests.plugin.experts.mixtures import mixture
+
+    wanted = []
+
+    def tune(self, found, kernels, device):
+        wanted.extend(
+            (group.shape, self._wants(group.shape, "auto", H200)) for group in found.groups
+        )
+        return home.AutotuneReport((), (), None)
+
+    monkeypatch.setattr(home._Asked, "tune", tune)
+    model = mixture("qwen3_moe").to(torch.bfloat16)
+    autotune(model, op="grouped_linear", seq_lens=[5, 40])
+    shape = functools.partial(LinearShape, dtype="bfloat16", groups=6)
+    expected = {shape(n * 3, *features) for n in (5, 40) for features in ((32, 96), (48, 32))}
+    assert {one for one, _ in wanted} == expected
+    assert all(wants for _, wants in wanted)
+    with pytest.raises(UsageError, match="needs seq_lens"):
+        autotune(model, op="grouped_linear")
+    with pytest.raises(UsageError, match="give first_step"):
+        autotune(model, op="linear")
 
 
 def test_gpus_share_the_calls_and_each_tells_of_its_own(monkeypatch, tmp_path):

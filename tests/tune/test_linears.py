@@ -37,7 +37,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(folder: Path, *shapes: LinearShape, **changes) -> TuningPlan:
-    inputs = from_drawn(ReplayInputs(one, drawn_family="linear") for one in shapes or (SMALL,))
+    inputs = from_drawn(ReplayInputs(one) for one in shapes or (SMALL,))
     fields = {
         "kernels": ("int8_row:triton",), "config_dir": folder / "configs",
         "runs_dir": folder / "runs", "run_name": "run", "family": LINEAR_FAMILY,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from sage_plugin.capture.ops.attention import AttentionOp
+from sage_plugin.capture.ops.grouped_linear import GroupedLinearOp
 from sage_plugin.capture.ops.linear import LinearOp
 from sage_plugin.capture.ops.op import CapturedOp
-from sage_plugin.schema import ATTENTION, LINEAR
+from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR
 
-OPS: dict[str, CapturedOp] = {ATTENTION: AttentionOp(), LINEAR: LinearOp()}
+OPS: dict[str, CapturedOp] = {
+    ATTENTION: AttentionOp(),
+    LINEAR: LinearOp(),
+    GROUPED_LINEAR: GroupedLinearOp(),
+}

@@ -32,7 +32,7 @@ from sage_plugin.plugin.steps.forward import Forward
 from sage_plugin.schema import LINEAR, LinearShape
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_hashes: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], str]]
+_hashes: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[int, int], str]]]
 _hashes = weakref.WeakKeyDictionary()
 """Checksums of weights, as long as they are the same tensor and nobody writes it."""
 
@@ -105,7 +105,7 @@ class LinearOp:
 
     def watch(self, part: Component, listener: Listener) -> Iterable[Listening]:
         """Hook every linear of a component."""
-        counts = _CallCounts(part)
+        counts = CallNumbers(part)
         return [
             module.register_forward_pre_hook(_Hook(part, name, counts, listener), with_kwargs=True)
             for name, module in _linears(part)
@@ -155,7 +155,7 @@ class LinearOp:
         if bias is not None:
             tensors["bias"] = bias.detach().cpu().contiguous()
         weight = _original(event.module)
-        digest = _hash(event.module, weight)
+        digest = hash_once(event.module, "weight", weight)
         fits = weight.nbytes <= room
         fields = {
             "rows": count,
@@ -166,7 +166,7 @@ class LinearOp:
         return Extracted(tensors, fields, weight.detach().cpu().contiguous() if fits else None)
 
 
-class _CallCounts:
+class CallNumbers:
     """The calls of each linear in the current forward of a component."""
 
     def __init__(self, part: Component) -> None:
@@ -190,7 +190,7 @@ class _Hook:
 
     part: Component
     name: str
-    counts: _CallCounts
+    counts: CallNumbers
     listener: Listener
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,12 +207,12 @@ class _Hook:
         event = LinearEvent(component, self.name, self.counts.next(self.name), module, x)
         self.listener(event)
 
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         """A copy of a watched model is not watched."""
-        return _NoHook, ()
+        return NoHook, ()
 
 
-class _NoHook:
+class NoHook:
     """What a copy of a watched linear has instead."""
 
     def __call__(self, module: nn.Module, args: object, kwargs: object) -> None:
@@ -242,11 +242,18 @@ def _original(module: nn.Module) -> torch.Tensor:
     return weight
 
 
-def _hash(module: nn.Module, weight: torch.Tensor) -> str:
-    held = module._parameters["weight"]
+def hash_once(module: nn.Module, name: str, weight: torch.Tensor) -> str:
+    """Return the checksum of a module's weight, anew where that was written or replaced.
+
+    Args:
+        module: what has it.
+        name: its name there.
+        weight: the weight as it is unpatched.
+    """
+    held = module._parameters[name]
     at = (id(held), held._version if held is not None else 0)
-    known = _hashes.get(module)
+    of_module = _hashes.setdefault(module, {})
+    known = of_module.get(name)
     if known is None or known[0] != at:
-        known = at, weight_hash(weight)
-        _hashes[module] = known
+        known = of_module[name] = (at, weight_hash(weight))
     return known[1]

@@ -10,7 +10,7 @@ from sage_plugin.capture.selection.heads import PartRule, checked_batch, checked
 from sage_plugin.capture.selection.spread import SpreadPolicy
 from sage_plugin.capture.selection.steps import StepSelection
 from sage_plugin.errors import UsageError
-from sage_plugin.schema import ATTENTION, LINEAR
+from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR
 
 DEFAULT_MAX_BYTES = 4 * 2**30
 MIN_SEQ = 2
@@ -19,7 +19,13 @@ MIN_SEQ = 2
 ROWS = 1024
 """Rows of a linear's input: errors are judged on some hundred of them, each like the next."""
 
-FAMILIES = (ATTENTION, LINEAR)
+FAMILIES = (ATTENTION, LINEAR, GROUPED_LINEAR)
+_PARTS = (
+    ("heads", None, (ATTENTION,)),
+    ("batch", None, (ATTENTION,)),
+    ("rows", ROWS, (LINEAR, GROUPED_LINEAR)),
+)
+"""Options that choose a part of calls, what they are left out, and the op families that have it."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
 MAX_SIZE_DIGITS = 20
@@ -72,10 +78,9 @@ class CaptureOptions:
         object.__setattr__(self, "ops", _checked_ops(self.ops))
         if self.rows < 1:
             raise UsageError(f"rows: got {self.rows}, expected at least 1")
-        for op, name, usual in ((ATTENTION, "heads", None), (ATTENTION, "batch", None),
-                                (LINEAR, "rows", ROWS)):  # fmt: skip
-            if op not in self.ops and getattr(self, name) != usual:
-                raise UsageError(f"{name}: a part of calls of {op}, which is not recorded (op)")
+        for name, usual, ops in _PARTS:
+            if not {*ops} & {*self.ops} and getattr(self, name) != usual:
+                raise UsageError(f"{name}: a part of calls of {ops[0]}, which is not recorded (op)")
         self.policy(), self.rule(), self.globs()  # each checks its part
 
     def policy(self) -> SpreadPolicy:
@@ -126,7 +131,7 @@ def _checked_ops(ops: str | Iterable[str]) -> tuple[str, ...]:
     names = ops.split(",") if isinstance(ops, str) else ops
     found = tuple(dict.fromkeys(name.strip() for name in names))
     if unknown := [name for name in found if name not in FAMILIES] or (not found and ["nothing"]):
-        raise UsageError(f"op: got {unknown[0]!r}, expected {' or '.join(FAMILIES)}, or both")
+        raise UsageError(f"op: got {unknown[0]!r}, expected {', '.join(FAMILIES)}, or several")
     return found
 
 

@@ -7,15 +7,19 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from sage_plugin.capture.record import CaptureRecord
-from sage_plugin.capture.store import attention_file, linear_file
+from sage_plugin.capture.store import attention_file, grouped_file, linear_file
 from sage_plugin.capture.store.file_kind import FileKind, Shapes
 from sage_plugin.capture.store.paths import file_problem
-from sage_plugin.schema import ATTENTION, LINEAR
+from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR
 
 MAX_CAPTURE_BYTES = 64 * 2**30
 MOST_HEAD_BYTES = 64 * 2**10
 
-KINDS: dict[str, FileKind] = {ATTENTION: attention_file.KIND, LINEAR: linear_file.KIND}
+KINDS: dict[str, FileKind] = {
+    ATTENTION: attention_file.KIND,
+    LINEAR: linear_file.KIND,
+    GROUPED_LINEAR: grouped_file.KIND,
+}
 """The op families whose calls are captured."""
 
 

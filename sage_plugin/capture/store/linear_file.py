@@ -40,10 +40,13 @@ def dtype_problem(record: LinearCapture, dtypes: dict[str, str]) -> str | None:
 
 def weight_problem(record: LinearCapture, found: Shapes, dtypes: dict[str, str]) -> str | None:
     """Tell how a file differs from that of the weight, or `None`."""
-    wrong = wrong_tensors(found, {"weight": (record.shape.out_features, record.shape.in_features)})
-    if wrong is None and dtypes["weight"] not in _DTYPES:
-        wrong = f"weight is {dtypes['weight']}"
-    return wrong
+    expected: Shapes = {"weight": (record.shape.out_features, record.shape.in_features)}
+    return wrong_tensors(found, expected) or weight_type_problem(dtypes)
+
+
+def weight_type_problem(dtypes: dict[str, str]) -> str | None:
+    """Tell that a weight has a type that none has, or `None`."""
+    return None if dtypes["weight"] in _DTYPES else f"weight is {dtypes['weight']}"
 
 
 KIND = FileKind(

@@ -91,7 +91,7 @@ class CaptureFolder:
             return f"{record.file} cannot be read: {error}"
         if digest != record.sha256:
             return f"{record.file} does not match its checksum: damaged"
-        if isinstance(record, LinearCapture):
+        if isinstance(record, LinearCapture) and record.needs_weight:
             try:
                 self.weight(record)
             except CaptureError as error:

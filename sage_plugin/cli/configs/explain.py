@@ -21,7 +21,6 @@ from sage_plugin.cli.options import (
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import (
     ATTENTION,
-    LINEAR,
     AnyKey,
     AnyShape,
     CallShape,
@@ -121,8 +120,8 @@ def _tune_command(key: AnyKey, shape: AnyShape, config_dir: Path | None) -> str:
 def _linear_words(shape: LinearShape) -> list[str]:
     features = f"{shape.out_features}/{shape.in_features}"
     return [
-        "--op", LINEAR, "--out-in-features", features, "--batch-sizes", str(shape.rows),
-        "--dtype", shape.dtype,
+        "--op", shape.family, "--out-in-features", features, "--batch-sizes", str(shape.rows),
+        "--dtype", shape.dtype, *(("--groups", str(shape.groups)) if shape.groups else ()),
     ]  # fmt: skip
 
 

@@ -16,12 +16,14 @@ from sage_plugin.cli.options import ConfigDir, Device, one_of
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import AnyEntry, DeviceFacts
 
-FORMATS = ("seed",)
+FORMATS = ("seed", "tilings")
 
 Place = Annotated[
     Path | None, typer.Argument(help="File, folder of configs, or a run (default: all in use).")
 ]
-Format = Annotated[str, typer.Option("--format", help="seed: best_configs_*.json of the INT8 one.")]
+Format = Annotated[
+    str, typer.Option("--format", help="seed: best_configs_*.json; tilings: m*_k*_n*_g*.json.")
+]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")]
 
 
@@ -34,16 +36,16 @@ def command(
     config_dir: ConfigDir = None,
 ) -> None:
     """Write tuned configs as files of another tuner."""
-    from sage_plugin.registry import seed_files
+    from sage_plugin.registry import seed_files, tiling_files
 
     one_of("--format", form, FORMATS)
     facts = facts_of(device, card, config_dir)
     entries = _entries(path, facts, config_dir)
-    made, left_out = seed_files.write(entries, time.strftime("%Y%m%d_%H%M%S", time.gmtime()))
+    write = tiling_files.write if form == "tilings" else seed_files.write
+    made, left_out = write(entries, time.strftime("%Y%m%d_%H%M%S", time.gmtime()))
     if left_out:
         say(
-            f"left out: {len(left_out)} entries, which the form has no words for (other kernels, "
-            "masks, causal and grouped calls)",
+            f"left out: {len(left_out)} entries, which the form has no words for",
             to_stderr=True,
         )
     if not made:
@@ -52,7 +54,7 @@ def command(
         out.mkdir(parents=True, exist_ok=True)
     for name, content in made.items():
         files.write_json(out / name, content)
-        say(f"{out / name}: {len(content)} calls")
+        say(f"{out / name}: {1 if form == 'tilings' else len(content)} calls")
     say(f"Next: sage configs import {out / next(iter(made))}, on the card that shall use them")
 
 

@@ -13,7 +13,7 @@ import typer
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import ConfigDir, Device, dtype_name, flattened, one_of
 from sage_plugin.cli.tuning.options import PlaceOptions, seconds
-from sage_plugin.schema import LAYOUTS, DeviceFacts, RegistryEntry
+from sage_plugin.schema import LAYOUTS, DeviceFacts, LinearShape, RegistryEntry
 
 if TYPE_CHECKING:
     from sage_plugin.tune.held.recheck import Believed
@@ -59,7 +59,13 @@ class MeasureOptions:
 Stale = Annotated[
     bool, typer.Option("--stale", help="Only entries that were tuned with other software.")
 ]
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="best_configs_*.json")]
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...", help="best_configs_*.json, or m*_k*_n*_g*.json of grouped products."
+    ),
+]
+INT8_ATTENTION = "qk_int8"
 Kernel = Annotated[str, typer.Option(help="Kernel, or kernel:variant, that they are of.")]
 Dtype = Annotated[str, typer.Option(help="fp16, bf16 or fp32.")]
 Layout = Annotated[str, typer.Option(help="bhsd or bshd.")]
@@ -82,24 +88,38 @@ def revalidate(options: MeasureOptions, stale: Stale = False) -> None:
 def import_files(
     files: Files,
     options: MeasureOptions,
-    kernel: Kernel = "qk_int8",
+    kernel: Kernel = INT8_ATTENTION,
     dtype: Dtype = "fp16",
     layout: Layout = "bhsd",
 ) -> None:
-    """Measure configs of best_configs_*.json here, and keep those that beat the default."""
+    """Measure configs of other tuners' files here, and keep those that beat the default."""
     from sage_plugin.measure.inputs import self_attention
-    from sage_plugin.registry import seed_files
+    from sage_plugin.registry import seed_files, tiling_files
     from sage_plugin.tune.held.recheck import Believed
 
     name = dtype_name(dtype)
     one_of("--layout", layout, LAYOUTS)
     believed = []
     for path in files:
+        if tiling_files.is_tiling(path):
+            believed.append(_of_tiling(path, kernel, name))
+            continue
         for row in seed_files.read(path):
             plain = self_attention(row.batch, row.heads, row.seq_len, row.head_dim, dtype=name)
             shape = dataclasses.replace(plain, layout=layout)
             believed.append(Believed(kernel, shape, row.fields, str(path)))
     options.measure(believed, "import")
+
+
+def _of_tiling(path: Path, kernel: str, dtype: str) -> Believed:
+    """A tiling of a grouped product, of 16-bit numbers unless a kernel is named."""
+    from sage_plugin.registry import tiling_files
+    from sage_plugin.tune.held.recheck import Believed
+
+    row = tiling_files.read(path)
+    named = "bf16:triton" if kernel == INT8_ATTENTION else kernel
+    shape = LinearShape(row.rows, row.in_features, row.out_features, dtype, groups=row.groups)
+    return Believed(named, shape, row.fields, str(path))
 
 
 def _in_use(facts: DeviceFacts, config_dir: Path | None, stale: bool) -> Iterator[Believed]:

@@ -27,7 +27,13 @@ def moved_bytes(shape: LinearShape) -> int:
         52
     """
     values = shape.rows * (shape.in_features + shape.out_features)
-    return BYTES[shape.dtype] * (values + shape.in_features * shape.out_features)
+    weights = max(1, shape.groups) * shape.in_features * shape.out_features
+    return BYTES[shape.dtype] * (values + weights)
+
+
+def output_bytes(shape: LinearShape) -> int:
+    """Count the bytes of the output in the dtype of the input."""
+    return BYTES[shape.dtype] * shape.rows * shape.out_features
 
 
 def product_bytes(rows: QuantizedRows, weight: QuantizedWeight, shape: LinearShape) -> int:
@@ -35,4 +41,4 @@ def product_bytes(rows: QuantizedRows, weight: QuantizedWeight, shape: LinearSha
     of_rows = (rows.data, rows.scale, rows.offset, rows.sums)
     read = sum(one.nbytes for one in (*of_rows, *weight.tensors()) if one is not None)
     smooth = 0 if weight.smooth is None else weight.smooth.nbytes
-    return read - smooth + BYTES[shape.dtype] * shape.rows * shape.out_features
+    return read - smooth + output_bytes(shape)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import torch
 
 from sage_plugin.errors import DeviceError, UnknownKernelError, UsageError
@@ -26,8 +29,36 @@ TUNED = "triton"
 """The backend whose launch configs are tuned."""
 
 
-def parse_kernel(text: str) -> tuple[str, str]:
+def parse_linear_kernel(
+    text: str, *, kernels: Sequence[str], of_baseline: Sequence[str]
+) -> tuple[str, str]:
     """Split `kernel` or `kernel:backend` into names that exist; the backend defaults to `"auto"`.
+
+    Args:
+        text: what was given.
+        kernels: names of kernels, the 16-bit one first.
+        of_baseline: backends of that one beside torch's own, `"host"`.
+
+    Raises:
+        UnknownKernelError: the kernel or its backend is not known.
+    """
+    kernel, _, backend = text.partition(":")
+    backend = backend or "auto"
+    if kernel not in ("auto", *kernels):
+        raise UnknownKernelError(
+            f"kernel {kernel!r} is not known; choose one of auto, {', '.join(kernels)}"
+        )
+    own = (HOST, *of_baseline) if kernel == dispatch.BASELINE else LINEAR_BACKENDS
+    if backend not in ("auto", *own):
+        raise UnknownKernelError(
+            f"backend {backend!r} of kernel {kernel!r} is not known; choose one of auto, "
+            f"{', '.join(LINEAR_BACKENDS)}"
+        )
+    return kernel, "auto" if backend == HOST else backend
+
+
+def parse_kernel(text: str) -> tuple[str, str]:
+    """Split `kernel` or `kernel:backend` as `parse_linear_kernel` does.
 
     Raises:
         UnknownKernelError: the kernel or its backend is not known.
@@ -36,18 +67,7 @@ def parse_kernel(text: str) -> tuple[str, str]:
         >>> parse_kernel("fp8_row:torch")
         ('fp8_row', 'torch')
     """
-    kernel, _, backend = text.partition(":")
-    backend = backend or "auto"
-    if kernel not in ("auto", *LINEAR_KERNELS):
-        raise UnknownKernelError(
-            f"kernel {kernel!r} is not known; choose one of auto, {', '.join(LINEAR_KERNELS)}"
-        )
-    if backend not in ("auto", *((HOST,) if kernel == dispatch.BASELINE else LINEAR_BACKENDS)):
-        raise UnknownKernelError(
-            f"backend {backend!r} of kernel {kernel!r} is not known; choose one of auto, "
-            f"{', '.join(LINEAR_BACKENDS)}"
-        )
-    return kernel, "auto" if backend == HOST else backend
+    return parse_linear_kernel(text, kernels=LINEAR_KERNELS, of_baseline=())
 
 
 def kernels_of(facts: DeviceFacts) -> tuple[str, ...]:
@@ -70,25 +90,31 @@ def call_key(shape: LinearShape, decision: Decision) -> LinearKey:
     """Return the key of a call."""
     return LinearKey(
         decision.kernel, decision.variant, shape.in_features, shape.out_features, shape.dtype,
-        shape.rows,
+        shape.rows, shape.groups,
     )  # fmt: skip
 
 
 def shape_of(key: LinearKey) -> LinearShape:
     """Return a call that has a key, without a bias."""
-    return LinearShape(key.rows, key.in_features, key.out_features, key.dtype)
+    return LinearShape(key.rows, key.in_features, key.out_features, key.dtype, groups=key.groups)
 
 
-def find_launch(
-    key: LinearKey, facts: DeviceFacts, *, config_dir: str | None = None
+Look = Callable[..., ResolvedConfig]
+
+
+def tuned_launch(
+    look: Look, key: LinearKey, facts: DeviceFacts, *, config_dir: str | None = None
 ) -> ResolvedConfig | None:
     """Return the config that the runtime would use; `None` where ours does not multiply."""
-    if key.variant != TUNED:
-        return None
-    return launch_space.find_launch(key, facts, config_dir=config_dir)
+    return look(key, facts, config_dir=config_dir) if key.variant == TUNED else None
 
 
-def refuse_untuned(text: str, decision: Decision, facts: DeviceFacts) -> None:
+def refuse_untuned_linear(
+    kernels: Callable[[DeviceFacts], Sequence[str]],
+    text: str,
+    decision: Decision,
+    facts: DeviceFacts,
+) -> None:
     """Refuse what has no launch config.
 
     Raises:
@@ -101,7 +127,7 @@ def refuse_untuned(text: str, decision: Decision, facts: DeviceFacts) -> None:
             "there is a GPU"
         )
     if decision.reason is None and decision.variant != TUNED:
-        ours = [name for name in kernels_of(facts) if name != dispatch.BASELINE]
+        ours = [name for name in kernels(facts) if name != dispatch.BASELINE]
         raise UsageError(
             f"kernel {text!r} is {decision.label} on {facts.name}, torch's own product, which has "
             f"no launch config: name one of {', '.join(f'{name}:{TUNED}' for name in ours)}"
@@ -119,14 +145,14 @@ LINEAR_FAMILY = Family(
     default_launch=launch_space.default_launch,
     search_space=launch_space.search_space,
     illegal_reason=launch_space.illegal_reason,
-    find_launch=find_launch,
+    find_launch=functools.partial(tuned_launch, launch_space.find_launch),
     forget=launch_config.forget,
     compile_call=ahead_of_time.compile_call,
     gate_for=gates.gate_for,
     captured=replay.captured,
     drawn=replay.drawn,
     saved_shape=replay.saved_shape,
-    refuse_untuned=refuse_untuned,
+    refuse_untuned=functools.partial(refuse_untuned_linear, kernels_of),
     describe=labels.describe,
     describe_key=labels.describe_key,
     lines=labels.lines,

@@ -7,21 +7,19 @@ from sage_plugin.schema import LinearKey, LinearShape
 
 
 def describe(shape: LinearShape) -> str:
-    """Write a shape in a few words: rows, channels in and out, and what it has.
+    """Write a shape in a few words: rows, channels in and out, groups, and what it has.
 
     Example:
         >>> describe(LinearShape(4608, 3072, 12288, "bfloat16", bias=True))
         '4608x3072->12288 bf16 bias'
     """
     bias = " bias" if shape.bias else ""
-    sizes = f"{shape.rows}x{shape.in_features}->{shape.out_features}"
-    return f"{sizes} {short_dtype(shape.dtype)}{bias}"
+    return f"{_sizes(shape)} {short_dtype(shape.dtype)}{bias}"
 
 
 def describe_key(key: LinearKey) -> str:
     """Write a key in a few words: kernel, rows, channels in and out, dtype."""
-    sizes = f"{key.rows}x{key.in_features}->{key.out_features}"
-    return f"{key.kernel}:{key.variant} {sizes} {short_dtype(key.dtype)}"
+    return f"{key.kernel}:{key.variant} {_sizes(key)} {short_dtype(key.dtype)}"
 
 
 def lines(call: LinearShape | LinearKey) -> str:
@@ -32,4 +30,10 @@ def lines(call: LinearShape | LinearKey) -> str:
         ['3,072->12,288', '4,608 rows', 'bf16']
     """
     features = f"{call.in_features:,}->{call.out_features:,}"
-    return f"{features}\n{call.rows:,} rows\n{short_dtype(call.dtype)}"
+    groups = f", {call.groups} groups" if call.groups else ""
+    return f"{features}\n{call.rows:,} rows{groups}\n{short_dtype(call.dtype)}"
+
+
+def _sizes(call: LinearShape | LinearKey) -> str:
+    groups = f" in {call.groups} groups" if call.groups else ""
+    return f"{call.rows}x{call.in_features}->{call.out_features}{groups}"

@@ -75,10 +75,7 @@ class LinearReplay:
     def exact(self, rows: torch.Tensor | None = None) -> ExactRows:
         """Compute rows of the output in fp64, the same of each block of rows."""
         blocks = self._blocks()
-        size = self.shape.rows // blocks
-        if rows is None:
-            count = min(size, max(1, JUDGED_ROWS // blocks))
-            rows = torch.arange(count) * size // count
+        rows, size = self._judged(rows)
         x = self.x.view(blocks, size, -1)[:, rows.to(self.x.device)].double()
         weight = self.weight.double()
         bias = None if self.bias is None else self.bias.double()
@@ -143,6 +140,15 @@ class LinearReplay:
     def flops(self) -> int:
         """Count its operations."""
         return cost.flops(self.shape)
+
+    def _judged(self, rows: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+        """Rows of each block that are judged, evenly spread if `None`, and the size of a block."""
+        blocks = self._blocks()
+        size = self.shape.rows // blocks
+        if rows is None:
+            count = min(size, max(1, JUDGED_ROWS // blocks))
+            rows = torch.arange(count) * size // count
+        return rows, size
 
     def _blocks(self) -> int:
         """How many blocks of equal size there are."""
@@ -225,6 +231,7 @@ def drawn(
         x[shape.rows // 2 :] -= 1.0
     if distribution == "outlier":
         x[:, :OUTLIER_CHANNELS] *= OUTLIER_SCALE
-    weight = draw(shape.out_features, shape.in_features) * shape.in_features**-0.5
-    bias = draw(shape.out_features).to(dtype) if shape.bias else None
+    groups = (shape.groups,) if shape.groups else ()
+    weight = draw(*groups, shape.out_features, shape.in_features) * shape.in_features**-0.5
+    bias = draw(*groups, shape.out_features).to(dtype) if shape.bias else None
     return LinearReplay(x.to(dtype), weight.to(dtype), bias, dataclasses.replace(shape))

@@ -5,6 +5,8 @@ Everything here is known without data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
@@ -50,7 +52,7 @@ def decide(call: LinearCall, facts: DeviceFacts, request: LinearRequest) -> Deci
         UnknownKernelError: the kernel or the backend is not known.
         UnsupportedInputError: another kernel than that of a quantized weight.
     """
-    kernel, backend = _checked(request)
+    kernel, backend = named(request, LINEAR_KERNELS)
     automatic = kernel == "auto"
     if isinstance(call.weight, QuantizedWeight):
         if kernel not in ("auto", call.weight.kernel):
@@ -73,14 +75,18 @@ def decide(call: LinearCall, facts: DeviceFacts, request: LinearRequest) -> Deci
     return _left(reason) if reason is not None else Decision(kernel, backend)
 
 
-def _checked(request: LinearRequest) -> tuple[str, str]:
-    """The names of a request, which exist."""
+def named(request: LinearRequest, kernels: Sequence[str]) -> tuple[str, str]:
+    """Return the kernel and the backend of a request, which exist.
+
+    Raises:
+        UnknownKernelError: one of them does not.
+    """
     kernel, backend = request.kernel, request.backend
-    if kernel != "auto" and kernel not in LINEAR_KERNELS:
+    if kernel not in ("auto", *kernels):
         raise UnknownKernelError(
-            f"kernel {kernel!r} is not known; choose one of auto, {', '.join(LINEAR_KERNELS)}"
+            f"kernel {kernel!r} is not known; choose one of auto, {', '.join(kernels)}"
         )
-    if backend != "auto" and backend not in LINEAR_BACKENDS:
+    if backend not in ("auto", *LINEAR_BACKENDS):
         raise UnknownKernelError(
             f"backend {backend!r} is not known; choose one of auto, {', '.join(LINEAR_BACKENDS)}"
         )

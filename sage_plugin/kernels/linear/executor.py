@@ -20,7 +20,7 @@ from sage_plugin.kernels.linear.launch_space import find_launch, illegal_reason
 from sage_plugin.kernels.linear.quantizer import RowQuantizer, quantizer_of
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
-from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
 from sage_plugin.kernels.linear.weight_memo import quantized_once
 from sage_plugin.kernels.surroundings import on_device, without_autocast
 from sage_plugin.schema import DeviceFacts, LinearKey
@@ -69,7 +69,7 @@ class LinearExecutor:
             return host_linear(call.x, call.weight, call.bias, call.out_dtype)
         x, weight = call.x, call.weight
         if not isinstance(weight, QuantizedWeight):
-            weight = quantized_once(weight, self.decision.kernel)
+            weight = quantized_once(weight, self.decision.kernel, quantize_weight)
         with on_device(x.device), without_autocast(x.device):
             rows = self.rows(call, weight, prologue)
             out = backend.multiply(rows, weight, call.bias, call.out_dtype or x.dtype)
@@ -159,11 +159,7 @@ def _built(
         return LinearEmulation(), None
     if decision.variant == "torch":
         return TorchProducts(asks=True), None
-    if facts.kind == "cpu" and not settings.triton_interpreted():
-        raise UnsupportedInputError(
-            f"kernel {decision.label} needs a GPU and the tensors are on the CPU; use "
-            "backend='emulation', or set TRITON_INTERPRET=1 before Triton is imported"
-        )
+    check_place(decision, facts)
     out_features, in_features = call.matrix.shape
     dtype = str(call.x.dtype).removeprefix("torch.")
     key = LinearKey(decision.kernel, decision.variant, in_features, out_features, dtype, call.rows)
@@ -178,3 +174,16 @@ def _built(
     from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
 
     return TritonProducts(launch), found
+
+
+def check_place(decision: Decision, facts: DeviceFacts) -> None:
+    """Raise where Triton is asked for on a CPU, unless its interpreter runs it.
+
+    Raises:
+        UnsupportedInputError: it is.
+    """
+    if facts.kind == "cpu" and not settings.triton_interpreted():
+        raise UnsupportedInputError(
+            f"kernel {decision.label} needs a GPU and the tensors are on the CPU; use "
+            "backend='emulation', or set TRITON_INTERPRET=1 before Triton is imported"
+        )

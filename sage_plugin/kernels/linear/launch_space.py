@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from sage_plugin.errors import ConfigError
@@ -38,13 +39,17 @@ def default_launch(key: LinearKey, facts: DeviceFacts) -> LinearLaunch:
     Raises:
         ConfigError: no kernel runs on this hardware.
     """
-    return _runnable(_region(key.rows, facts).default, key.in_features)
+    return _runnable(region_of(REGIONS, key.rows, facts).default, key)
 
 
 def search_space(key: LinearKey, facts: DeviceFacts) -> tuple[LinearLaunch, ...]:
     """Return the launch configs to search, legal or not, the default first."""
-    region = _region(key.rows, facts)
-    found = [default_launch(key, facts)]
+    return configs_of(region_of(REGIONS, key.rows, facts), key)
+
+
+def configs_of(region: LinearRegion, key: LinearKey) -> tuple[LinearLaunch, ...]:
+    """Return the launch configs of a region for a call, its default first."""
+    found = [region.default]
     for (m, n, k, warps), values in itertools.product(
         region.tiles, itertools.product(*region.axes.values())
     ):
@@ -53,19 +58,27 @@ def search_space(key: LinearKey, facts: DeviceFacts) -> tuple[LinearLaunch, ...]
             **dict(zip(region.axes, values, strict=True)),
         )  # fmt: skip
         found.append(config)
-    return tuple(dict.fromkeys(_runnable(config, key.in_features) for config in found))
+    return tuple(dict.fromkeys(_runnable(config, key) for config in found))
 
 
-def _runnable(config: LinearLaunch, in_features: int) -> LinearLaunch:
+def _runnable(config: LinearLaunch, key: LinearKey) -> LinearLaunch:
     """Return a config for a call whose rows no descriptor may describe, too."""
-    if config.loads == "descriptor" and in_features % DESCRIBED_BYTES:
+    if config.loads == "descriptor" and _row_bytes(key) % DESCRIBED_BYTES:
         return config.replaced(loads="pointer")
     return config
 
 
+def _row_bytes(key: LinearKey) -> int:
+    return key.in_features * element_bytes(key)
+
+
+def element_bytes(key: LinearKey) -> int:
+    """Return the bytes of a number that a call multiplies."""
+    return 2 if key.kernel == "bf16" else 1
+
+
 def illegal_reason(config: LinearLaunch, key: LinearKey, facts: DeviceFacts) -> str | None:
     """Return why a launch config cannot run a call on a device, in one sentence, or `None`."""
-    in_features = key.in_features
     tma = config.loads == "descriptor"
     checks = (
         *(
@@ -86,8 +99,8 @@ def illegal_reason(config: LinearLaunch, key: LinearKey, facts: DeviceFacts) -> 
          f"{config.num_warps} warps"),
         (not tma or facts.arch in TMA_ARCHS or facts.kind == "cpu",
          f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
-        (not tma or in_features % DESCRIBED_BYTES == 0,
-         f"loads 'descriptor' needs rows of whole 16 bytes, and in_features is {in_features}"),
+        (not tma or _row_bytes(key) % DESCRIBED_BYTES == 0,
+         f"loads 'descriptor' needs rows of whole 16 bytes, and in_features is {key.in_features}"),
         (facts.kind != "hip" or config.num_stages <= 2,
          f"num_stages {config.num_stages} on AMD is limited to 2"),
         (config.maxnreg == 0 or (32 <= config.maxnreg <= 255 and facts.kind != "hip"),
@@ -101,7 +114,7 @@ def illegal_reason(config: LinearLaunch, key: LinearKey, facts: DeviceFacts) -> 
     for legal, reason in checks:
         if not legal:
             return reason
-    needed = smem_lower_bound(config)
+    needed = smem_lower_bound(config) * element_bytes(key)
     if facts.smem_bytes and needed > facts.smem_bytes:
         return (
             f"needs at least {needed} bytes of shared memory, {facts.name} has {facts.smem_bytes}"
@@ -110,7 +123,7 @@ def illegal_reason(config: LinearLaunch, key: LinearKey, facts: DeviceFacts) -> 
 
 
 def smem_lower_bound(config: LinearLaunch) -> int:
-    """Return the bytes of shared memory that a launch needs at least: its pipelined blocks."""
+    """Return the bytes of shared memory that a launch of 8 bits needs at least, for its blocks."""
     return (config.num_stages - 1) * (config.block_m + config.block_n) * config.block_k
 
 
@@ -133,9 +146,14 @@ def _fill(_: LinearKey) -> str:
 RULES = LaunchRules(default_launch, illegal_reason, tune_command, _words, _fill)
 
 
-def _region(rows: int, facts: DeviceFacts) -> LinearRegion:
+def region_of(regions: Sequence[LinearRegion], rows: int, facts: DeviceFacts) -> LinearRegion:
+    """Return the first region that serves so many rows on a device.
+
+    Raises:
+        ConfigError: there is none.
+    """
     arch = "emulation" if facts.kind == "cpu" else facts.arch
-    for region in REGIONS:
+    for region in regions:
         if rows <= region.max_rows and fnmatchcase(arch, region.arch):
             return region
     raise ConfigError(f"linears have no launch config for {arch}; use kernel='bf16'")

@@ -33,14 +33,18 @@ class RowQuantizer:
         smooth: torch.Tensor | None = None,
         prologue: Prologue = NO_PROLOGUE,
         kept: torch.Tensor | None = None,
+        copies: torch.Tensor | None = None,
     ) -> QuantizedRows:
-        """Quantize `(..., K)` to `(M, K)` rows; see `rows.quantized_rows`."""
+        """Quantize `(..., K)` to `(M, K)` rows; see `rows.quantized_rows`.
+
+        `copies` are `(M, C)` places that each row goes to.
+        """
         if not self.by_torch:
             try:
                 from sage_plugin.kernels.linear.backends.triton import rows
 
                 if rows.takes_rows(x.shape[-1], prologue):
-                    return rows.quantize_rows_triton(x, form, smooth, prologue, kept)
+                    return rows.quantize_rows_triton(x, form, smooth, prologue, kept, copies)
             except Exception as error:  # of the compiler; others are raised again
                 reason = build_failure(error)
                 if reason is None:
@@ -49,7 +53,8 @@ class RowQuantizer:
                 warn_once(
                     logger, "rows by torch", "rows are quantized by torch's operations: %s", reason
                 )
-        return quantized_rows(x, form, smooth, prologue, kept).flat()
+        made = quantized_rows(x, form, smooth, prologue, kept).flat()
+        return made if copies is None else made.copied(copies)
 
 
 IN_TRITON, BY_TORCH = RowQuantizer(by_torch=False), RowQuantizer(by_torch=True)

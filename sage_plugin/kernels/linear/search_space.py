@@ -31,7 +31,8 @@ class LinearRegion:
     axes: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
 
 
-def _tile(m: int, n: int, k: int, warps: int, stages: int, **more: int | str) -> LinearLaunch:
+def tile(m: int, n: int, k: int, warps: int, stages: int, **more: int | str) -> LinearLaunch:
+    """Return the launch config of a tile."""
     return LinearLaunch(block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages, **more)  # type: ignore[arg-type]
 
 
@@ -50,18 +51,18 @@ TMA_AXES: dict[str, tuple[int | str, ...]] = {"num_stages": (3, 4), "group_m": (
 AMD_AXES: dict[str, tuple[int | str, ...]] = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
 
 REGIONS = (
-    LinearRegion("emulation", ANY_ROWS, _tile(128, 128, 128, 8, 2)),
+    LinearRegion("emulation", ANY_ROWS, tile(128, 128, 128, 8, 2)),
     # Fewer than 64 rows are no `wgmma`, and FP8 ones become products of fp16.
-    LinearRegion("sm_90", FEW, _tile(64, 64, 128, 4, 4), HOPPER_TILES, NVIDIA_AXES),
-    LinearRegion("sm_90", ANY_ROWS, _tile(128, 256, 128, 8, 3, **TMA), LARGE_TILES, TMA_AXES),
-    LinearRegion("sm_10*", FEW, _tile(64, 64, 128, 4, 3), SMALL_TILES, NVIDIA_AXES),
-    LinearRegion("sm_10*", ANY_ROWS, _tile(128, 128, 128, 8, 3), LARGE_TILES, NVIDIA_AXES),
-    LinearRegion("sm_8[07]", FEW, _tile(16, 64, 128, 4, 4), SMALL_TILES, NVIDIA_AXES),
-    LinearRegion("sm_8[07]", ANY_ROWS, _tile(128, 256, 64, 8, 4), LARGE_TILES, NVIDIA_AXES),
-    LinearRegion("sm_*", FEW, _tile(16, 64, 128, 4, 3), SMALL_TILES, NVIDIA_AXES),
-    LinearRegion("sm_*", ANY_ROWS, _tile(128, 128, 128, 8, 3), LARGE_TILES, NVIDIA_AXES),
-    LinearRegion("gfx1*", FEW, _tile(16, 64, 64, 4, 1), RDNA_TILES, AMD_AXES),
-    LinearRegion("gfx1*", ANY_ROWS, _tile(64, 64, 64, 4, 1), RDNA_TILES, AMD_AXES),
-    LinearRegion("gfx*", FEW, _tile(16, 64, 128, 4, 1), AMD_TILES, AMD_AXES),
-    LinearRegion("gfx*", ANY_ROWS, _tile(128, 128, 64, 4, 2), AMD_TILES, AMD_AXES),
+    LinearRegion("sm_90", FEW, tile(64, 64, 128, 4, 4), HOPPER_TILES, NVIDIA_AXES),
+    LinearRegion("sm_90", ANY_ROWS, tile(128, 256, 128, 8, 3, **TMA), LARGE_TILES, TMA_AXES),
+    LinearRegion("sm_10*", FEW, tile(64, 64, 128, 4, 3), SMALL_TILES, NVIDIA_AXES),
+    LinearRegion("sm_10*", ANY_ROWS, tile(128, 128, 128, 8, 3), LARGE_TILES, NVIDIA_AXES),
+    LinearRegion("sm_8[07]", FEW, tile(16, 64, 128, 4, 4), SMALL_TILES, NVIDIA_AXES),
+    LinearRegion("sm_8[07]", ANY_ROWS, tile(128, 256, 64, 8, 4), LARGE_TILES, NVIDIA_AXES),
+    LinearRegion("sm_*", FEW, tile(16, 64, 128, 4, 3), SMALL_TILES, NVIDIA_AXES),
+    LinearRegion("sm_*", ANY_ROWS, tile(128, 128, 128, 8, 3), LARGE_TILES, NVIDIA_AXES),
+    LinearRegion("gfx1*", FEW, tile(16, 64, 64, 4, 1), RDNA_TILES, AMD_AXES),
+    LinearRegion("gfx1*", ANY_ROWS, tile(64, 64, 64, 4, 1), RDNA_TILES, AMD_AXES),
+    LinearRegion("gfx*", FEW, tile(16, 64, 128, 4, 1), AMD_TILES, AMD_AXES),
+    LinearRegion("gfx*", ANY_ROWS, tile(128, 128, 64, 4, 2), AMD_TILES, AMD_AXES),
 )

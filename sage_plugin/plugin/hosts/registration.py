@@ -1,10 +1,10 @@
-"""`register`: our attention by name, in the registries of diffusers and transformers.
+"""`register`: our attention and experts by name, in the registries of diffusers and transformers.
 
-For those who choose attention by a name: `model.set_attention_backend("sage_plugin")` of diffusers,
-`attn_implementation="sage_plugin"` of transformers. A call by the name is decided as one of a
-patched layer is, and what no kernel takes goes to what is the default of the library: `native`
-there, `sdpa` here, whose masks are made. The settings are those of the whole process, as the names
-are.
+For those who choose by a name: `model.set_attention_backend("sage_plugin")` of diffusers,
+`attn_implementation="sage_plugin"` and `experts_implementation="sage_plugin"` of transformers. A
+call by the name is decided as one of a patched layer is, and what no kernel takes goes to what is
+the default of the library: `native` there, `sdpa` here, whose masks are made, and `grouped_mm` for
+experts. The settings are those of the whole process, as the names are.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.attention.call import AttentionCall
 from sage_plugin.plugin import route
 from sage_plugin.plugin.context import STACK, Frame, LayerContext, PatchOptions, PatchState
+from sage_plugin.plugin.experts.named import NamedExperts
 from sage_plugin.plugin.hosts import transformers_dispatch as interface
 from sage_plugin.plugin.hosts.transformers_dispatch import NAME, UNKNOWN_TO_SDPA
+from sage_plugin.plugin.linears import report as of_linears
 from sage_plugin.plugin.patch import MIN_SEQ, checked_options
 from sage_plugin.plugin.report import PluginReport, row_of
 
@@ -52,22 +54,26 @@ class NamedAttention:
     Attributes:
         state: what the calls of all libraries share, the options among it.
         layers: one for each library in which the name is registered; it stands for all its calls.
+        experts: the experts of mixtures that run by the name.
     """
 
     def __init__(self, options: PatchOptions) -> None:
         self.state = PatchState(NAME, options, [])
         self.layers: dict[str, LayerContext] = {}
+        self.experts = NamedExperts(self.state)
 
     def report(self) -> PluginReport:
-        """What the calls did since the name was registered first: one row a library."""
+        """What the calls did since the name was registered first: one row a library and mixture."""
         rows = tuple(row_of(layer) for layer in self.layers.values())
-        return PluginReport(rows, {}, ())
+        linears = tuple(of_linears.row_of(layer) for layer in self.experts.layers)
+        return PluginReport(rows, {}, (), linears=linears)
 
     def __repr__(self) -> str:
         return f"<NamedAttention {NAME!r} in {', '.join(self.layers) or 'no library'}>"
 
     def _apply(self, options: PatchOptions) -> None:
         self.state.options = options
+        self.experts.kernel = options.linears or "auto"
         self.state.disabled = settings.current().disabled
         self.state.warned.clear()
         self.state.unbuilt.clear()
@@ -105,11 +111,12 @@ def _options(
     config_dir: str | os.PathLike[str] | None = None,
     min_seq: int = MIN_SEQ,
     on_unsupported: str = "fallback",
+    experts: str = "auto",
 ) -> PatchOptions:
     """The options of a patch that has these and leaves no layer out."""
     return checked_options(
         kernel=kernel, variant=variant, config_dir=config_dir, include=None, exclude=None,
-        min_seq=min_seq, on_unsupported=on_unsupported, check_finite=False,
+        min_seq=min_seq, on_unsupported=on_unsupported, check_finite=False, linears=experts,
     )  # fmt: skip
 
 
@@ -123,12 +130,15 @@ def register(
     config_dir: str | os.PathLike[str] | None = None,
     min_seq: int = MIN_SEQ,
     on_unsupported: str = "fallback",
+    experts: str = "auto",
 ) -> NamedAttention:
-    """Make our attention known as `"sage_plugin"` to diffusers and transformers.
+    """Make our attention and experts known as `"sage_plugin"` to diffusers and transformers.
 
     Afterwards `model.set_attention_backend("sage_plugin")` and diffusers' `attention_backend`
     choose it, and so do `set_attn_implementation`, `from_pretrained` and `from_config` of
-    transformers. A second call changes the settings in place, for all models that use the name. A
+    transformers. Experts of its mixtures are chosen apart, by `set_experts_implementation` or
+    `experts_implementation="sage_plugin"`; their weights are quantized at the first forward, beside
+    the originals. A second call changes the settings in place, for all models that use the name. A
     library that is not installed is passed over. A patched layer goes by its patch, whatever name
     its model has.
 
@@ -141,6 +151,7 @@ def register(
         config_dir: as for `patch`.
         min_seq: calls with fewer queries or keys go to the host's attention.
         on_unsupported: `"fallback"`, or `"error"` to raise where a kernel cannot take a call.
+        experts: `"auto"`, `"fp8_row"` or `"int8_row"`: the kernel of experts.
 
     Returns:
         The one handle there is: `.report()` tells what calls by the name did.
@@ -163,7 +174,7 @@ def register(
         >>> named is register()
         True
     """
-    options = _options(kernel, variant, config_dir, min_seq, on_unsupported)
+    options = _options(kernel, variant, config_dir, min_seq, on_unsupported, experts)
     present = [library for library in _ENTRANCES if find_spec(library) is not None]
     if not present:
         raise PatchError(
@@ -184,6 +195,7 @@ def _enter_transformers(named: NamedAttention) -> None:
     sdpa = library.AttentionInterface()["sdpa"]
     library.AttentionInterface.register(NAME, _transformers_function(named, sdpa))
     library.AttentionMaskInterface.register(NAME, library.AttentionMaskInterface()["sdpa"])
+    named.experts.enter()
 
 
 def _transformers_function(named: NamedAttention, sdpa: interface.Function) -> interface.Function:

@@ -27,6 +27,7 @@ from sage_plugin.plugin.counts import LayerCounts
 
 __all__ = [
     "Answer",
+    "count_config",
     "kernel_for",
     "kernel_on",
     "quantize_weight",
@@ -57,13 +58,18 @@ class Answer:
     def count(self, counts: LayerCounts, rule: int) -> None:
         """Enter the call."""
         counts.calls[self.label] += 1
-        if self.found is not None:
-            counts.config_sources[self.found.mark] += 1
-            if self.found.saved_ms is not None:
-                counts.saved_ms += self.found.saved_ms
-                counts.timed_calls += 1
+        count_config(counts, self.found)
         if rule:
             counts.rules[rule] += 1
+
+
+def count_config(counts: LayerCounts, found: ResolvedConfig | None) -> None:
+    """Enter the launch config of a product, `None` for one that has none."""
+    if found is not None:
+        counts.config_sources[found.mark] += 1
+        if found.saved_ms is not None:
+            counts.saved_ms += found.saved_ms
+            counts.timed_calls += 1
 
 
 def kernel_for(weight: torch.Tensor, kernel: str) -> str | FallbackReason:

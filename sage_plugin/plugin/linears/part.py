@@ -164,8 +164,10 @@ class LinearPart:
         self, path: str, one: FoundLinear, options: PatchOptions
     ) -> tuple[str, int] | FallbackReason:
         """Kernel and rule of a linear, or why it runs as ever."""
-        if one.reason is not None:
-            return one.reason
+        return self.kernel_at(path, options) if one.reason is None else one.reason
+
+    def kernel_at(self, path: str, options: PatchOptions) -> tuple[str, int] | FallbackReason:
+        """Return kernel and rule of what lies at a path, or why it runs as ever."""
         if not self._chosen(path, options):
             return EXCLUDED
         name = f"{self.state.component}.{plain_path(path)}"

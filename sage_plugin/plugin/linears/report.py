@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.plugin.experts.layer import ExpertsLayer
 from sage_plugin.plugin.linears.layer import LinearLayer
 
 MEBIBYTE = 1 << 20
@@ -51,8 +52,8 @@ class LinearReport:
         return sum(self.calls.values()) + sum(self.fallbacks.values())
 
 
-def row_of(layer: LinearLayer) -> LinearReport:
-    """What one linear did."""
+def row_of(layer: LinearLayer | ExpertsLayer) -> LinearReport:
+    """What one linear, or the experts of one mixture, did."""
     counts = layer.counts
     return LinearReport(
         layer.name,

@@ -30,6 +30,7 @@ class Role(Enum):
     MODULATION = "modulation and linears of norms"
     GATE = "gates and routers"
     PROJECTION = "projections into and out of the blocks"
+    EXPERTS = "experts"
     OTHER = "linears of no known role"
 
     @property

@@ -18,7 +18,7 @@ from sage_plugin import files
 from sage_plugin.errors import ConfigError, UnknownKernelError, did_you_mean
 from sage_plugin.kernels.attention.dispatch import parse_kernel
 from sage_plugin.plugin.policy.step_range import Band
-from sage_plugin.schema import LINEAR_KERNELS, JsonRecord, LaunchConfig
+from sage_plugin.schema import GROUPED_LINEAR, LINEAR_KERNELS, JsonRecord, LaunchConfig
 
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 4 * 2**20
@@ -27,7 +27,7 @@ HOST = "sdpa"
 ATTENTION, LINEAR = "attention", "linear"
 BASELINE = "bf16"
 """The kernel of a rule that leaves a linear as it is."""
-BASELINES = {ATTENTION: HOST, LINEAR: BASELINE}
+BASELINES = {ATTENTION: HOST, LINEAR: BASELINE, GROUPED_LINEAR: BASELINE}
 """What a call is left to, by op family."""
 TUNABLE = frozenset(spec.name for spec in fields(LaunchConfig))
 

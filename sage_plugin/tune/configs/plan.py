@@ -23,7 +23,7 @@ from sage_plugin.tune.run.study import Study, Timer, digest
 from sage_plugin.tune.search.search import ErrorLimit, SearchLimits
 
 CPU_KERNEL = "fav3_sage"
-"""What is tuned on a CPU unless a kernel is named: the emulation of a GPU's default kernel."""
+"""What attention is tuned for on a CPU, unless a kernel is named: a GPU's default kernel."""
 
 TIMERS = {"cpu": Timer("wall", screen_rounds=3, screen_s=1.0, race_rounds=20, race_s=10.0)}
 GPU_TIMER = Timer("events")
@@ -98,6 +98,11 @@ class TuningPlan:
     registry_path: Path
 
 
+def usual_kernel(family: Family, facts: DeviceFacts) -> str:
+    """Return what is tuned where no kernel is named."""
+    return CPU_KERNEL if facts.kind == "cpu" and family is ATTENTION else "auto"
+
+
 def build(request: TuningRequest) -> TuningPlan:
     """Make a plan; nothing is written and no kernel runs.
 
@@ -112,7 +117,7 @@ def build(request: TuningRequest) -> TuningPlan:
     device, facts = devices.chosen(chosen)
     studies, calls, notes = [], [], list(request.inputs.notes)
     for group in request.inputs.groups:
-        for text in request.kernels or (CPU_KERNEL if facts.kind == "cpu" else "auto",):
+        for text in request.kernels or (usual_kernel(request.family, facts),):
             study = _study(request, group, text, str(device), facts, notes)
             if study is not None and study not in studies:
                 studies.append(study)

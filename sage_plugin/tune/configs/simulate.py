@@ -275,7 +275,7 @@ def _recorded(
     trials: dict[AnyLaunch, Trial],
 ) -> RecordedStudy:
     shape = family(key.family).shape_of(key)
-    inputs = ReplayInputs(shape, drawn_family=key.family)
+    inputs = ReplayInputs(shape)
     study = Study(
         key, (inputs,), inputs, tuple(trials), gate, Timer("simulated"), "cpu", facts, toolchain
     )

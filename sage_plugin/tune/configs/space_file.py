@@ -16,14 +16,25 @@ from pathlib import Path
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load
-from sage_plugin.schema import ATTENTION, LINEAR, AnyLaunch, LaunchConfig, LinearLaunch
+from sage_plugin.schema import (
+    ATTENTION,
+    GROUPED_LINEAR,
+    LINEAR,
+    AnyLaunch,
+    LaunchConfig,
+    LinearLaunch,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_CONFIGS = 100_000
 MAX_FILE_BYTES = 2**20
 RENAMED = {"block_size_m": "block_m", "block_size_n": "block_n"}
-RECORDS: dict[str, type[AnyLaunch]] = {ATTENTION: LaunchConfig, LINEAR: LinearLaunch}
+RECORDS: dict[str, type[AnyLaunch]] = {
+    ATTENTION: LaunchConfig,
+    LINEAR: LinearLaunch,
+    GROUPED_LINEAR: LinearLaunch,
+}
 """The record of a launch config by its family."""
 IGNORED = {"stage": "no kernel reads it"}
 

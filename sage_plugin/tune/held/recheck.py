@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sage_plugin.errors import CaptureError
-from sage_plugin.families import ATTENTION
+from sage_plugin.families import describe, family
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import CallShape, RegistryEntry
+from sage_plugin.schema import AnyEntry, AnyShape
 from sage_plugin.tune.configs import plan as plans
 from sage_plugin.tune.configs.inputs import InputGroup, TuningInputs, shape_key
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
@@ -31,19 +31,18 @@ class Believed:
     """
 
     kernel: str
-    shape: CallShape
+    shape: AnyShape
     fields: Mapping[str, Value]
     source: str
     of_captures: bool = False
 
 
-def held(entry: RegistryEntry, source: str) -> Believed:
+def held(entry: AnyEntry, source: str) -> Believed:
     """Return what a registry entry holds."""
     label = f"{entry.key.kernel}:{entry.key.variant}"
     fields = entry.config.to_json()
-    return Believed(
-        label, ATTENTION.shape_of(entry.key), fields, source, not entry.evidence.synthetic
-    )
+    shape = family(entry.key.family).shape_of(entry.key)
+    return Believed(label, shape, fields, source, not entry.evidence.synthetic)
 
 
 def build(
@@ -55,7 +54,7 @@ def build(
     for one in believed:
         group = _group(one, request.inputs)
         if group is None:
-            what = f"{one.kernel} {ATTENTION.describe(one.shape)}"
+            what = f"{one.kernel} {describe(one.shape)}"
             notes.append(f"{what}: tuned on captures, and none of such a call were given")
             continue
         axes = tuple((field, (value,)) for field, value in one.fields.items())
@@ -68,6 +67,7 @@ def build(
                         kernels=(one.kernel,),
                         space=SpaceFile(Path(one.source), axes),
                         run_name=request.run_name or run,
+                        family=family(one.shape.family),
                         fresh=True,
                     )
                 )
@@ -93,5 +93,5 @@ def _group(one: Believed, captured: TuningInputs) -> InputGroup | None:
     for group in captured.groups:
         if shape_key(group.shape) == wanted:
             return group
-    drawn = ReplayInputs(one.shape, ATTENTION.describe(one.shape))
+    drawn = ReplayInputs(one.shape, describe(one.shape))
     return None if one.of_captures else InputGroup((drawn,), drawn)

@@ -126,7 +126,7 @@ class PolicyEvidence:
     ) -> Trial:
         """One trial that holds the medians of all options."""
         self._loaded = None
-        drawn = ReplayInputs(shape, drawn_family=shape.family)
+        drawn = ReplayInputs(shape)
         inputs = drawn if record is None else self._inputs(record)
         timed = inputs.timed(inputs.load(self._device), self._device)
         calls = {label: timed.whole(*one) for label, one in able.items()}

@@ -18,7 +18,7 @@ from typing import Any
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError, OutputError, UsageError
-from sage_plugin.schema import ATTENTION, LINEAR, DeviceFacts, Trial
+from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR, DeviceFacts, Trial
 from sage_plugin.tune.run.study import Study
 
 logger = logging.getLogger(__name__)
@@ -178,6 +178,7 @@ def git_revision() -> str:
 CALL = {
     ATTENTION: ("seq_q", "seq_k", "batch_heads", "head_dim", "causal"),
     LINEAR: ("rows", "in_features", "out_features"),
+    GROUPED_LINEAR: ("rows", "in_features", "out_features", "groups"),
 }
 """The fields of keys that a table of trials has, by op family."""
 

@@ -163,7 +163,7 @@ def test_inputs_of_inference_mode_are_not_remembered(counted: Quantizer) -> None
 def test_nothing_outlives_its_input(counted: Quantizer) -> None:
     x, weight = torch.randn(4, 32), torch.randn(8, 32)
     kept = [weakref.ref(quantize_rows(x, FORM, None, counted).data)]
-    kept.append(weakref.ref(quantized_once(weight, "int8_row").data))
+    kept.append(weakref.ref(quantized_once(weight, "int8_row", quantize_weight).data))
     assert all(one() is not None for one in kept)
     del x, weight
     assert [one() for one in kept] == [None, None]

@@ -31,6 +31,18 @@ class QuantizedRows:
     offset: torch.Tensor | None = None
     sums: torch.Tensor | None = None
 
+    def copied(self, places: torch.Tensor) -> QuantizedRows:
+        """Return copies of `(M, K)` rows with a scale each, `(M * C, K)`; traceable.
+
+        Args:
+            places: `(M, C)` places that each row goes to, none of them twice.
+        """
+        order = torch.empty_like(places.view(-1), dtype=torch.int64)
+        count = torch.arange(order.shape[0], device=order.device)
+        order[places.reshape(-1).long()] = count // places.shape[1]
+        data = self.data.view(torch.int8).index_select(0, order).view(self.data.dtype)
+        return QuantizedRows(data, self.scale.index_select(0, order))
+
     def flat(self) -> QuantizedRows:
         """Return the same as `(M, K)` with `(M, 1)` numbers."""
         if self.data.dim() == 2:

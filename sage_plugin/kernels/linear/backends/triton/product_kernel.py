@@ -36,7 +36,7 @@ class OutputTile(NamedTuple):
 
 
 @triton.jit
-def _place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+def place_of_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Block of rows and of columns of a tile; `GROUP_M` blocks of rows go column by column."""
     width = GROUP_M * tiles_n
     first = tile // width * GROUP_M
@@ -45,9 +45,11 @@ def _place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _finished(acc, tensors, at, K, CONFIG: tl.constexpr):
+def finished_tile(acc, tensors, at, K, CONFIG: tl.constexpr):
     """A tile of the output from its sums: (BLOCK_M, BLOCK_N), in fp32."""
-    if CONFIG.PER_TENSOR:
+    if not CONFIG.SCALED:
+        out = acc.to(tl.float32)
+    elif CONFIG.PER_TENSOR:
         of_rows = tl.load(tensors.x_scale)
         scale = of_rows * tl.load(tensors.w_scale)
         out = acc.to(tl.float32) * scale
@@ -78,7 +80,7 @@ def scaled_product_kernel(x, w, tensors, M, N, K, programs, CONFIG: tl.constexpr
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs, flatten=CONFIG.FLATTEN):
-        block_m, block_n = _place(tile, tiles_m, tiles_n, CONFIG.GROUP_M)
+        block_m, block_n = place_of_tile(tile, tiles_m, tiles_n, CONFIG.GROUP_M)
         offs_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         at = OutputTile(offs_m, offs_n, offs_m < M, offs_n < N)
@@ -104,7 +106,7 @@ def scaled_product_kernel(x, w, tensors, M, N, K, programs, CONFIG: tl.constexpr
                     x_tile = tl.load(x_at + k, mask=there, other=0.0)
                     w_tile = tl.load(w_at + k, mask=there, other=0.0)
                 acc = tl.dot(x_tile, w_tile.T, acc, out_dtype=SUM)
-        out = _finished(acc, tensors, at, K, CONFIG)
+        out = finished_tile(acc, tensors, at, K, CONFIG)
         to = tensors.out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
         mask = at.inside_m[:, None] & at.inside_n[None, :]
         tl.store(to, out.to(tensors.out.dtype.element_ty), mask=mask)

@@ -31,6 +31,7 @@ class ProductConfig:
         FLATTEN: whether the loops over tiles and channels are one pipeline.
         EVEN_K: whether K is whole steps.
         INT8: whether sums are integers.
+        SCALED: whether rows and weight have scales.
         PER_TENSOR: whether rows and weight have one scale each.
         ASYMMETRIC: whether rows and weight have offsets.
         BIAS: whether there is a bias.
@@ -44,6 +45,7 @@ class ProductConfig:
     FLATTEN: bool
     EVEN_K: bool
     INT8: bool
+    SCALED: bool
     PER_TENSOR: bool
     ASYMMETRIC: bool
     BIAS: bool
@@ -112,7 +114,7 @@ def _multiply(
     config = ProductConfig(
         BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
         GROUP_M=launch.group_m, TMA=tma, FLATTEN=tma and programs < tiles,
-        EVEN_K=channels % launch.block_k == 0, INT8=x.dtype == torch.int8,
+        EVEN_K=channels % launch.block_k == 0, INT8=x.dtype == torch.int8, SCALED=True,
         PER_TENSOR=x_scale.dim() == 0, ASYMMETRIC=x_offset is not None, BIAS=bias is not None,
     )  # fmt: skip
     given: tuple[Any, Any] = (x, w)

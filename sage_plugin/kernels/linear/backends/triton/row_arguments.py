@@ -23,6 +23,7 @@ class RowConfig:
         TINY: smallest magnitude of a row.
         ASYMMETRIC: whether rows have offsets and sums.
         STAGE: 0 for a scale a row; with one for all, 1 finds it and 2 quantizes by it.
+        COPIES: places that each row goes to, 0 for its own.
     """
 
     ROWS: int
@@ -42,13 +43,14 @@ class RowConfig:
     TINY: float
     ASYMMETRIC: bool
     STAGE: int
+    COPIES: int
 
 
 class RowTensors(NamedTuple):
     """What a launch points to.
 
     `numbers` are scales, then offsets and sums of asymmetric rows, each `PADDED` numbers apart;
-    `largest` is the bits of the largest magnitude of all rows.
+    `largest` is the bits of the largest magnitude of all rows; `copies` the places that rows go to.
     """
 
     x: Any
@@ -62,6 +64,7 @@ class RowTensors(NamedTuple):
     numbers: Any
     largest: Any
     kept: Any
+    copies: Any
 
 
 class PlaneStrides(NamedTuple):

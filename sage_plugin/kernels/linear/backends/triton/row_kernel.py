@@ -120,8 +120,16 @@ def _scales(high, low, largest, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _store_values(x, live, place, offs_k, offset, reach, data, K, CONFIG: tl.constexpr):
+def _copied(copies, place, copy, CONFIG: tl.constexpr):
+    """Where one of the copies of each row goes: (ROWS)."""
+    row = tl.load(copies + place.m64 * CONFIG.COPIES + copy, mask=place.inside, other=0)
+    return row.to(tl.int64)
+
+
+@triton.jit
+def _store_values(x, live, place, offs_k, offset, reach, tensors, K, CONFIG: tl.constexpr):
     """Store a tile in 8 bits, and return the sums of its rows; any where a row is not finite."""
+    data = tensors.data
     if CONFIG.ASYMMETRIC:
         x = tl.where(live, x - offset[:, None], 0.0)
     y = x * (CONFIG.QMAX / reach)[:, None]
@@ -132,7 +140,13 @@ def _store_values(x, live, place, offs_k, offset, reach, data, K, CONFIG: tl.con
         q = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     else:
         q = y.to(data.dtype.element_ty)
-    tl.store(data + place.m64[:, None] * K + offs_k[None, :], q, mask=live)
+    COPIES: tl.constexpr = CONFIG.COPIES
+    if COPIES > 0:
+        for copy in tl.static_range(COPIES):
+            row = _copied(tensors.copies, place, copy, CONFIG)
+            tl.store(data + row[:, None] * K + offs_k[None, :], q, mask=live)
+    else:
+        tl.store(data + place.m64[:, None] * K + offs_k[None, :], q, mask=live)
     sums = offset
     if CONFIG.ASYMMETRIC:
         sums = tl.sum(q.to(tl.int32), 1).to(tl.float32)
@@ -149,7 +163,7 @@ def quantize_rows_kernel(tensors, strides, rows_of_plane, M, K, PADDED, eps, CON
     inside = offs_m < M
     m64 = offs_m.to(tl.int64)
     place = RowPlace(m64 // rows_of_plane, m64 % rows_of_plane, m64, inside)
-    data, smooth = tensors.data, tensors.smooth
+    smooth = tensors.smooth
     # one tile or two of each row: (ROWS, BLOCK_K) and (ROWS, REST)
     offs_k = tl.arange(0, BLOCK_K)
     x, live = _activated(tensors, strides, place, offs_k, K, CONFIG)
@@ -195,19 +209,25 @@ def quantize_rows_kernel(tensors, strides, rows_of_plane, M, K, PADDED, eps, CON
         return
     # values of 8 bits
     offset, reach, finite = _scales(high, low, tensors.largest, CONFIG)
-    sums = _store_values(x, live, place, offs_k, offset, reach, data, K, CONFIG)
+    sums = _store_values(x, live, place, offs_k, offset, reach, tensors, K, CONFIG)
     if REST > 0:
-        sums += _store_values(rest, there, place, offs_r, offset, reach, data, K, CONFIG)
+        sums += _store_values(rest, there, place, offs_r, offset, reach, tensors, K, CONFIG)
     if CONFIG.CHUNKED:
         for k in range(BLOCK_K, K, BLOCK_K):
             y, lives = _activated(tensors, strides, place, k + offs_k, K, CONFIG)
             y = _balanced(y, smooth, k + offs_k, K, BLOCK_K, CONFIG)
-            sums += _store_values(y, lives, place, k + offs_k, offset, reach, data, K, CONFIG)
+            sums += _store_values(y, lives, place, k + offs_k, offset, reach, tensors, K, CONFIG)
     # numbers of each row: (ROWS)
     numbers = tensors.numbers
     if CONFIG.STAGE == 0:
         scale = tl.where(finite, reach / CONFIG.QMAX, float("nan"))
-        tl.store(numbers + m64, scale, mask=inside)
+        COPIES: tl.constexpr = CONFIG.COPIES
+        if COPIES > 0:
+            for copy in tl.static_range(COPIES):
+                row = _copied(tensors.copies, place, copy, CONFIG)
+                tl.store(numbers + row, scale, mask=inside)
+        else:
+            tl.store(numbers + m64, scale, mask=inside)
     else:
         whole = tl.maximum(tl.load(tensors.largest).to(tl.float32, bitcast=True), CONFIG.TINY)
         tl.store(numbers, whole / CONFIG.QMAX)

@@ -84,6 +84,7 @@ def quantize_rows_triton(
     smooth: torch.Tensor | None = None,
     prologue: Prologue = NO_PROLOGUE,
     kept: torch.Tensor | None = None,
+    copies: torch.Tensor | None = None,
 ) -> QuantizedRows:
     """Quantize rows in place of their strides.
 
@@ -93,18 +94,20 @@ def quantize_rows_triton(
         smooth: `(K,)` fp32 that channels are divided by.
         prologue: what comes before.
         kept: `(..., K)` contiguous, where the rows go before they are smoothed and quantized.
+        copies: `(M, C)` int32 places in the output that each row goes to, none of them twice; of
+            rows with a scale each, and no offset.
 
     Returns:
-        `(M, K)` rows.
+        `(M, K)` rows, or `(M * C, K)` copies.
     """
-    plain = prologue is NO_PROLOGUE and kept is None
+    plain = prologue is NO_PROLOGUE and kept is None and copies is None
     others: tuple[torch.Tensor | None, ...] = (smooth,)
     key: tuple[object, ...] = (form, x.shape, x.stride(), x.dtype, x.device, smooth is None)
     if not plain:
         gate, weight, bias, scale, shift = prologue.tensors()
         # Of one number a channel only those that lie together are read.
         weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
-        others = (smooth, gate, weight, bias, scale, shift, kept)
+        others = (smooth, gate, weight, bias, scale, shift, kept, copies)
         key += (prologue.kind, prologue.eps, *map(_spec, others))
     if not x.is_cuda:
         return _as_rows(*_quantize(x, form, prologue, *others), form)
@@ -140,6 +143,7 @@ def _quantize(
     scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
+    copies: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch; the data, and numbers of each row."""
     channels = x.shape[-1]
@@ -147,8 +151,9 @@ def _quantize(
     tile = tiling_of(channels, form.rotation)
     # Whole 16 bytes, so that a launch graph may point to each row of numbers.
     padded = -(-rows // 4) * 4
-    data = torch.empty((rows, channels), dtype=form.dtype, device=x.device)
-    size = (3, padded) if form.asymmetric else () if form.per_tensor else (rows, 1)
+    made = rows if copies is None else copies.numel()
+    data = torch.empty((made, channels), dtype=form.dtype, device=x.device)
+    size = (3, padded) if form.asymmetric else () if form.per_tensor else (made, 1)
     numbers = torch.empty(size, dtype=torch.float32, device=x.device)
     largest = launch_graph.zeros(x.device, torch.int32, 1) if form.per_tensor else None
     whole = _in_planes(x, x.shape)
@@ -156,7 +161,7 @@ def _quantize(
     planes = (whole, *others)
     tensors = RowTensors(
         whole, planes[1], weight, bias, planes[2], planes[3], smooth, data, numbers, largest,
-        kept,
+        kept, copies,
     )  # fmt: skip
     strides = RowStrides(
         *(PlaneStrides(*(t.stride() if t is not None else (0,) * 3)) for t in planes)
@@ -170,6 +175,7 @@ def _quantize(
             KEEP=kept is not None and stage != 1, SMOOTH=smooth is not None,
             TURNS=max(form.rotation, 1).bit_length() - 1, INT8=form.dtype == torch.int8,
             QMAX=form.limit, TINY=TINY, ASYMMETRIC=form.asymmetric, STAGE=stage,
+            COPIES=0 if copies is None else copies.shape[1],
         )  # fmt: skip
         launch_graph.launch(
             quantize_rows_kernel, -(-rows // tile.rows),

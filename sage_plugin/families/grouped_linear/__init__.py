@@ -1,0 +1,1 @@
+"""Grouped linears, as tools see them; what they share with linears is there."""

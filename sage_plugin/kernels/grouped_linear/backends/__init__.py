@@ -1,0 +1,1 @@
+"""The backends of grouped linears; none imports dispatch, executor or api."""

@@ -1,0 +1,75 @@
+"""Launch configs of grouped products: defaults, what a search tries, and what is legal."""
+
+from __future__ import annotations
+
+from sage_plugin.kernels import launch_config
+from sage_plugin.kernels.contract import ResolvedConfig
+from sage_plugin.kernels.grouped_linear.search_space import REGIONS, SOME, WIDER
+from sage_plugin.kernels.launch_config import LaunchRules
+from sage_plugin.kernels.linear.launch_space import (
+    configs_of,
+    element_bytes,
+    illegal_reason,
+    region_of,
+)
+from sage_plugin.kernels.linear.search_space import LinearRegion
+from sage_plugin.schema import DeviceFacts, LinearKey, LinearLaunch
+
+__all__ = ["default_launch", "find_launch", "illegal_reason", "search_space", "tune_command"]
+
+
+def find_launch(
+    key: LinearKey, facts: DeviceFacts, *, config_dir: str | None = None
+) -> ResolvedConfig:
+    """Return the launch config of our product of a call, see `kernels.launch_config.find`.
+
+    Raises:
+        ConfigError: `SAGE_PLUGIN_LINEAR_LAUNCH` is not a JSON object of launch config fields.
+    """
+    return launch_config.find(key, facts, RULES, config_dir=config_dir)
+
+
+def default_launch(key: LinearKey, facts: DeviceFacts) -> LinearLaunch:
+    """Return the architecture default of a call.
+
+    Raises:
+        ConfigError: no kernel runs on this hardware.
+    """
+    return search_space(key, facts)[0]
+
+
+def search_space(key: LinearKey, facts: DeviceFacts) -> tuple[LinearLaunch, ...]:
+    """Return the launch configs to search, legal or not, the default first."""
+    found = configs_of(_region(key, facts), key)
+    if element_bytes(key) == 1:
+        return found
+    # As many bytes of a row are read at a step, of twice the size each.
+    return tuple(dict.fromkeys(c.replaced(block_k=max(32, c.block_k // 2)) for c in found))
+
+
+def tune_command(key: LinearKey) -> str:
+    """Return the `sage tune` command that would fill a miss."""
+    return (
+        f"sage tune --op grouped_linear --kernel {key.kernel}:{key.variant} --dtype {key.dtype} "
+        f"--out-in-features {key.out_features}/{key.in_features} --groups {key.groups} "
+        f"--batch-sizes {key.rows}"
+    )
+
+
+def _words(key: LinearKey) -> tuple[str, ...]:
+    sizes = f"{key.groups} x {key.out_features} x {key.in_features} features"
+    return sizes, f"{key.rows} rows", key.dtype
+
+
+def _fill(key: LinearKey) -> str:
+    return f"`{tune_command(key)}` tunes it, and others alike"
+
+
+RULES = LaunchRules(default_launch, illegal_reason, tune_command, _words, _fill)
+
+
+def _region(key: LinearKey, facts: DeviceFacts) -> LinearRegion:
+    """The region of a call: how its rows are spread is known on the device alone."""
+    rows = -(-key.rows // max(1, key.groups))
+    wide = element_bytes(key) == 2 and rows > SOME
+    return region_of((*WIDER, *REGIONS) if wide else REGIONS, rows, facts)

@@ -1,0 +1,1 @@
+"""Experts of mixtures on grouped linears: found, quantized, run, put back."""
