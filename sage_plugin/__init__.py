@@ -18,9 +18,11 @@ _HOME = {
     "attention": "sage_plugin.kernels.attention.api",
     "autotune": "sage_plugin.tune.autotune",
     "attention_varlen": "sage_plugin.kernels.attention.varlen",
+    "continuous_batching": "sage_plugin.plugin.hosts.continuous_batching",
     "grouped_linear": "sage_plugin.kernels.grouped_linear.api",
     "launch": "sage_plugin.kernels.attention.prepare",
     "linear": "sage_plugin.kernels.linear.api",
+    "paged_attention": "sage_plugin.kernels.paged_attention.api",
     "patch": "sage_plugin.plugin.patch",
     "patched": "sage_plugin.plugin.patch",
     "prepare": "sage_plugin.kernels.attention.prepare",
@@ -41,9 +43,11 @@ __all__ = [
     "attention",
     "attention_varlen",
     "autotune",
+    "continuous_batching",
     "grouped_linear",
     "launch",
     "linear",
+    "paged_attention",
     "patch",
     "patched",
     "prepare",
@@ -66,7 +70,9 @@ if TYPE_CHECKING:
     from sage_plugin.kernels.grouped_linear.weight import quantize_weights
     from sage_plugin.kernels.linear.api import linear
     from sage_plugin.kernels.linear.weight import quantize_weight
+    from sage_plugin.kernels.paged_attention.api import paged_attention
     from sage_plugin.plugin.accelerate import accelerate
+    from sage_plugin.plugin.hosts.continuous_batching import continuous_batching
     from sage_plugin.plugin.hosts.registration import register
     from sage_plugin.plugin.patch import patch, patched, refresh, unpatch
     from sage_plugin.plugin.report import report

@@ -6,10 +6,12 @@ names it. Units stand in the field names. Importing this module loads neither to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from sage_plugin.json_record import JsonRecord as JsonRecord
+from sage_plugin.key_numbers import NumbersOfKey
+from sage_plugin.paged_records import PagedKey, PagedLaunch, PagedShape
 
 SCHEMA_VERSION = 1
 
@@ -111,23 +113,6 @@ class LinearLaunch(JsonRecord):
     maxnreg: int = 0
     waves_per_eu: int = 0
     matrix_instr_nonkdim: int = 0
-
-
-class NumbersOfKey:
-    """Say in which numbers a near match may differ, and which of them its entry has ranges of."""
-
-    __slots__ = ()
-    NUMBERS: ClassVar[tuple[str, ...]]
-    LENGTHS: ClassVar[tuple[str, ...]]
-
-    def discrete(self) -> tuple[Any, ...]:
-        """The fields that must be equal for a config to be shared."""
-        names = (one.name for one in fields(self))  # type: ignore[arg-type]
-        return tuple(getattr(self, name) for name in names if name not in self.NUMBERS)
-
-    def numbers(self) -> tuple[int, ...]:
-        """The fields in which a near match may differ."""
-        return tuple(getattr(self, name) for name in self.NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +223,9 @@ class LinearKey(NumbersOfKey, JsonRecord):
         return GROUPED_LINEAR if self.groups else LINEAR
 
 
-AnyShape = CallShape | LinearShape
-AnyKey = CallKey | LinearKey
-AnyLaunch = LaunchConfig | LinearLaunch
+AnyShape = CallShape | LinearShape | PagedShape
+AnyKey = CallKey | LinearKey | PagedKey
+AnyLaunch = LaunchConfig | LinearLaunch | PagedLaunch
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +396,19 @@ class LinearEntry(JsonRecord):
     regret: float | None = None
 
 
-AnyEntry = RegistryEntry | LinearEntry
+@dataclass(frozen=True, slots=True)
+class PagedEntry(JsonRecord):
+    """One tuned config of paged attention; as `RegistryEntry`, with the sizes that it serves."""
+
+    key: PagedKey
+    tokens_range: tuple[int, ...]
+    max_keys_range: tuple[int, ...]
+    config: PagedLaunch
+    evidence: EntryEvidence
+    regret: float | None = None
+
+
+AnyEntry = RegistryEntry | LinearEntry | PagedEntry
 
 
 @dataclass(frozen=True, slots=True)

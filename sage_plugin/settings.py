@@ -17,6 +17,7 @@ _OF_CALLS = (
     "SAGE_PLUGIN_CONFIG_DIR",
     "SAGE_PLUGIN_LAUNCH",
     "SAGE_PLUGIN_LINEAR_LAUNCH",
+    "SAGE_PLUGIN_PAGED_LAUNCH",
 )
 _NOTHING_GIVEN: tuple[str | None, ...] = (None,) * len(_OF_CALLS)
 
@@ -36,6 +37,7 @@ class Settings:
         config_dir: `SAGE_PLUGIN_CONFIG_DIR`, searched before the user's and the shipped configs.
         launch: `SAGE_PLUGIN_LAUNCH`, a JSON object that overrides fields of every launch config.
         linear_launch: `SAGE_PLUGIN_LINEAR_LAUNCH`, likewise of those of linears.
+        paged_launch: `SAGE_PLUGIN_PAGED_LAUNCH`, likewise of those of paged attention.
         disabled: `SAGE_PLUGIN_DISABLE=1`, every patched call goes to the host's attention.
     """
 
@@ -44,6 +46,7 @@ class Settings:
     config_dir: Path | None
     launch: str | None
     linear_launch: str | None
+    paged_launch: str | None
     disabled: bool
 
 
@@ -78,7 +81,7 @@ def triton_interpreted() -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _settings(*raw: str | None) -> Settings:
-    kernel, variant, folder, launch, linear_launch, disabled = (
+    kernel, variant, folder, launch, linear_launch, paged_launch, disabled = (
         (value or "").strip() for value in raw
     )
     return Settings(
@@ -87,5 +90,6 @@ def _settings(*raw: str | None) -> Settings:
         config_dir=Path(folder) if folder else None,
         launch=launch or None,
         linear_launch=linear_launch or None,
+        paged_launch=paged_launch or None,
         disabled=(disabled or "0").lower() not in ("0", "false", "no", "off"),
     )

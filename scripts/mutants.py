@@ -166,8 +166,8 @@ MUTANTS = (
     Mutant(
         "one folder of configs answers for another",
         "kernels/launch_config.py",
-        'at = (key, facts.slug, config_dir or "", now.config_dir, now.launch, now.linear_launch)',
-        "at = (key, facts.slug, now.config_dir, now.launch, now.linear_launch)",
+        'at = (key, facts.slug, config_dir or "", now.config_dir, *overrides)',
+        "at = (key, facts.slug, now.config_dir, *overrides)",
         (
             "tests/kernels/test_launches.py",
             "tests/kernels/test_plan.py",

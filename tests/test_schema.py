@@ -28,6 +28,10 @@ from sage_plugin.schema import (
     LinearKey,
     LinearLaunch,
     LinearShape,
+    PagedEntry,
+    PagedKey,
+    PagedLaunch,
+    PagedShape,
     RegistryEntry,
     RegistryFile,
     Timing,
@@ -52,6 +56,10 @@ RECORDS = (
     LinearKey,
     LinearLaunch,
     LinearShape,
+    PagedEntry,
+    PagedKey,
+    PagedLaunch,
+    PagedShape,
     CallKey,
     CallShape,
     DeviceFacts,
@@ -136,6 +144,9 @@ SAMPLE = {
     LinearLaunch: LinearLaunch(128, 256, 128, 8, 4),
     LinearShape: LinearShape(64, 128, 96, "bfloat16"),
     LinearKey: LinearKey("fp8_row", "torch", 128, 96, "bfloat16", 64),
+    PagedLaunch: PagedLaunch(16, 64, 4, 3, splits=4),
+    PagedShape: PagedShape((1, 5), (9, 5), 4, 2, 64, "bfloat16", "int8", 16, 64),
+    PagedKey: PagedKey("fav2", "triton", "decode", 128, 4, "bfloat16", "int8", 64, 16, 8192, 128),
     CallKey: KEY,
     DeviceFacts: FACTS,
     Toolchain: TOOLCHAIN,
@@ -154,6 +165,9 @@ SAMPLE[AttentionCapture] = AttentionCapture(
     strides_q=(1, 2, 3, 4), strides_k=(1, 2, 3, 4), strides_v=(1, 2, 3, 4), text_length=None,
     model_class="Model", config_hash="", versions={"torch": "2"}, sha256="ab",
 )  # fmt: skip
+SAMPLE[PagedEntry] = PagedEntry(
+    SAMPLE[PagedKey], (1, 16), (4096, 8192), SAMPLE[PagedLaunch], entry().evidence
+)
 EVERY_FIELD = [(of, name) for of in RECORDS for name in hints(of)]
 
 

@@ -11,7 +11,7 @@ import pytest
 from sage_plugin import settings
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("KERNEL", "VARIANT", "CONFIG_DIR", "LAUNCH", "LINEAR_LAUNCH", "DISABLE")
+NAMES = ("KERNEL", "VARIANT", "CONFIG_DIR", "LAUNCH", "LINEAR_LAUNCH", "PAGED_LAUNCH", "DISABLE")
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _unset(monkeypatch):
 
 
 def test_without_any_variable_nothing_is_asked_for():
-    assert settings.current() == settings.Settings(*[None] * 5, False)
+    assert settings.current() == settings.Settings(*[None] * 6, False)
 
 
 def test_each_variable_has_its_field(monkeypatch):
@@ -30,17 +30,19 @@ def test_each_variable_has_its_field(monkeypatch):
     monkeypatch.setenv("SAGE_PLUGIN_CONFIG_DIR", "/some/where")
     monkeypatch.setenv("SAGE_PLUGIN_LAUNCH", '{"num_warps": 8}')
     monkeypatch.setenv("SAGE_PLUGIN_LINEAR_LAUNCH", '{"num_stages": 2}')
+    monkeypatch.setenv("SAGE_PLUGIN_PAGED_LAUNCH", '{"splits": 2}')
     monkeypatch.setenv("SAGE_PLUGIN_DISABLE", "1")
     assert settings.current() == settings.Settings(
-        "sage", "emulation", Path("/some/where"), '{"num_warps": 8}', '{"num_stages": 2}', True
-    )
+        "sage", "emulation", Path("/some/where"), '{"num_warps": 8}', '{"num_stages": 2}',
+        '{"splits": 2}', True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", ["", "  ", "\t"])
 def test_an_empty_value_counts_as_unset(monkeypatch, name, value):
     monkeypatch.setenv(f"SAGE_PLUGIN_{name}", value)
-    assert settings.current() == settings.Settings(*[None] * 5, False)
+    assert settings.current() == settings.Settings(*[None] * 6, False)
 
 
 def test_blanks_around_a_value_are_dropped(monkeypatch):

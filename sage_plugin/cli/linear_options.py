@@ -18,6 +18,7 @@ from sage_plugin.cli.options import (
     one_of,
 )
 from sage_plugin.errors import UsageError
+from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR, LinearShape
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 KERNELS = {"fp8": "fp8_row", "int8": "int8_row", "bf16": "bf16"}
 """The kernel that multiplies numbers of a format."""
 
+OPS = (ATTENTION, LINEAR, GROUPED_LINEAR, PAGED_ATTENTION)
+"""Op families that --op names."""
+
 PANEL = "Linears (--op linear)"
 
 
@@ -33,7 +37,7 @@ PANEL = "Linears (--op linear)"
 class LinearCallOptions:
     """Linears as options spell them, whole; `None` for what was not given."""
 
-    op: Annotated[str, typer.Option(help="attention (default), linear, grouped_linear.")] = (
+    op: Annotated[str, typer.Option(help=f"One of {', '.join(OPS)} (default {ATTENTION}).")] = (
         ATTENTION
     )
     out_in_features: Annotated[
@@ -68,10 +72,10 @@ class LinearCallOptions:
     @property
     def chosen(self) -> bool:
         """Whether linears are asked for."""
-        op = one_of("--op", self.op, (ATTENTION, LINEAR, GROUPED_LINEAR))
+        op = one_of("--op", self.op, OPS)
         if op != GROUPED_LINEAR and self.groups is not None:
             raise UsageError("--groups belongs to grouped linears: add --op grouped_linear")
-        if op != ATTENTION:
+        if op not in (ATTENTION, PAGED_ATTENTION):
             return True
         if given := self.given():
             raise UsageError(f"{given[0]} belongs to linears: add --op linear")

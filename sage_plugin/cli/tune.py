@@ -25,9 +25,11 @@ from sage_plugin.cli.options import (
     folder_of,
     shown_first,
 )
+from sage_plugin.cli.paged_options import PagedOptions
 from sage_plugin.cli.tuning.options import PlaceOptions, SearchOptions
 from sage_plugin.errors import UsageError
-from sage_plugin.schema import ATTENTION
+from sage_plugin.paged_records import PAGED_ATTENTION
+from sage_plugin.schema import ATTENTION, LINEAR
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.inputs import TuningInputs
@@ -67,6 +69,7 @@ def command(
     inputs: DrawnInputOptions,
     model: ModelOptions,
     linears: LinearCallOptions,
+    paged: PagedOptions,
     search: SearchOptions,
     place: PlaceOptions,
     words: Words = None,
@@ -90,7 +93,13 @@ def command(
         return
     request = TuningRequest(
         inputs=_inputs(
-            inputs, model, linears, folder_of(words, inputs), from_captures, max_captures_per_key
+            inputs,
+            model,
+            linears,
+            paged,
+            folder_of(words, inputs),
+            from_captures,
+            max_captures_per_key,
         ),
         kernels=tuple(kernel or linears.kernels()),
         device=device,
@@ -138,6 +147,7 @@ def _inputs(
     inputs: DrawnInputOptions,
     model: ModelOptions,
     linears: LinearCallOptions,
+    paged: PagedOptions,
     folder: Path | None,
     from_captures: bool,
     max_per_key: int,
@@ -147,6 +157,8 @@ def _inputs(
     from sage_plugin.tune.configs import inputs as tuning_inputs
 
     recorded = DEFAULT_FOLDER if from_captures and folder is None else folder
+    if paged.chosen(linears.op):
+        return tuning_inputs.from_drawn(paged.inputs(inputs, recorded, model.tp_size))
     if linears.chosen:
         whole = model.linears(linears)
         if whole.draws(recorded):
@@ -239,7 +251,11 @@ def _next_command(plan: TuningPlan) -> str:
     chosen = plan.request.config_dir
     where = "" if chosen is None else f" --config-dir {shlex.quote(str(chosen))}"
     if study.synthetic:
-        patch = "patch(pipe)" if study.key.family == ATTENTION else "patch(pipe, linears='auto')"
-        return f"sage configs list{where}, or your pipeline: sage_plugin.{patch} uses them"
+        users = {
+            LINEAR: "patch(pipe, linears='auto')",
+            PAGED_ATTENTION: "continuous_batching(model)",
+        }
+        user = users.get(study.key.family, "patch(pipe)")
+        return f"sage configs list{where}, or your pipeline: sage_plugin.{user} uses them"
     op = "" if study.key.family == ATTENTION else f" --op {study.key.family}"
     return f"sage bench {shlex.quote(study.timed.folder)}{op}{where}"

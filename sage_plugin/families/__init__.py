@@ -11,11 +11,14 @@ from sage_plugin.families.attention.entry import ATTENTION
 from sage_plugin.families.family import Family
 from sage_plugin.families.grouped_linear.entry import GROUPED_LINEAR_FAMILY
 from sage_plugin.families.linear.entry import LINEAR_FAMILY
+from sage_plugin.families.paged_attention.entry import PAGED_FAMILY
 from sage_plugin.schema import AnyKey, AnyShape
 
 __all__ = ["ATTENTION", "LINEAR_FAMILY", "Family", "describe", "describe_key", "family"]
 
-_FAMILIES = {entry.name: entry for entry in (ATTENTION, LINEAR_FAMILY, GROUPED_LINEAR_FAMILY)}
+_FAMILIES = {
+    entry.name: entry for entry in (ATTENTION, LINEAR_FAMILY, GROUPED_LINEAR_FAMILY, PAGED_FAMILY)
+}
 
 
 def family(name: str) -> Family:

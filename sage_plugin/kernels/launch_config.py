@@ -13,6 +13,7 @@ from sage_plugin import device, files, settings
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.notice import warn_once
+from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.schema import (
     ATTENTION,
     GROUPED_LINEAR,
@@ -36,6 +37,7 @@ OVERRIDES = {
     ATTENTION: "SAGE_PLUGIN_LAUNCH",
     LINEAR: "SAGE_PLUGIN_LINEAR_LAUNCH",
     GROUPED_LINEAR: "SAGE_PLUGIN_LINEAR_LAUNCH",
+    PAGED_ATTENTION: "SAGE_PLUGIN_PAGED_LAUNCH",
 }
 """The variable that overrides fields of launch configs, by op family."""
 
@@ -96,7 +98,8 @@ def find(
             fields, or its config is not legal.
     """
     now = settings.current()
-    at = (key, facts.slug, config_dir or "", now.config_dir, now.launch, now.linear_launch)
+    overrides = (now.launch, now.linear_launch, now.paged_launch)
+    at = (key, facts.slug, config_dir or "", now.config_dir, *overrides)
     found = _memo.get(at)
     if found is None:
         found = _look_up(key, facts, rules, config_dir)
@@ -152,7 +155,8 @@ def _look_up(
         base = ResolvedConfig(rules.default(key, facts), "default", f"default of {facts.arch}")
         _note_miss(key, facts, rules)
     now, variable = settings.current(), OVERRIDES[key.family]
-    override = now.launch if key.family == ATTENTION else now.linear_launch
+    overrides = {LINEAR: now.linear_launch, PAGED_ATTENTION: now.paged_launch}
+    override = overrides.get(key.family, now.launch)
     if override is None:
         return base
     config = _overridden(base.config, override, variable)

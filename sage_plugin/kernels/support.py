@@ -19,11 +19,16 @@ LOWEST_TRITON = "3.6"
 NEWEST_TRITON = "3.9"
 """The newest that the matrix was compiled with; later ones are let through."""
 
-LINEAR_KERNELS = {"fp8_row": "fav3_fp8", "fp8_tensor": "fav3_fp8", "int8_row": "sage"}
-"""Quantized kernels of linears, each with one of attention that multiplies the same numbers."""
+LIKE_KERNELS = {
+    "fp8_row": "fav3_fp8", "fp8_tensor": "fav3_fp8", "int8_row": "sage",
+    "qk_fp8": "fav3_fp8", "qk_int8": "sage",
+}  # fmt: skip
+"""Quantized kernels of linears and of paged attention, each with one of attention that multiplies
+the same numbers."""
 
 FP8_KERNELS = ("fav3_sage", "fav3_fp8")
 FP8_LINEARS = ("fp8_row", "fp8_tensor")
+FP8_PAGED = ("qk_fp8",)
 OF_TORCH = ("torch", "sdpa", "bf16")
 """Kernels that are torch's own and run everywhere."""
 UNQUANTIZED = ("fav2", "sage")
@@ -70,8 +75,8 @@ class Architecture:
         return "hip" if self.names[0].startswith("gfx") else "cuda"
 
     def runs(self, kernel: str) -> bool:
-        """Whether a kernel of attention or of linears runs there."""
-        return LINEAR_KERNELS.get(kernel, kernel) in self.kernels
+        """Whether a kernel of any family runs there."""
+        return LIKE_KERNELS.get(kernel, kernel) in self.kernels
 
 
 NO_TENSOR_PRODUCT = (
@@ -256,7 +261,7 @@ def _reason(kernel: str, kind: str, arch: str, fp8_dtype: str | None) -> Fallbac
         return FallbackReason(Fallback.OLD_TRITON, (arch, row.triton, version))
     if not row.runs(kernel):
         return FallbackReason(Fallback.ARCHITECTURE_LACKS, (arch, row.reason))
-    if kernel in (*FP8_KERNELS, *FP8_LINEARS) and fp8_dtype is None:
+    if kernel in (*FP8_KERNELS, *FP8_LINEARS, *FP8_PAGED) and fp8_dtype is None:
         return FallbackReason(Fallback.ARCHITECTURE_LACKS, (arch, NO_FP8))
     return None
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sage_plugin.json_record import record_from_json
+from sage_plugin.paged_records import PAGED_ATTENTION, PagedKey
 from sage_plugin.schema import (
     ATTENTION,
     GROUPED_LINEAR,
@@ -18,6 +19,7 @@ from sage_plugin.schema import (
     EntryEvidence,
     LinearEntry,
     LinearKey,
+    PagedEntry,
     RegistryEntry,
 )
 
@@ -25,6 +27,7 @@ RECORDS: dict[str, type[AnyEntry]] = {
     ATTENTION: RegistryEntry,
     LINEAR: LinearEntry,
     GROUPED_LINEAR: LinearEntry,
+    PAGED_ATTENTION: PagedEntry,
 }
 """The record of an entry by its family."""
 
@@ -41,7 +44,7 @@ def entry_of(key: AnyKey, config: AnyLaunch, evidence: EntryEvidence) -> AnyEntr
 
 def key_from_json(data: object) -> AnyKey:
     """Check and build a key of any family."""
-    key: AnyKey = record_from_json(data, (CallKey, LinearKey))
+    key: AnyKey = record_from_json(data, (CallKey, LinearKey, PagedKey))
     return key
 
 

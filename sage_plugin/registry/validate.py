@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from sage_plugin.errors import ConfigError
+from sage_plugin.paged_records import (
+    PAGED_ATTENTION,
+    PAGED_BACKENDS,
+    PAGED_KERNELS,
+    PagedKey,
+)
 from sage_plugin.registry import load
 from sage_plugin.schema import (
     ATTENTION,
@@ -30,6 +36,7 @@ NAMES = {
     ATTENTION: (KERNELS, VARIANTS),
     LINEAR: (LINEAR_KERNELS, LINEAR_BACKENDS),
     GROUPED_LINEAR: (GROUPED_LINEAR_KERNELS, LINEAR_BACKENDS),
+    PAGED_ATTENTION: (PAGED_KERNELS, PAGED_BACKENDS),
 }
 """Kernels and variants of each family."""
 
@@ -113,6 +120,9 @@ def _short(key: AnyKey) -> str:
         sizes = f"{key.rows}x{key.in_features}->{key.out_features}"
         groups = f" of {key.groups} groups" if key.groups else ""
         return f"{key.kernel}:{key.variant} {sizes}{groups} {key.dtype}"
+    if isinstance(key, PagedKey):
+        sizes = f"{key.kind} {key.tokens}x{key.max_keys} head_dim {key.head_dim}"
+        return f"{key.kernel}:{key.variant} {sizes} {key.dtype} on {key.cache_dtype}"
     return (
         f"{key.kernel}:{key.variant} seq {key.seq_q}x{key.seq_k} head_dim {key.head_dim} "
         f"{key.dtype}{' causal' if key.causal else ''} {key.layout}"

@@ -29,6 +29,7 @@ from sage_plugin.cli.options import (
     one_of,
     shown_first,
 )
+from sage_plugin.cli.paged_options import PagedOptions
 from sage_plugin.errors import (
     CaptureError,
     GateError,
@@ -84,6 +85,7 @@ EXAMPLES = (
 def command(
     inputs: DrawnInputOptions,
     linears: LinearOptions,
+    paged: PagedOptions,
     words: Words = None,
     kernel: Kernels = None,
     metric: Metric = "all",
@@ -110,7 +112,7 @@ def command(
     check_config_dir(config_dir)
     folder = folder_of(words, inputs)
     metrics = METRICS if metric == "all" else (one_of("--metric", metric, (*METRICS, "all")),)
-    suite = _suite(inputs, linears, folder, max_inputs)
+    suite = _suite(inputs, linears, paged, folder, max_inputs)
     entry = family(linears.op)
     where, facts = devices.chosen(device)
     if method is not None:
@@ -155,13 +157,19 @@ def _check_outputs(outputs: dict[str, str | None]) -> None:
 
 
 def _suite(
-    inputs: DrawnInputOptions, linears: LinearOptions, folder: Path | None, max_inputs: int | None
+    inputs: DrawnInputOptions,
+    linears: LinearOptions,
+    paged: PagedOptions,
+    folder: Path | None,
+    max_inputs: int | None,
 ) -> Suite:
     """What is compared on: drawn inputs if some are spelt out, else captures."""
     from sage_plugin.bench import suite
 
     if linears.chosen:
         drawn = linears.inputs(inputs) if linears.draws(folder) else []
+    elif paged.chosen(linears.op):
+        drawn = paged.inputs(inputs, folder, linears.tp_size)
     else:
         drawn = [] if folder else inputs.inputs()
     if drawn:

@@ -112,7 +112,10 @@ def _explain_key(
 def _tune_command(key: AnyKey, shape: AnyShape, config_dir: Path | None) -> str:
     """The command that fills a miss for exactly this call, in the place that was asked first."""
     words = ["sage", "tune", "--kernel", f"{key.kernel}:{key.variant}"]
-    words += _linear_words(shape) if isinstance(shape, LinearShape) else _attention_words(shape)
+    if isinstance(shape, LinearShape):
+        words += _linear_words(shape)
+    elif isinstance(shape, CallShape):
+        words += _attention_words(shape)
     words += ["--config-dir", str(config_dir)] if config_dir is not None else []
     return shlex.join(words)
 

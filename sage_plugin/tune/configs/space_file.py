@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
+from sage_plugin.paged_records import PAGED_ATTENTION, PagedLaunch
 from sage_plugin.registry import load
 from sage_plugin.schema import (
     ATTENTION,
@@ -34,6 +35,7 @@ RECORDS: dict[str, type[AnyLaunch]] = {
     ATTENTION: LaunchConfig,
     LINEAR: LinearLaunch,
     GROUPED_LINEAR: LinearLaunch,
+    PAGED_ATTENTION: PagedLaunch,
 }
 """The record of a launch config by its family."""
 IGNORED = {"stage": "no kernel reads it"}

@@ -118,6 +118,7 @@ def work(shape: AnyShape) -> int:
     """Count the query-key pairs of a call, hidden ones included, or the products of a linear."""
     if isinstance(shape, LinearShape):
         return shape.rows * shape.in_features * shape.out_features
+    assert isinstance(shape, CallShape), "policies are of calls that are captured"
     return shape.batch * shape.heads_q * shape.seq_q * shape.seq_k
 
 
@@ -192,6 +193,7 @@ def sizes(shape: AnyShape) -> tuple[int, ...]:
     """Return the numbers that a call's work follows from."""
     if isinstance(shape, LinearShape):
         return shape.rows, shape.in_features, shape.out_features
+    assert isinstance(shape, CallShape), "policies are of calls that are captured"
     return shape.batch, shape.heads_q, shape.seq_q, shape.seq_k
 
 

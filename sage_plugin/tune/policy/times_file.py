@@ -95,4 +95,5 @@ def _form(shape: AnyShape) -> AnyShape:
     """A shape without its sizes."""
     if isinstance(shape, LinearShape):
         return replace(shape, rows=1)
+    assert isinstance(shape, CallShape), "policies are of calls that are captured"
     return replace(shape, batch=1, heads_q=1, heads_k=1, seq_q=1, seq_k=1, layout="bhsd")

@@ -18,6 +18,7 @@ from typing import Any
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError, OutputError, UsageError
+from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR, DeviceFacts, Trial
 from sage_plugin.tune.run.study import Study
 
@@ -179,6 +180,7 @@ CALL = {
     ATTENTION: ("seq_q", "seq_k", "batch_heads", "head_dim", "causal"),
     LINEAR: ("rows", "in_features", "out_features"),
     GROUPED_LINEAR: ("rows", "in_features", "out_features", "groups"),
+    PAGED_ATTENTION: ("kind", "tokens", "max_keys", "page_size", "gqa_ratio", "head_dim"),
 }
 """The fields of keys that a table of trials has, by op family."""
 

@@ -1,0 +1,1 @@
+"""Paged attention, as tools see it: drawn, judged, costed."""

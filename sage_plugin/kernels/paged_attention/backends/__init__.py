@@ -1,0 +1,1 @@
+"""What computes paged attention: an emulation in plain torch, and Triton kernels."""

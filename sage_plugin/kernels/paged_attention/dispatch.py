@@ -1,0 +1,90 @@
+"""The decision table: which kernel and backend a call of paged attention runs on, or a refusal.
+
+Nothing else computes such calls, so that there is no fallback: what no kernel takes is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sage_plugin import settings
+from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
+from sage_plugin.kernels.contract import Decision
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.validate import FP8
+from sage_plugin.kernels.support import NO_FP8, device_reason
+from sage_plugin.paged_records import PAGED_BACKENDS, PAGED_KERNELS
+from sage_plugin.schema import DeviceFacts
+
+BITS = {"qk_int8": (torch.int8,), "qk_fp8": FP8}
+"""Caches that a kernel with quantized queries reads."""
+
+
+def parse_kernel(text: str) -> tuple[str, str]:
+    """Split `kernel` or `kernel:backend` into names that exist; the backend defaults to `"auto"`.
+
+    Raises:
+        UnknownKernelError: the kernel or its backend is not known.
+
+    Example:
+        >>> parse_kernel("fav2:emulation")
+        ('fav2', 'emulation')
+    """
+    kernel, _, backend = text.partition(":")
+    backend = backend or "auto"
+    for word, name, known in (
+        ("kernel", kernel, PAGED_KERNELS),
+        ("backend", backend, PAGED_BACKENDS),
+    ):
+        if name not in ("auto", *known):
+            raise UnknownKernelError(
+                f"{word} {name!r} of paged attention is not known; choose one of auto, "
+                f"{', '.join(known)}"
+            )
+    return kernel, backend
+
+
+def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decision:
+    """Return which kernel and backend a call runs on.
+
+    Args:
+        call: the call; its tensors fit together.
+        facts: the device of its tensors.
+        request: what was asked for.
+
+    Raises:
+        UnsupportedInputError: the kernel cannot take the call, or the device cannot run it.
+    """
+    kernel, backend = request.kernel, request.backend
+    kernel = "fav2" if kernel == "auto" else kernel
+    cache = call.k_cache.dtype
+    if cache not in BITS.get(kernel, (cache,)):
+        raise UnsupportedInputError(
+            f"kernel {kernel!r} quantizes queries as the cache is, and this is {cache}; use "
+            "kernel='auto'"
+        )
+    if backend == "emulation" or (backend == "auto" and facts.kind == "cpu"):
+        return Decision(kernel, "emulation")
+    if facts.kind == "cpu" and not settings.triton_interpreted():
+        raise UnsupportedInputError(
+            f"kernel {kernel}:triton needs a GPU and the tensors are on the CPU; use "
+            f"kernel='{kernel}:emulation', or set TRITON_INTERPRET=1 before Triton is imported"
+        )
+    reason = device_reason(kernel, facts) or _cache_reason(cache, facts)
+    if reason is not None:
+        raise UnsupportedInputError(
+            f"paged attention cannot run on {facts.name}: {reason}; on any device "
+            f"kernel='{kernel}:emulation' computes the same, slowly"
+        )
+    return Decision(kernel, "triton")
+
+
+def _cache_reason(cache: torch.dtype, facts: DeviceFacts) -> FallbackReason | None:
+    """Why a device does not read a cache, or `None`."""
+    name = str(cache).removeprefix("torch.")
+    if cache not in FP8 or facts.kind == "cpu" or name == facts.fp8_dtype:
+        return None
+    if facts.fp8_dtype is None:
+        return FallbackReason(Fallback.ARCHITECTURE_LACKS, (facts.arch, NO_FP8))
+    return FallbackReason(Fallback.DTYPE, name)

@@ -1,0 +1,59 @@
+"""The Triton kernels of paged attention beside the definition, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.executor import resolve
+from sage_plugin.paged_records import PagedLaunch
+from tests.kernels.paged_attention.problems import CASES, DECODE, ROWS, draw, error, tolerance
+
+pytestmark = pytest.mark.usefixtures("interpreted", "nan_scratch")
+
+LAUNCHES = {
+    "one": PagedLaunch(32, 16, 4, 1, splits=1),
+    "split": PagedLaunch(32, 32, 4, 1, splits=2),
+    "described": PagedLaunch(32, 16, 4, 1, splits=1, loads="descriptor"),
+}
+GRID = [
+    pytest.param(*case, launch, id=f"{'-'.join(case)}-{launch}",
+                 marks=[] if at % len(LAUNCHES) == number else pytest.mark.sweep)
+    for at, case in enumerate(CASES)
+    for number, launch in enumerate(LAUNCHES)
+]  # fmt: skip
+"""Each case with one launch config in every run, and with the others in a sweep."""
+
+
+@pytest.mark.parametrize(("name", "kernel", "launch"), GRID)
+def test_as_defined_with_poison_around(name: str, kernel: str, launch: str) -> None:
+    problem, config = ROWS[name], LAUNCHES[launch]
+    if config.loads == "descriptor" and (problem.page % 16 or problem.head_dim == 80):
+        config = config.replaced(loads="pointer")
+    drawn = draw(problem)
+    call = PagedCall(*drawn.args, return_lse=True, **drawn.kwargs)
+    out, lse = resolve(call, PagedRequest(kernel, "triton", config)).run(call)
+    assert error(out, drawn.out) < tolerance(problem, kernel)
+    exact = kernel == "fav2" and not problem.cache
+    torch.testing.assert_close(lse.double(), drawn.lse, rtol=0, atol=1e-5 if exact else 0.1)
+
+
+def test_lengths_that_do_not_fit_read_and_write_nothing_outside() -> None:
+    """On a GPU nobody reads them; they are clamped to what the tensors have place for."""
+    drawn = draw(DECODE.but(lens=(37, 16), rows=(1, 1)))
+    q, k, v, table, _, _ = drawn.args
+    for lens, ends in itertools.product(((999, -5), (16, 16)), ((0, 1, 99), (-3, 1, 2))):
+        given = (torch.tensor(x, dtype=torch.int32) for x in (lens, ends))
+        call = PagedCall(q, k, v, table, *given)
+        out, _ = resolve(call, PagedRequest("fav2", "triton", LAUNCHES["one"])).run(call)
+        assert out.shape == q.shape
+    lens = torch.tensor([999, -5], dtype=torch.int32)
+    call = PagedCall(q, k.nan_to_num(), v.nan_to_num(), table, lens, drawn.args[5])
+    out, _ = resolve(call, PagedRequest("fav2", "triton", LAUNCHES["one"])).run(call)
+    assert out.isfinite().all()
+    assert not out[1].any()
