@@ -6,8 +6,7 @@ every linear and on drawn inputs, and the limits that `tests/real/rule.py` makes
 and Whisper's encoder loses when one linear alone is quantized (relative L1, and SmolLM2's
 perplexity); of the demo's model `sage policy sensitivity --kernel fp8_row` draws clips. `whole`:
 the outputs with all linears quantized, with SmolLM2's perplexity. Kernels are emulated on a CPU,
-exactly. Needs the weights of
-`tests/real/requirements.txt`, and about half an hour of one core.
+exactly. Needs the weights of `tests/real/requirements.txt`, and about half an hour of one core.
 
     python benchmarks/linear_models.py --output benchmarks/results/linear_models.json
 """

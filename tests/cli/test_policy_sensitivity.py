@@ -60,8 +60,9 @@ def test_both_op_families_are_measured_into_one_file(brief):
         (f"{block}.3.attn1", "sage", ""),
     ]
     assert all(one.rmse > 0 for one in found.cells)
-    refused = sensitivity("--kernel", "fp8_row", "--kernel", "int8_row")
-    assert "one kernel of each op" in " ".join(refused.output.split())
+    for kernels in (("fp8_row", "int8_row"), ("fav3_fp8+hadamard=64",)):
+        refused = sensitivity(*(word for one in kernels for word in ("--kernel", one)))
+        assert "one kernel of each op" in " ".join(refused.output.split())
 
 
 class Toy:

@@ -20,7 +20,7 @@ CPU = device.facts("cpu")
 
 @functools.cache
 def recorded(model):
-    return linears.recorded(model, rows=128)
+    return linears.recorded(model)
 
 
 @pytest.mark.parametrize("model", captured.SETS)
@@ -28,7 +28,7 @@ def test_every_linear_is_recorded_once_with_its_weight(model):
     found = recorded(model)
     assert len(found) == linears.LINEARS[model] == len({one.layer for one in found})
     for one in found:
-        assert one.call.x.shape == (128, one.call.shape.in_features)
+        assert one.call.x.shape == (linears.ROWS, one.call.shape.in_features)
         assert one.call.errors(decide(one.call.shape, CPU, kernel="bf16"), None).rel_l1 < 1e-5
 
 
