@@ -131,11 +131,11 @@ def smem_lower_bound(config: PagedLaunch, key: PagedKey) -> int:
 
 def tune_command(key: PagedKey) -> str:
     """Return the `sage tune` command that would fill a miss."""
-    heads_k = max(1, key.sequence_heads // max(1, key.tokens)) if key.kind == "decode" else 8
     return (
         f"sage tune --op paged_attention --kernel {key.kernel}:{key.variant} "
-        f"--page-size {key.page_size} --num-q-heads {heads_k * key.gqa_ratio} "
-        f"--num-kv-heads {heads_k} --head-dim {key.head_dim} --max-model-len {key.max_keys}"
+        f"--kind {key.kind} --page-size {key.page_size} --num-sequences {key.sequences} "
+        f"--num-q-heads {key.heads_k * key.gqa_ratio} --num-kv-heads {key.heads_k} "
+        f"--head-dim {key.head_dim} --max-model-len {key.max_keys} --kv-dtype {key.cache_dtype}"
     )
 
 
