@@ -135,7 +135,8 @@ def tune_command(key: PagedKey) -> str:
         f"sage tune --op paged_attention --kernel {key.kernel}:{key.variant} "
         f"--kind {key.kind} --page-size {key.page_size} --num-sequences {key.sequences} "
         f"--num-q-heads {key.heads_k * key.gqa_ratio} --num-kv-heads {key.heads_k} "
-        f"--head-dim {key.head_dim} --max-model-len {key.max_keys} --kv-dtype {key.cache_dtype}"
+        f"--head-dim {key.head_dim} --max-model-len {key.max_keys} --q-dtype {key.dtype} "
+        f"--kv-dtype {key.cache_dtype}"
     )
 
 

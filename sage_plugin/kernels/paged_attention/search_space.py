@@ -34,7 +34,7 @@ DECODE = ("decode",)
 ANY = PAGED_KINDS
 DECODE_TILES = ((16, 32, 2), (16, 64, 2), (16, 64, 4), (16, 128, 4), (16, 128, 8), (32, 64, 4))
 ROW_TILES = ((64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (64, 128, 4))
-SMALL_TILES = ((32, 32, 4), (64, 32, 4), (32, 64, 4), (32, 16, 4))
+SMALL_TILES = ((32, 32, 4), (64, 32, 4), (64, 32, 8), (32, 64, 4), (32, 16, 4))
 NVIDIA_AXES: dict[str, tuple[int | str, ...]] = {"num_stages": (2, 3, 4)}
 SPLIT_AXES: dict[str, tuple[int | str, ...]] = {
     "num_stages": (2, 3, 4, 5), "splits": (0, 1, 2, 4, 8, 16, 32),
@@ -69,9 +69,11 @@ REGIONS = (
     PagedRegion(
         "sm_90", ANY, 128, PagedLaunch(128, 64, 8, 3, loads="descriptor"), ROW_TILES, LOAD_AXES, 2
     ),
-    PagedRegion("sm_*", ANY, 128, PagedLaunch(64, 64, 4, 2), ROW_TILES, NVIDIA_AXES, 2),
     PagedRegion(
-        "sm_*", ANY, 256, PagedLaunch(64, 32, 4, 2), (*ROW_TILES, *SMALL_TILES), NVIDIA_AXES, 2
+        "sm_*", ANY, 128, PagedLaunch(64, 32, 4, 2), (*ROW_TILES, *SMALL_TILES), NVIDIA_AXES, 2
+    ),
+    PagedRegion(
+        "sm_*", ANY, 256, PagedLaunch(64, 32, 8, 2), (*ROW_TILES, *SMALL_TILES), NVIDIA_AXES, 2
     ),
     PagedRegion("sm_*", ANY, 256, PagedLaunch(32, 32, 4, 1), SMALL_TILES, NVIDIA_AXES),
     PagedRegion("gfx*", DECODE, 256, PagedLaunch(16, 32, 4, 1), DECODE_TILES, AMD_AXES),
