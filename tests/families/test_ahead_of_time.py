@@ -83,7 +83,8 @@ PAGED = textwrap.dedent("""
     from sage_plugin.paged_records import PagedShape
     from scripts.aot_linears import facts_of
 
-    where, entry, decision = facts_of("sm_90"), family("paged_attention"), Decision("fav2", "triton")
+    where, entry = facts_of("sm_90"), family("paged_attention")
+    decision = Decision("fav2", "triton")
     absent_device.become(where)
     shape = PagedShape((1,) * 4, (4096,) * 4, 8, 2, 128, "bfloat16", "int8", 64, 4096)
     config = entry.default_launch(entry.call_key(shape, decision), where)

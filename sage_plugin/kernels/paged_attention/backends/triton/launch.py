@@ -93,10 +93,11 @@ class PagedTriton:
         tokens, heads_q, _ = q.shape
         pages, _, heads_k, _ = call.k_cache.shape
         config = self._config(call, launch, min_q, max_q)
-        tiles = tokens // config.BLOCK_Q + call.sequences + 1
+        tiles = call.sequences if max_q else tokens // config.BLOCK_Q + call.sequences + 1
+        rows = call.sequences * max_q if max_q else tokens
         parts, part_lse = out, lse
         if config.SPLITS > 1:
-            shape = (tokens, heads_q, config.SPLITS)
+            shape = (rows, heads_q, config.SPLITS)
             parts = launch_graph.empty(q.device, torch.float32, *shape, q.shape[2])
             part_lse = launch_graph.empty(q.device, torch.float32, *shape)
         tensors = PagedTensors(
@@ -117,7 +118,7 @@ class PagedTriton:
             split = SplitTensors(parts, part_lse, out, lse, call.cu_q_lens, call.sinks)
             width = 1 << (config.SPLITS - 1).bit_length()
             launch_graph.launch(
-                combine_kernel, tokens * heads_q, split, tokens, call.sequences, heads_q,
+                combine_kernel, rows * heads_q, split, tokens, call.sequences, heads_q,
                 CONFIG=config, BLOCK_S=width,
                 num_warps=4 if width * config.BLOCK_D > 4096 else 1,  # not tuned: a row is little
             )  # fmt: skip
