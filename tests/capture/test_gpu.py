@@ -24,7 +24,7 @@ LAYER = "transformer.blocks.0.attn1"
 @pytest.fixture
 def intake(tmp_path) -> Intake:
     taken = Intake(tmp_path / "captures", CaptureOptions(heads=(0, 2)))
-    taken.add_layers([LAYER])
+    taken.add_layers("attention", [LAYER])
     taken.open()
     return taken
 

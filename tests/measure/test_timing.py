@@ -189,7 +189,8 @@ def test_a_call_of_many_launches_is_not_timed_by_its_host():
         for method in ("events", "graph", "wall")
     }
     ms = {method: samples["many"].timing().median_ms for method, samples in found.items()}
-    assert ms["events"] < 2 * ms["graph"]
+    # How much less depends on how busy the host is; in a graph it has no part.
+    assert ms["events"] < ms["wall"]
     assert ms["graph"] < ms["wall"]
 
 

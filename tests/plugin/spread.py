@@ -106,6 +106,21 @@ def language_model():
     return network
 
 
+def mixture():
+    """A tiny Mixtral."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=48, num_local_experts=4, initializer_range=0.2,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+LANGUAGE_MODELS = {"llama": language_model, "mixtral": mixture}
+
+
 def sentence(device: str = "cpu") -> dict[str, torch.Tensor]:
     return {"input_ids": torch.arange(40, device=device).mul(7).remainder(48)[None]}
 
@@ -117,8 +132,8 @@ def forward(network, arguments):
 
 def results(runs: list[Run], folder: Path, *, gpus: bool = False) -> dict[str, list]:
     """What each process got in each run: `(output, report rows, error text)`."""
-    if any(run.way == TP for run in runs):
-        language_model().save_pretrained(folder / TP)
+    for model in {run.model for run in runs if run.way == TP}:
+        LANGUAGE_MODELS[model]().save_pretrained(folder / model)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -183,7 +198,10 @@ def _one(run: Run, gpus: bool, rank: int) -> tuple:
 
 def _tensor_parallel(run: Run, folder: str, gpus: bool) -> tuple:
     """The output of a model with spread linears, and what of it was not as it should be."""
-    network, arguments = (_by_transformers if run.way == TP else _by_torch)(folder, gpus)
+    if run.way == TP:
+        network, arguments = _by_transformers(f"{folder}/{run.model}", gpus)
+    else:
+        network, arguments = _by_torch(gpus)
     before = dict(network.named_parameters())
     plain, forwards = forward(network, arguments), _forwards(network)
     if not run.kernel:
@@ -210,11 +228,11 @@ def _by_transformers(folder: str, gpus: bool) -> tuple:
     import transformers
 
     load = transformers.AutoModelForCausalLM.from_pretrained
-    network = load(f"{folder}/{TP}", tp_plan="auto", dtype=torch.bfloat16 if gpus else None)
+    network = load(folder, tp_plan="auto", dtype=torch.bfloat16 if gpus else None)
     return network.eval(), sentence("cuda" if gpus else "cpu")
 
 
-def _by_torch(folder: str, gpus: bool) -> tuple:
+def _by_torch(gpus: bool) -> tuple:
     """Flux with the feed-forwards of a block sharded, as diffusers' `TensorParallelConfig` does."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

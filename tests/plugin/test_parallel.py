@@ -29,12 +29,13 @@ LINEARS = {
 """Linears of a model that run on a kernel, by what they run on."""
 SHARDED = [
     *(Run("llama", kernel, spread.TP, linears) for kernel, linears in KERNELS.items()),
+    Run("mixtral", "sage", spread.TP, "int8_row"),
     Run("flux", "sage", spread.SHARDS, "int8_row"),
 ]
 CASES = [
     *SPREAD,
     *SHARDED,
-    Run("llama", "", spread.TP),
+    *(Run(model, "", spread.TP) for model in spread.LANGUAGE_MODELS),
     *(Run(m, k, "ulysses") for m in spread.MODELS for k in ("", "sdpa")),
     Run("wan", "", "ring", raises=True),
     Run("wan", "sdpa", "ring", raises=True),
@@ -55,7 +56,9 @@ def whole():
     for model in spread.MODELS:
         network, arguments = spread.build(model)
         outputs |= alone(model, network, arguments)
-    return outputs | alone("llama", spread.language_model(), spread.sentence())
+    for model, make in spread.LANGUAGE_MODELS.items():
+        outputs |= alone(model, make(), spread.sentence())
+    return outputs
 
 
 def alone(model, network, arguments):
@@ -102,16 +105,19 @@ def test_each_process_multiplies_its_shards_before_their_sum(case, found, whole)
     for out, rows, wrong in found[case.name]:
         assert not wrong
         assert (out - exact).abs().mean() < limit
-        assert len(rows) == 2 + {"llama": 14, "flux": 17}[case.model] * bool(case.linears)
+        assert len(rows) == 2 + {"llama": 14, "mixtral": 10, "flux": 17}[case.model] * bool(
+            case.linears
+        )
         label = f"{case.kernel}:emulation"
         for layer, calls, why in rows:
             on = label if layer.endswith("attn") else "int8_row:emulation"
             assert (calls, why) == ({on: 1}, {}), layer
 
 
-def test_transformers_spreads_a_model_as_these_tests_think(found, whole):
-    for out, _, _ in found["llama-unpatched-tp"]:
-        assert (out - whole["llama", ""]).abs().mean() < 1e-5
+@pytest.mark.parametrize("model", spread.LANGUAGE_MODELS)
+def test_transformers_spreads_a_model_as_these_tests_think(model, found, whole):
+    for out, _, _ in found[f"{model}-unpatched-tp"]:
+        assert (out - whole[model, ""]).abs().mean() < 1e-5
 
 
 @pytest.mark.parametrize("model", spread.MODELS)

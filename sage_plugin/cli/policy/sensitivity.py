@@ -57,9 +57,11 @@ def command(
     from sage_plugin.tune.policy.sensitivity_file import SCHEMA_VERSION, Sensitivities, Sensitivity
 
     where, _ = devices.chosen(device)
-    names = tuple(Option.parse(text).name for text in kernel or ())
-    if not names or len({Option.parse(name).op for name in names}) < len(names):
-        got = ", ".join(names) or "none"
+    options = [Option.parse(text) for text in kernel or ()]
+    names = tuple(option.name for option in options)
+    each = len({option.op for option in options}) == len(options)
+    if not options or not each or any(option.launch for option in options):
+        got = ", ".join(option.label for option in options) or "none"
         raise UsageError(
             f"--kernel: got {got}, and sensitivity is measured with one kernel of each op, better "
             "a coarse one: give --kernel fav3_fp8, --kernel fp8_row, or both"

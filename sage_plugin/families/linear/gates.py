@@ -1,8 +1,9 @@
 """The accuracy limits of each linear kernel.
 
-They come from what rounding costs, and a margin for inputs with outliers: FP8 e4m3 loses 2.6 % of
-each operand whatever its scale, INT8 a step of the row's largest value over sqrt(12), which a few
-channels that stick out make several times as large. A gate judges what quantization loses; device
+They come from every linear of four models with real weights, and from drawn inputs, by the rule of
+attention's, 1.25 times the worst error (`docs/accuracy.md`). FP8 e4m3 loses 2.6 % of each operand
+whatever its scale; INT8 a step of the row's largest value over sqrt(12), which a few channels that
+stick out make several times as large, as in SmolLM2. A gate judges what quantization loses; device
 code is judged against its emulation, which is far stricter.
 """
 
@@ -13,9 +14,12 @@ from sage_plugin.errors import UnknownKernelError
 from sage_plugin.schema import LINEAR_KERNELS
 
 HOST = Gate(min_cosine=0.99998, min_row_cosine_p10=0.99998, max_worst_head_rel_l1=0.006)
-FP8 = Gate(min_cosine=0.998, min_row_cosine_p10=0.996, max_worst_head_rel_l1=0.06)
-INT8 = Gate(min_cosine=0.998, min_row_cosine_p10=0.996, max_worst_head_rel_l1=0.06)
-_GATES = {"bf16": HOST, "fp8_row": FP8, "fp8_tensor": FP8, "int8_row": INT8}
+_GATES = {
+    "bf16": HOST,
+    "fp8_row": Gate(0.996, 0.9951, 0.089, max_centred_rel_l1=0.17),
+    "fp8_tensor": Gate(0.9953, 0.9942, 0.094, max_centred_rel_l1=0.17),
+    "int8_row": Gate(0.988, 0.977, 0.17, max_centred_rel_l1=0.17),
+}
 
 
 def gate_for(kernel: str) -> Gate:
@@ -26,7 +30,7 @@ def gate_for(kernel: str) -> Gate:
 
     Example:
         >>> gate_for("fp8_row").max_worst_head_rel_l1
-        0.06
+        0.089
     """
     if kernel not in _GATES:
         raise UnknownKernelError(

@@ -16,6 +16,7 @@ from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.grouped_linear.experts import Experts
 from sage_plugin.kernels.grouped_linear.weight import quantize_weights
 from sage_plugin.plugin.context import layer_path
+from sage_plugin.plugin.hosts.tensor_parallel import shard_of, transforms_of
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 DEFAULT_GATE = "_default_apply_gate"
@@ -44,14 +45,17 @@ def names_of(module: nn.Module) -> tuple[str, str]:
 
 
 def weights_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights of the first product and of the second, as the module has them."""
-    up, down = (getattr(module, name) for name in names_of(module))
+    """Return the weights of the first product and of the second, as the module has them.
+
+    Of tensor parallel ones the parts that this process has.
+    """
+    up, down = (shard_of(getattr(module, name)) for name in names_of(module))
     return up, down
 
 
 def weight_named(module: nn.Module, name: str) -> torch.Tensor:
     """Return weights as `(E, N, K)`, however the module has them."""
-    weight: torch.Tensor = getattr(module, name).detach()
+    weight = shard_of(getattr(module, name).detach())
     return weight.transpose(1, 2) if module.is_transposed else weight
 
 
@@ -79,13 +83,15 @@ def obstacle(module: nn.Module, kernel: str) -> FallbackReason | None:
         return FallbackReason(Fallback.EXPERTS_KERNEL, kernel)
     if getattr(module, "has_post_expert_norm", False):
         return FallbackReason(Fallback.EXPERTS_NORM)
-    if "forward" in vars(module):
+    sharded = transforms_of(module) is not None and not module.has_bias
+    if "forward" in vars(module) and not sharded:
         hooked = hasattr(module, "_hf_hook")
         hook = FallbackReason(Fallback.LINEAR_OFFLOADED, "a hook of accelerate")
         return hook if hooked else FallbackReason(Fallback.LINEAR_FORWARD)
     if hasattr(module, f"{names_of(module)[0]}_scale_inv"):
         return FallbackReason(Fallback.LINEAR_QUANTIZED, name)
-    for weight in weights_of(module):
+    for own in names_of(module):
+        weight = shard_of(getattr(module, own)) if sharded else getattr(module, own)
         kind = type(weight) if type(weight) is not nn.Parameter else type(weight.data)
         if kind is not torch.Tensor or weight.dim() != 3:
             return FallbackReason(Fallback.LINEAR_WEIGHT, kind.__name__)

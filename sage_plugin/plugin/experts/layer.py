@@ -24,6 +24,7 @@ from sage_plugin.plugin.experts.eligible import (
     quantized_experts,
     weights_of,
 )
+from sage_plugin.plugin.hosts.tensor_parallel import Transforms
 from sage_plugin.plugin.linears.compute import count_config, kernel_for
 from sage_plugin.plugin.linears.roles import Role
 
@@ -52,6 +53,8 @@ class ExpertsLayer:
         freed: whether there are no originals any more.
         counts: what it did since the last `patch`.
         role: what its weights are for.
+        transforms: what tensor parallelism does around its forward; the weights are then the parts
+            that this process has, and are kept.
     """
 
     name: str
@@ -64,6 +67,7 @@ class ExpertsLayer:
     freed: bool = False
     counts: LayerCounts = field(default_factory=LayerCounts)
     role: Role = Role.EXPERTS
+    transforms: Transforms | None = None
     _known: tuple[object, ...] = ()
     _original_bytes: int = 0
 
@@ -85,7 +89,7 @@ class ExpertsLayer:
             weights: `(S, k)` of the sum.
         """
         if torch.compiler.is_compiling():
-            if self.quantized is None or wants_gradient(x, weights, *weights_of(module)):
+            if self.quantized is None or _wants_gradient(module, x, weights):
                 return stock(x, chosen, weights)
             return run_experts(x, chosen, weights, self.quantized, self.state.options.of_linears)
         if self.quantized is None and self.left is None:
@@ -122,7 +126,7 @@ class ExpertsLayer:
             self.left = kernel
             return
         self.quantized = quantized_experts(module, kernel)
-        if not self.keep:
+        if not self.keep and self.transforms is None:
             self._original_bytes, self.freed = up.nbytes + down.nbytes, True
             for name, weight in zip(names_of(module), (up, down), strict=True):
                 empty = torch.empty_like(weight, device="meta")
@@ -153,7 +157,7 @@ class ExpertsLayer:
             return FallbackReason(Fallback.DISABLED)
         if self.quantized is None or x.device != self.quantized.up.data.device:
             return FallbackReason(Fallback.LINEAR_DEVICE)
-        if wants_gradient(x, weights, *weights_of(module)):
+        if _wants_gradient(module, x, weights):
             return FallbackReason(Fallback.GRADIENT)
         return FallbackReason(Fallback.EMPTY) if x.numel() == 0 else None
 
@@ -180,3 +184,8 @@ class ExpertsLayer:
 def layer_in(module: nn.Module) -> Any:  # noqa: ANN401
     """Return the layer that a module of experts has, `None` for none."""
     return vars(module).get(SLOT)
+
+
+def _wants_gradient(module: nn.Module, *inputs: torch.Tensor) -> bool:
+    weights = (module._parameters[name] for name in names_of(module))
+    return wants_gradient(*inputs, *weights)

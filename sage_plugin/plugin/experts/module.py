@@ -10,20 +10,26 @@ import torch
 from torch import nn
 
 from sage_plugin.plugin.experts.layer import SLOT, ExpertsLayer, layer_in
+from sage_plugin.plugin.hosts.tensor_parallel import transforms_of
 from sage_plugin.plugin.twin import ORIGINAL, ClassMemo, plain_class
 
 
 def swap(module: nn.Module, layer: ExpertsLayer) -> None:
     """Let a layer run the experts of a module."""
-    patched = patched_class(type(module))
+    transforms, patched = transforms_of(module), patched_class(type(module))
     assert patched is not None
     module.__class__ = patched
     vars(module)[SLOT] = layer
+    layer.transforms = transforms
+    if transforms is not None:
+        transforms.install(module)
 
 
 def put_back(module: nn.Module) -> None:
     """Undo `swap`."""
-    vars(module).pop(SLOT, None)
+    layer: ExpertsLayer | None = vars(module).pop(SLOT, None)
+    if layer is not None and layer.transforms is not None:
+        layer.transforms.put_back(module)
     module.__class__ = plain_class(type(module))
 
 

@@ -39,6 +39,9 @@ from sage_plugin.tune.run.study import digest
 MAX_TIMED = 12
 """Shapes that are timed, the most expensive ones; others go by the nearest of them."""
 
+SEARCHED = (ATTENTION, LINEAR)
+"""Op families whose kernels are chosen layer by layer; both products of experts have one."""
+
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how many of them are, and how many there are."""
 
@@ -198,6 +201,8 @@ def search(
         evidence = PolicyEvidence(captures, str(place), config_dir, folder / run_folder.LEDGER)
         running = _Search(request, captures, grids, options, evidence, elsewhere, progress)
         running.notes += captures.problems
+        if others := sorted({r.family for r in captures.records} - set(SEARCHED)):
+            running.notes.append(f"captures of {', '.join(others)} are left out")
         if request.min_seq < MIN_SEQ:
             running.notes.append(
                 f"calls of fewer than {MIN_SEQ} queries or keys follow the policy only with "
@@ -242,12 +247,17 @@ def search(
 def _grids(request: PolicyRequest, captures: CaptureFolder) -> tuple[Grid, ...]:
     """A grid for each op family that was recorded, of those that kernels were asked for of."""
     asked = {Option.parse(text).op for text in request.kernels}
-    recorded = [op for op in BASELINES if any(r.family == op for r in captures.records)]
+    recorded = [op for op in SEARCHED if any(r.family == op for r in captures.records)]
     ops = [op for op in recorded if not asked or op in asked]
     if missing := sorted(asked - set(recorded)):
         raise CaptureError(
             f"{captures.path} has no captures of {missing[0]}, which --kernel names one of: record "
-            f"with `sage capture --op {','.join(BASELINES)}`"
+            f"with `sage capture --op {','.join(SEARCHED)}`"
+        )
+    if not ops:
+        raise CaptureError(
+            f"{captures.path} has captures of {captures.records[0].family} alone, whose kernels no "
+            f"search chooses: record with `sage capture --op {','.join(SEARCHED)}`"
         )
     ranges, min_seq = request.step_ranges, request.min_seq
     return tuple(grid_of(captures, step_ranges=ranges, min_seq=min_seq, op=op) for op in ops)

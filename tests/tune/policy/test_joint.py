@@ -37,14 +37,15 @@ def folder(tmp_path_factory):
     return path
 
 
-def request(folder, tmp_path, **changes):
+def request(folder, **changes):
     both = (folder / "attention.json", folder / "linear.json")
-    base = recordings.request(folder, times=both, min_seq=8, runs_dir=tmp_path)
+    # One ledger for all: what was measured is not measured again.
+    base = recordings.request(folder, times=both, min_seq=8)
     return dataclasses.replace(base, **changes)
 
 
-def test_the_budget_is_the_mean_over_the_calls_of_both(folder, tmp_path):
-    found = search(request(folder, tmp_path, max_error=0.004))
+def test_the_budget_is_the_mean_over_the_calls_of_both(folder):
+    found = search(request(folder, max_error=0.004))
     pairs = list(zip(found.problem.cells, found.assignment.picks, strict=True))
     assert len(pairs) == LAYERS * 2 + LAYERS * EACH
     spent = sum(cell.calls_per_run * pick.error for cell, pick in pairs) / CALLS
@@ -64,8 +65,8 @@ def test_the_budget_is_the_mean_over_the_calls_of_both(folder, tmp_path):
     assert (rules["linear"].steps, rules["linear"].min_seq) == ("", 0)
 
 
-def test_the_policy_runs_what_was_chosen(folder, tmp_path):
-    found = search(request(folder, tmp_path, max_error=1.0, max_layer_error=0.5, step_ranges=1))
+def test_the_policy_runs_what_was_chosen(folder):
+    found = search(request(folder, max_error=1.0, max_layer_error=0.5, step_ranges=1))
     model = video_model()
     with sage_plugin.patched(model, policy=found.policy, min_seq=8) as handle:
         denoise(model, steps=1)
@@ -81,15 +82,15 @@ def test_the_policy_runs_what_was_chosen(folder, tmp_path):
 
 
 def test_named_kernels_choose_the_op_families(folder, tmp_path):
-    found = search(request(folder, tmp_path, max_error=1.0, kernels=("fp8_row",)))
+    found = search(request(folder, max_error=1.0, kernels=("fp8_row",)))
     assert {cell.op for cell in found.problem.cells} == {"linear"}
     assert {rule.op for rule in found.policy.rules} == {"linear"}
     assert found.prediction.calls == 0
     assert found.problem.words == "linears"
     with pytest.raises(UsageError, match="a rule of linears has a kernel alone"):
-        search(request(folder, tmp_path, kernels=("fp8_row:torch",)))
+        search(request(folder, kernels=("fp8_row:torch",)))
     recordings.write(tmp_path / "attention_alone")
-    alone = request(folder, tmp_path, kernels=("fp8_row",))
+    alone = request(folder, kernels=("fp8_row",))
     alone = dataclasses.replace(alone, folder=tmp_path / "attention_alone")
     with pytest.raises(CaptureError, match=r"no captures of linear.*--op attention,linear"):
         search(alone)
@@ -99,7 +100,7 @@ def test_a_sensitivity_of_one_op_family_is_not_enough_for_both(folder, tmp_path)
     path = tmp_path / "s.json"
     cells = [{"layer": "transformer.transformer_blocks.0.attn1", "steps": ":50%", "rmse": 0.1}]
     path.write_text(json.dumps({"schema_version": 1, "kernel": "sage", "cells": cells}))
-    linears = request(folder, tmp_path, kernels=("fp8_row",), sensitivity=path)
+    linears = request(folder, kernels=("fp8_row",), sensitivity=path)
     with pytest.raises(ConfigError, match="--kernel fav3_fp8 --kernel fp8_row"):
         search(linears)
 
