@@ -159,6 +159,8 @@ def _region(key: PagedKey, facts: DeviceFacts) -> PagedRegion:
     size = BYTES.get(key.cache_dtype, 1)
     for region in REGIONS:
         serves = key.head_dim <= region.max_head_dim and size <= region.cache_bytes
+        if region.default.loads == "descriptor":
+            serves = serves and described(region.default.block_n, key)
         if serves and key.kind in region.kinds and fnmatchcase(arch, region.arch):
             return region
     raise ConfigError(f"paged attention has no launch config for {arch}")
