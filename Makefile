@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-slow test-gpu test-gpu-slow test-real mutants compile-matrix lint format wheel clean FORCE
+.PHONY: help demo test test-fast test-slow test-lowest test-gpu test-gpu-slow test-real mutants compile-matrix lint format wheel clean FORCE
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -56,6 +56,9 @@ test-fast: $(STAMPS)/test  ## run what takes no more than 90 s of it, between ed
 
 test-slow: $(STAMPS)/test  ## run every case of what it samples: builds for all GPUs
 	$(PYTEST) -m 'sweep and not gpu' --durations=25 $(PYTEST_ARGS)
+
+test-lowest:  ## run the tests with the lowest torch that is supported (a download of gigabytes)
+	$(MAKE) test VENV=.venv-lowest TORCH=torch==2.11.0 TORCH_INDEX=
 
 mutants: $(STAMPS)/test  ## break the package in thirty places; the tests must notice
 	$(BIN)/python scripts/mutants.py
