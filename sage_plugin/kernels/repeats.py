@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.launch_graph import (
     LaunchGraph,
     Outputs,
@@ -58,6 +59,20 @@ class Repeats:
             outputs = anew(*args)
         self.recorded, self._calls = graph_of(recorder, inputs, outputs), 2
         return outputs
+
+
+def repeats_of(known: Memo[Repeats], key: tuple[object, ...]) -> Repeats:
+    """Return the launches of a kind of call from a memo, where they are kept.
+
+    Args:
+        known: the memo.
+        key: all that the launches follow from but addresses.
+    """
+    found = known.get(key)
+    if found is None:
+        found = Repeats()
+        known.keep(key, found)
+    return found
 
 
 def _no_aliasing(addresses: Sequence[int]) -> bool:

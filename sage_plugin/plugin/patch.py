@@ -277,7 +277,7 @@ def refresh(obj: object) -> PatchHandle:
 
     That is attention whose processor or class was replaced, and attention that came in since. An
     eager forward notices what was replaced by itself; a compiled one does not, and neither looks
-    for new layers. Weights of patched linears are quantized anew.
+    for new layers. Weights of patched linears and experts are quantized anew.
 
     Args:
         obj: a pipeline or model that is patched.
@@ -308,6 +308,7 @@ def refresh(obj: object) -> PatchHandle:
     with lock:
         for part in parts:
             part.linears.distrust()
+            part.experts.distrust()
             part.cover(part.state.options)
     return parts[0].handle
 

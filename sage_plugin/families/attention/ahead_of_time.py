@@ -49,7 +49,7 @@ def _tensor(shape: CallShape, heads: int, seq: int, dim: int) -> torch.Tensor:
     """A tensor of zeros in the call's layout, of pages that nobody touches."""
     bhsd = shape.layout == "bhsd"
     size = (shape.batch, heads, seq, dim) if bhsd else (shape.batch, seq, heads, dim)
-    return torch.zeros(size, dtype=getattr(torch, shape.dtype))
+    return torch.empty(size, dtype=getattr(torch, shape.dtype))
 
 
 def _mask(shape: CallShape) -> torch.Tensor | None:
@@ -58,4 +58,4 @@ def _mask(shape: CallShape) -> torch.Tensor | None:
     rows = shape.seq_q if shape.mask_kind == "dense" else 1
     if shape.batch * rows * shape.seq_k > LARGEST_MASK:
         raise MemoryError("the mask is too large to compile for ahead of time")
-    return torch.zeros(shape.batch, 1, rows, shape.seq_k, dtype=torch.bool)
+    return torch.empty(shape.batch, 1, rows, shape.seq_k, dtype=torch.bool)

@@ -33,9 +33,9 @@ def compile_call(
     from sage_plugin.kernels.linear.backends.triton.rows import quantize_rows_triton
 
     dtype = torch_dtype(shape.dtype)
-    x = torch.zeros(shape.rows, shape.in_features, dtype=dtype)
-    weights = torch.zeros(shape.groups, shape.out_features, shape.in_features, dtype=dtype)
-    sizes = torch.zeros(shape.groups, dtype=torch.int32)
+    x = torch.empty(shape.rows, shape.in_features, dtype=dtype)
+    weights = torch.empty(shape.groups, shape.out_features, shape.in_features, dtype=dtype)
+    sizes = torch.empty(shape.groups, dtype=torch.int32)
     operands = GroupedOperands(x, None, weights, None, sizes, None)
     with launch_graph.recording(only_compile=True) as recorder:
         if decision.kernel != BASELINE:
@@ -43,8 +43,8 @@ def compile_call(
             form = row_format(decision.kernel, fp8=fp8)
             quantize_rows_triton(x, form)
             operands = GroupedOperands(
-                torch.zeros(x.shape, dtype=form.dtype), torch.zeros(shape.rows, 1),
-                torch.zeros(weights.shape, dtype=form.dtype), torch.zeros(weights.shape[:2]),
+                torch.empty(x.shape, dtype=form.dtype), torch.empty(shape.rows, 1),
+                torch.empty(weights.shape, dtype=form.dtype), torch.empty(weights.shape[:2]),
                 sizes, None,
             )  # fmt: skip
         multiply_groups_triton(operands, dtype, config)

@@ -35,12 +35,12 @@ def compile_call(
     dtype = torch_dtype(shape.dtype)
     fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
     form = row_format(decision.kernel, fp8=fp8)
-    x = torch.zeros(shape.rows, shape.in_features, dtype=dtype)
-    data = torch.zeros(shape.out_features, shape.in_features, dtype=form.dtype)
-    scale = torch.zeros(()) if form.per_tensor else torch.zeros(shape.out_features)
+    x = torch.empty(shape.rows, shape.in_features, dtype=dtype)
+    data = torch.empty(shape.out_features, shape.in_features, dtype=form.dtype)
+    scale = torch.empty(()) if form.per_tensor else torch.empty(shape.out_features)
     weight = QuantizedWeight(data, scale, decision.kernel)
-    rows_scale = torch.zeros(()) if form.per_tensor else torch.zeros(shape.rows, 1)
-    rows = QuantizedRows(torch.zeros(x.shape, dtype=form.dtype), rows_scale)
+    rows_scale = torch.empty(()) if form.per_tensor else torch.empty(shape.rows, 1)
+    rows = QuantizedRows(torch.empty(x.shape, dtype=form.dtype), rows_scale)
     with launch_graph.recording(only_compile=True) as recorder:
         if not form.per_tensor:  # whose quantizer asks torch for the largest value
             quantize_rows_triton(x, form)

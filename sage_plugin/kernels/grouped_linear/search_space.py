@@ -14,23 +14,24 @@ from sage_plugin.kernels.linear.search_space import (
     tile,
 )
 
-FEW, SOME = 16, 128
+FEW, SOME = 8, 64
 """Rows of a group up to which its weight decides, and up to which tiles of 128 rows are empty."""
 
-TMA: dict[str, int | str] = {"loads": "descriptor", "group_m": 16}
+TMA: dict[str, int | str] = {"loads": "descriptor", "group_m": 4}
 TMA_TILES = ((128, 128, 128, 4), (128, 256, 128, 8), (128, 256, 64, 8), (64, 128, 128, 4),
              (64, 256, 128, 4), (128, 128, 128, 8))  # fmt: skip
 TMA_AXES: dict[str, tuple[int | str, ...]] = {
     "num_stages": (3, 4), "programs": (1, 2), "group_m": (4, 16),
 }  # fmt: skip
-WIDE_TILES = ((64, 64, 256, 4), (64, 128, 128, 4), (64, 128, 256, 4), (64, 64, 128, 4))
+WIDE_TILES = ((16, 128, 256, 4), (16, 64, 256, 4), (16, 128, 128, 4), (32, 128, 128, 4),
+              (64, 128, 128, 4), (64, 256, 128, 4))  # fmt: skip
 WIDE_AXES: dict[str, tuple[int | str, ...]] = {
-    "num_stages": (3, 4, 6), "loads": ("pointer", "descriptor"), "programs": (0, 2),
+    "num_stages": (3, 4), "loads": ("pointer", "descriptor"), "programs": (0, 1, 2),
 }  # fmt: skip
 
 REGIONS = (
     LinearRegion("emulation", ANY_ROWS, tile(128, 128, 128, 8, 2)),
-    LinearRegion("sm_90", FEW, tile(64, 128, 128, 4, 4), WIDE_TILES, WIDE_AXES),
+    LinearRegion("sm_90", FEW, tile(16, 128, 256, 4, 3), WIDE_TILES, WIDE_AXES),
     LinearRegion("sm_90", SOME, tile(64, 128, 128, 4, 4, programs=2, **TMA), TMA_TILES, TMA_AXES),
     LinearRegion(
         "sm_90", ANY_ROWS, tile(128, 128, 128, 4, 3, programs=2, **TMA), TMA_TILES, TMA_AXES
@@ -46,7 +47,7 @@ REGIONS = (
     LinearRegion("gfx*", SOME, tile(16, 64, 128, 4, 1), AMD_TILES, AMD_AXES),
     LinearRegion("gfx*", ANY_ROWS, tile(128, 128, 64, 4, 2), AMD_TILES, AMD_AXES),
 )
-"""Of 8-bit numbers."""
+"""Of 8-bit numbers; those of sm_90 by `benchmarks/grouped_rates.py` and a sweep on an H200."""
 
 WIDER = (
     LinearRegion(

@@ -36,7 +36,8 @@ def is_experts(module: nn.Module) -> bool:
         >>> is_experts(nn.Linear(2, 2))
         False
     """
-    return hasattr(module, "down_proj") and all(hasattr(module, flag) for flag in FLAGS)
+    flagged = all(hasattr(module, flag) for flag in FLAGS)
+    return flagged and all(hasattr(module, name) for name in names_of(module))
 
 
 def names_of(module: nn.Module) -> tuple[str, str]:

@@ -40,7 +40,7 @@ Stock = Callable[..., torch.Tensor]
 class ExpertsLayer:
     """The experts of a mixture; the original weights stay where they are, unless they are freed.
 
-    Traced code reads `quantized` and `waiting` alone.
+    Traced code reads `quantized` and the options alone.
 
     Attributes:
         name: module path with the component in front.
@@ -131,6 +131,10 @@ class ExpertsLayer:
             for name, weight in zip(names_of(module), (up, down), strict=True):
                 empty = torch.empty_like(weight, device="meta")
                 module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+
+    def distrust(self) -> None:
+        """Quantize the weights anew at the next chance: they may have been written unseen."""
+        self._known = ()
 
     def check_original(self) -> None:
         """Raise unless there are originals.

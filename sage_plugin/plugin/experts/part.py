@@ -71,6 +71,12 @@ class ExpertsPart:
         for layer, module in self._patched().values():
             layer.settle(module)
 
+    def distrust(self) -> None:
+        """Quantize all weights anew: they may have been written unseen."""
+        for layer in self.layers.values():
+            layer.distrust()
+        self.settle()
+
     def names(self) -> list[str]:
         """Return the names of all experts that rules may name."""
         return [f"{self.state.component}.{path}" for path in (*self.layers, *self.left)]

@@ -57,12 +57,16 @@ def test_tokens_that_go_elsewhere_add_nothing() -> None:
         assert (experts(x, chosen, weights) - stock).norm() / stock.norm() < 0.03
 
 
-def test_weights_that_are_written_or_moved_are_quantized_anew() -> None:
+@pytest.mark.parametrize("unseen", [False, True], ids=["written", "written through .data"])
+def test_weights_that_are_written_are_quantized_anew(unseen: bool) -> None:
     model = mixture("mixtral")
     sage_plugin.patch(model, linears="int8_row", **ONLY_EXPERTS)
     logits(model)
+    weight = experts_of(model).down_proj
     with torch.no_grad():
-        experts_of(model).down_proj.mul_(3.0)
+        (weight.data if unseen else weight).mul_(3.0)
+    if unseen:
+        sage_plugin.refresh(model)
     changed = logits(model)
     fresh = mixture("mixtral")
     with torch.no_grad():

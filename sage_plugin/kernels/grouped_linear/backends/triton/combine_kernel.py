@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.launch_config import Memo
+from sage_plugin.kernels.repeats import Repeats, repeats_of
 
 WIDTH = 1024
 """Columns of a program at most, eight a thread."""
@@ -28,6 +30,9 @@ def combine_rows_kernel(
     tl.store(out + token * N + offs_n, acc.to(out.dtype.element_ty), mask=offs_n < N)
 
 
+_repeats: Memo[Repeats] = Memo(4096)
+
+
 def combine_triton(
     rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -39,13 +44,24 @@ def combine_triton(
         places: `(S, k)` row of each choice.
         dtype: dtype of the output.
     """
+    tensors = (rows, weights.contiguous(), places)
+    if not rows.is_cuda:
+        return _combine(*tensors, dtype)[0]
+    key = (rows.shape, rows.dtype, rows.device, weights.shape, weights.dtype, dtype)
+    known = repeats_of(_repeats, key)
+    return known.repeat(tensors, rows.device, _combine, *tensors, dtype)[0]
+
+
+def _combine(
+    rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, None]:
     tokens, choices = weights.shape
     columns = rows.shape[1]
     out = torch.empty((tokens, columns), dtype=dtype, device=rows.device)
     width = min(WIDTH, max(128, triton.next_power_of_2(columns)))
     widths = -(-columns // width)
     launch_graph.launch(
-        combine_rows_kernel, tokens * widths, rows, weights.contiguous(), places, out, columns,
-        widths, K=choices, WIDTH=width, num_warps=4,  # not tuned: bytes decide
+        combine_rows_kernel, tokens * widths, rows, weights, places, out, columns, widths,
+        K=choices, WIDTH=width, num_warps=4,  # not tuned: bytes decide
     )  # fmt: skip
-    return out
+    return out, None

@@ -19,7 +19,7 @@ from sage_plugin.kernels.grouped_linear.backends.triton.schedule_kernel import (
 )
 from sage_plugin.kernels.grouped_linear.operands import GroupedOperands
 from sage_plugin.kernels.launch_config import Memo, compiler_options
-from sage_plugin.kernels.repeats import Repeats
+from sage_plugin.kernels.repeats import Repeats, repeats_of
 from sage_plugin.schema import LinearLaunch
 
 PLANNED = 4096
@@ -103,10 +103,7 @@ def multiply_groups_triton(
         x.shape, x.dtype, x.device, weights.shape, x_scale is None,
         None if bias is None else bias.dtype, out_dtype, launch,
     )  # fmt: skip
-    known = _repeats.get(key)
-    if known is None:
-        known = Repeats()
-        _repeats.keep(key, known)
+    known = repeats_of(_repeats, key)
     return known.repeat(tensors, x.device, _multiply, *tensors, out_dtype, launch)[0]
 
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.launch_config import Memo
+from sage_plugin.kernels.repeats import Repeats, repeats_of
 
 COUNTED, PLACED = 256, 16
 """Choices of a program that counts, and of one that places: it compares each with all experts."""
@@ -52,6 +54,9 @@ def place_choices_kernel(
     tl.store(ranks + offs, first + rank, mask=inside)
 
 
+_repeats: Memo[Repeats] = Memo(4096)
+
+
 def route_triton(experts: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the row of each choice, and the sizes of groups; see `routing.Routing`.
 
@@ -60,6 +65,15 @@ def route_triton(experts: torch.Tensor, groups: int) -> tuple[torch.Tensor, torc
         groups: experts that are here.
     """
     experts = experts.contiguous()
+    if not experts.is_cuda:
+        return _route(experts, groups)
+    known = repeats_of(_repeats, (experts.shape, experts.dtype, experts.device, groups))
+    places, sizes = known.repeat((experts,), experts.device, _route, experts, groups)
+    assert sizes is not None
+    return places, sizes
+
+
+def _route(experts: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     total = experts.numel()
     counts = launch_graph.zeros(experts.device, torch.int32, groups + 1)
     places = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)

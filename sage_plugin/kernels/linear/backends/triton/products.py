@@ -16,7 +16,7 @@ from sage_plugin.kernels.linear.backends.triton.product_kernel import (
 )
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
-from sage_plugin.kernels.repeats import Repeats
+from sage_plugin.kernels.repeats import Repeats, repeats_of
 from sage_plugin.schema import LinearLaunch
 
 
@@ -86,10 +86,7 @@ def multiply_triton(
         x.shape, x.dtype, x.device, weight.out_features, rows.scale.dim(), rows.offset is None,
         None if bias is None else bias.dtype, out_dtype, launch,
     )  # fmt: skip
-    known = _repeats.get(key)
-    if known is None:
-        known = Repeats()
-        _repeats.keep(key, known)
+    known = repeats_of(_repeats, key)
     return known.repeat(tensors, x.device, _multiply, *tensors, out_dtype, launch)[0]
 
 

@@ -19,7 +19,7 @@ from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, NORMS, Prologu
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.quantize.recipe import TINY
-from sage_plugin.kernels.repeats import Repeats
+from sage_plugin.kernels.repeats import Repeats, repeats_of
 
 WARP_VALUES = 1024
 """Values that a warp holds of its program's tiles, 32 a thread."""
@@ -111,10 +111,7 @@ def quantize_rows_triton(
         key += (prologue.kind, prologue.eps, *map(_spec, others))
     if not x.is_cuda:
         return _as_rows(*_quantize(x, form, prologue, *others), form)
-    known = _repeats.get(key)
-    if known is None:
-        known = Repeats()
-        _repeats.keep(key, known)
+    known = repeats_of(_repeats, key)
     made = known.repeat((x, *others), x.device, _quantize, x, form, prologue, *others)
     return _as_rows(*made, form)
 
