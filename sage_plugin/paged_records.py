@@ -112,11 +112,12 @@ class PagedKey(NumbersOfKey, JsonRecord):
         page_size: tokens of a page.
         tokens: rows of Q.
         max_keys: keys that a row of the page table has place for.
-        sequence_heads: sequences times key heads.
+        sequences: rows of the page table.
+        heads_k: key heads.
     """
 
     family: ClassVar[str] = PAGED_ATTENTION
-    NUMBERS: ClassVar[tuple[str, ...]] = ("tokens", "max_keys", "sequence_heads")
+    NUMBERS: ClassVar[tuple[str, ...]] = ("tokens", "max_keys", "sequences", "heads_k")
     LENGTHS: ClassVar[tuple[str, ...]] = ("tokens", "max_keys")
 
     kernel: str
@@ -129,4 +130,5 @@ class PagedKey(NumbersOfKey, JsonRecord):
     page_size: int
     tokens: int
     max_keys: int
-    sequence_heads: int
+    sequences: int
+    heads_k: int

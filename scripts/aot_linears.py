@@ -97,7 +97,7 @@ class LinearBuild:
             gate=x.clone() if self.prologue == "swiglu" else None,
             weight=of_channels,
             bias=of_channels if self.prologue == "layer_norm" else None,
-            scale=x[:, :1] if norm else None,
+            factor=x[:, :1] if norm else None,
             shift=x[:, :1] if norm else None,
         )
         weight = quantize_weight(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 SLOW = (
     # Pages, demo, examples and benchmarks: whole runs of a small model, 20 s a page at most.
+    "tests/benchmarks/test_paged_llm.py",
     "tests/benchmarks/test_step_times.py",
     "tests/cli/test_demo.py",
     "tests/cli/test_policy_prove.py::test_the_whole_path",
@@ -24,9 +25,11 @@ SLOW = (
     "tests/kernels/test_fallback.py",
     "tests/kernels/test_prepass.py",
     "tests/kernels/test_launch_graph.py",
+    "tests/kernels/paged_attention/test_triton.py",
     "tests/reports/",
     # The compiler of torch, and opcheck: 2 to 8 s a graph.
     "tests/kernels/linear/test_traced.py",
+    "tests/kernels/paged_attention/test_ops.py",
     "tests/kernels/test_api.py::test_report_130",
     "tests/kernels/test_ops.py::test_report_73",
     "tests/kernels/test_ops.py::test_report_74_opcheck",
@@ -51,6 +54,7 @@ SLOW = (
     "tests/packaging/test_archives.py",
     "tests/packaging/test_import.py",
     "tests/packaging/test_mutants.py::test_what_becomes_of_a_mutant",
+    "tests/plugin/test_continuous_batching.py",
     "tests/plugin/test_families.py",
     "tests/plugin/prologue/test_families.py",
     "tests/plugin/test_owners.py",

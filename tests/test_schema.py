@@ -146,7 +146,7 @@ SAMPLE = {
     LinearKey: LinearKey("fp8_row", "torch", 128, 96, "bfloat16", 64),
     PagedLaunch: PagedLaunch(16, 64, 4, 3, splits=4),
     PagedShape: PagedShape((1, 5), (9, 5), 4, 2, 64, "bfloat16", "int8", 16, 64),
-    PagedKey: PagedKey("fav2", "triton", "decode", 128, 4, "bfloat16", "int8", 64, 16, 8192, 128),
+    PagedKey: PagedKey("fav2", "triton", "decode", 128, 4, "bfloat16", "int8", 64, 16, 8192, 16, 8),
     CallKey: KEY,
     DeviceFacts: FACTS,
     Toolchain: TOOLCHAIN,

@@ -53,12 +53,16 @@ class ModelOptions:
     def linears(self, whole: LinearCallOptions) -> LinearOptions:
         """Return the linears that one of the devices has."""
         model = self.model if whole.op == GROUPED_LINEAR else None
+        self.refuse(whole.op, model)
+        split = "out" if self.tp_split_dim == "heads" else self.tp_split_dim
+        return whole.on(self.tp_size, split, model)
+
+    def refuse(self, op: str, model: Path | None = None) -> None:
+        """Refuse what is attention's alone, but for a model that the op family knows too."""
         for name in ("model", "image_size", "num_frames"):
             if getattr(self, name) not in (None, model):
                 option = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{option} belongs to attention: leave it out, or --op {whole.op}")
-        split = "out" if self.tp_split_dim == "heads" else self.tp_split_dim
-        return whole.on(self.tp_size, split, model)
+                raise UsageError(f"{option} belongs to attention: leave it out, or --op {op}")
 
     def wishes(self, drawn: DrawnInputOptions) -> CallWishes:
         """Return what is asked of the model."""

@@ -29,7 +29,7 @@ from sage_plugin.cli.paged_options import PagedOptions
 from sage_plugin.cli.tuning.options import PlaceOptions, SearchOptions
 from sage_plugin.errors import UsageError
 from sage_plugin.paged_records import PAGED_ATTENTION
-from sage_plugin.schema import ATTENTION, LINEAR
+from sage_plugin.schema import ATTENTION
 
 if TYPE_CHECKING:
     from sage_plugin.tune.configs.inputs import TuningInputs
@@ -157,7 +157,8 @@ def _inputs(
     from sage_plugin.tune.configs import inputs as tuning_inputs
 
     recorded = DEFAULT_FOLDER if from_captures and folder is None else folder
-    if paged.chosen(linears.op):
+    if not linears.chosen and paged.chosen(linears.op):
+        model.refuse(linears.op)
         return tuning_inputs.from_drawn(paged.inputs(inputs, recorded, model.tp_size))
     if linears.chosen:
         whole = model.linears(linears)
@@ -251,11 +252,8 @@ def _next_command(plan: TuningPlan) -> str:
     chosen = plan.request.config_dir
     where = "" if chosen is None else f" --config-dir {shlex.quote(str(chosen))}"
     if study.synthetic:
-        users = {
-            LINEAR: "patch(pipe, linears='auto')",
-            PAGED_ATTENTION: "continuous_batching(model)",
-        }
-        user = users.get(study.key.family, "patch(pipe)")
+        users = {ATTENTION: "patch(pipe)", PAGED_ATTENTION: "continuous_batching(model)"}
+        user = users.get(study.key.family, "patch(pipe, linears='auto')")
         return f"sage configs list{where}, or your pipeline: sage_plugin.{user} uses them"
     op = "" if study.key.family == ATTENTION else f" --op {study.key.family}"
     return f"sage bench {shlex.quote(study.timed.folder)}{op}{where}"

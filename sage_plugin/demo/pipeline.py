@@ -89,7 +89,8 @@ class DigitVideoPipeline(DiffusionPipeline):
 
         Example:
             >>> pipe = load_pipeline()
-            >>> pipe(7, generator=torch.Generator().manual_seed(0)).frames.shape
+            >>> noise = torch.Generator().manual_seed(0)
+            >>> pipe(7, num_inference_steps=1, generator=noise).frames.shape
             torch.Size([1, 16, 1, 48, 48])
         """
         size = find_size(size)

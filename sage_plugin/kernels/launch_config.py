@@ -155,8 +155,8 @@ def _look_up(
         base = ResolvedConfig(rules.default(key, facts), "default", f"default of {facts.arch}")
         _note_miss(key, facts, rules)
     now, variable = settings.current(), OVERRIDES[key.family]
-    overrides = {LINEAR: now.linear_launch, PAGED_ATTENTION: now.paged_launch}
-    override = overrides.get(key.family, now.launch)
+    overrides = {ATTENTION: now.launch, PAGED_ATTENTION: now.paged_launch}
+    override = overrides.get(key.family, now.linear_launch)
     if override is None:
         return base
     config = _overridden(base.config, override, variable)

@@ -19,6 +19,7 @@ def config_text(config: AnyLaunch, default: AnyLaunch | None = None) -> str:
     """Write a launch config on one line: tile, warps, stages, then each field that differs.
 
     Example:
+        >>> from sage_plugin.schema import LaunchConfig
         >>> one = LaunchConfig(128, 64, 4, 3, "descriptor", True, False, 8, overlap=True)
         >>> config_text(one)
         '128x64 w4 s3 tma smooth_k pv_flush 8 overlap'

@@ -41,6 +41,8 @@ def test_devices_share_heads(tp: int, heads: tuple[int, int]) -> None:
     [
         (["--page-size", "64"], "--page-size belongs to paged attention"),
         (["--op", "paged_attention"], "needs --max-model-len"),
+        (["--op", "paged_attention", "--batch-sizes", "4"], "--batch-sizes belongs to linears"),
+        (["--op", "paged_attention", "--num-frames", "4"], "--num-frames belongs to attention"),
         (["--op", "paged_attention", "--max-model-len", "64", "--causal"], "--causal belongs to"),
         (["--op", "paged_attention", "--max-model-len", "64", "folder"], "drawn, not captured"),
         (["--op", "paged_attention", "--max-model-len", "64", "--kind", "decodes"], "--kind 'dec"),

@@ -74,3 +74,27 @@ LINEAR = textwrap.dedent("""
 def test_both_launches_of_a_linear_are_compiled_and_none_of_torch(tmp_path):
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", LINEAR], env=env, check=True)
+
+
+PAGED = textwrap.dedent("""
+    from sage_plugin.families import family
+    from sage_plugin.kernels import absent_device
+    from sage_plugin.kernels.contract import Decision
+    from sage_plugin.paged_records import PagedShape
+    from scripts.aot_linears import facts_of
+
+    where, entry = facts_of("sm_90"), family("paged_attention")
+    decision = Decision("fav2", "triton")
+    absent_device.become(where)
+    shape = PagedShape((1,) * 4, (4096,) * 4, 8, 2, 128, "bfloat16", "int8", 64, 4096)
+    config = entry.default_launch(entry.call_key(shape, decision), where)
+    built = entry.compile_call(shape, decision, config, where)
+    assert [one.name for one in built] == ["paged_attention_kernel", "combine_kernel"]
+    assert all(0 < one.registers <= 255 and one.spill_bytes == 0 for one in built), built
+    assert entry.compile_call(shape, Decision("fav2", "emulation"), config, where) == ()
+""")
+
+
+def test_both_launches_of_paged_attention_are_compiled(tmp_path):
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", PAGED], env=env, check=True)

@@ -48,11 +48,15 @@ def test_as_defined_at_every_call(batch, cache, page, heads, extra):
     )  # fmt: skip
     drawn = draw(problem)
     for kernel in ("fav2", *(k for k, types in BITS.items() if cache in types)):
+        limit = tolerance(problem, kernel)
+        if kernel != "fav2":
+            by = {**drawn.kwargs, "kernel": f"{kernel}:emulation"}
+            limit = 1.2 * error(sage_plugin.paged_attention(*drawn.args, **by), drawn.out)
         for _ in range(3):  # as it is, recorded, replayed
             out, lse = sage_plugin.paged_attention(
                 *drawn.args, **drawn.kwargs, kernel=kernel, return_lse=True
             )
-            assert error(out, drawn.out) < tolerance(problem, kernel), kernel
+            assert error(out, drawn.out) < limit, kernel
             assert torch.equal(lse.isneginf(), drawn.lse.isneginf())
 
 

@@ -15,7 +15,8 @@ import sage_plugin
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [
     "QkNorm", "Rope", "__version__", "accelerate", "attention", "attention_varlen", "autotune",
-    "launch", "linear", "patch", "patched", "prepare", "quantize_weight", "record", "refresh",
+    "continuous_batching", "grouped_linear", "launch", "linear", "paged_attention", "patch",
+    "patched", "prepare", "quantize_weight", "quantize_weights", "record", "refresh",
     "register", "report", "unpatch",
 ]  # fmt: skip
 OPTIONAL = ("triton", "diffusers", "transformers", "accelerate", "typer", "rich", "safetensors")

@@ -71,23 +71,17 @@ def call_key(shape: PagedShape, decision: Decision) -> PagedKey:
     return PagedKey(
         decision.kernel, decision.variant, shape.kind, shape.head_dim,
         shape.heads_q // shape.heads_k, shape.dtype, shape.cache_dtype, shape.page_size,
-        shape.tokens, shape.max_keys, len(shape.q_lens) * shape.heads_k,
+        shape.tokens, shape.max_keys, len(shape.q_lens), shape.heads_k,
     )  # fmt: skip
 
 
 def shape_of(key: PagedKey) -> PagedShape:
     """Return a call that has a key; its sequences are of one length, but for a prompt."""
-    sequences = 1
-    if key.kind == "decode":
-        sequences = max(1, key.tokens)
-    elif key.kind == "mixed":
-        sequences = max(2, min(key.tokens - 1, key.sequence_heads))
-        sequences = next(n for n in range(sequences, 0, -1) if key.sequence_heads % n == 0)
-    heads_k = max(1, key.sequence_heads // sequences)
-    rows = (*(1,) * (sequences - 1), key.tokens - sequences + 1)
+    more = key.sequences - 1
+    rows = (*(1,) * min(more, key.tokens), *(0,) * (more - key.tokens), max(0, key.tokens - more))
     return PagedShape(
-        rows, (key.max_keys,) * sequences, heads_k * key.gqa_ratio, heads_k, key.head_dim,
-        key.dtype, key.cache_dtype, key.page_size, key.max_keys,
+        rows, (key.max_keys,) * key.sequences, key.heads_k * key.gqa_ratio, key.heads_k,
+        key.head_dim, key.dtype, key.cache_dtype, key.page_size, key.max_keys,
     )  # fmt: skip
 
 

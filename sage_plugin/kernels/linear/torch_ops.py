@@ -82,14 +82,14 @@ def multiply_by_op(
 
 def _quantize(
     x: torch.Tensor, smooth: torch.Tensor | None, gate: torch.Tensor | None,
-    weight: torch.Tensor | None, bias: torch.Tensor | None, scale: torch.Tensor | None,
+    weight: torch.Tensor | None, bias: torch.Tensor | None, factor: torch.Tensor | None,
     shift: torch.Tensor | None, prologue: str, eps: float, dtype: torch.dtype, per_tensor: bool,
     rotation: int, asymmetric: bool, keep: bool,
 ) -> Made:  # fmt: skip
     form = RowFormat(dtype, per_tensor, rotation, asymmetric)
     before = NO_PROLOGUE
     if prologue != "none":
-        before = Prologue(prologue, gate, weight, bias, eps, scale, shift)
+        before = Prologue(prologue, gate, weight, bias, eps, factor, shift)
     kept = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keep else None
     with on_device(x.device), without_autocast(x.device):
         rows = quantizer_of(x.device)(x, form, smooth, before, kept)
@@ -147,18 +147,16 @@ def _nothing(x: torch.Tensor) -> torch.Tensor:
 
 def _fake_quantize(
     x: torch.Tensor, smooth: torch.Tensor | None, gate: torch.Tensor | None,
-    weight: torch.Tensor | None, bias: torch.Tensor | None, scale: torch.Tensor | None,
+    weight: torch.Tensor | None, bias: torch.Tensor | None, factor: torch.Tensor | None,
     shift: torch.Tensor | None, prologue: str, eps: float, dtype: torch.dtype, per_tensor: bool,
     rotation: int, asymmetric: bool, keep: bool,
 ) -> Made:  # fmt: skip
     channels = x.shape[-1]
     rows = x.numel() // channels
-    scale_of_rows = x.new_empty(() if per_tensor else (rows, 1), dtype=torch.float32)
-    offset, sums = (
-        torch.empty_like(scale_of_rows) if asymmetric else _nothing(x) for _ in range(2)
-    )
+    scale = x.new_empty(() if per_tensor else (rows, 1), dtype=torch.float32)
+    offset, sums = (torch.empty_like(scale) if asymmetric else _nothing(x) for _ in range(2))
     kept = x.new_empty(x.shape) if keep else _nothing(x)
-    return x.new_empty((rows, channels), dtype=dtype), scale_of_rows, offset, sums, kept
+    return x.new_empty((rows, channels), dtype=dtype), scale, offset, sums, kept
 
 
 def _multiply(
@@ -211,7 +209,7 @@ def _fake_multiply(
 
 
 _QUANTIZE = (
-    "Tensor x, Tensor? smooth, Tensor? gate, Tensor? weight, Tensor? bias, Tensor? scale, "
+    "Tensor x, Tensor? smooth, Tensor? gate, Tensor? weight, Tensor? bias, Tensor? factor, "
     "Tensor? shift, str prologue, float eps, ScalarType dtype, bool per_tensor, int rotation, "
     "bool asymmetric, bool keep"
 )

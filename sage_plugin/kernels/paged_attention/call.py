@@ -84,12 +84,11 @@ class PagedCall(NamedTuple):
 
     def launch_key(self, kernel: str, backend: str, kind: str | None = None) -> PagedKey:
         """Return the key under which a launch config is looked up, of the call or of its part."""
-        heads_k = self.k_cache.shape[2]
         return PagedKey(
             kernel, backend, kind or self.kind(), self.q.shape[2], self.group, _name(self.q),
             _name(self.k_cache), self.k_cache.shape[1],
             self.sequences if kind == "decode" else self.q.shape[0], self.max_keys,
-            self.sequences * heads_k,
+            self.sequences, self.k_cache.shape[2],
         )  # fmt: skip
 
 

@@ -131,11 +131,12 @@ def smem_lower_bound(config: PagedLaunch, key: PagedKey) -> int:
 
 def tune_command(key: PagedKey) -> str:
     """Return the `sage tune` command that would fill a miss."""
-    heads_k = max(1, key.sequence_heads // max(1, key.tokens)) if key.kind == "decode" else 8
     return (
         f"sage tune --op paged_attention --kernel {key.kernel}:{key.variant} "
-        f"--page-size {key.page_size} --num-q-heads {heads_k * key.gqa_ratio} "
-        f"--num-kv-heads {heads_k} --head-dim {key.head_dim} --max-model-len {key.max_keys}"
+        f"--kind {key.kind} --page-size {key.page_size} --num-sequences {key.sequences} "
+        f"--num-q-heads {key.heads_k * key.gqa_ratio} --num-kv-heads {key.heads_k} "
+        f"--head-dim {key.head_dim} --max-model-len {key.max_keys} --q-dtype {key.dtype} "
+        f"--kv-dtype {key.cache_dtype}"
     )
 
 
@@ -158,6 +159,8 @@ def _region(key: PagedKey, facts: DeviceFacts) -> PagedRegion:
     size = BYTES.get(key.cache_dtype, 1)
     for region in REGIONS:
         serves = key.head_dim <= region.max_head_dim and size <= region.cache_bytes
+        if region.default.loads == "descriptor":
+            serves = serves and described(region.default.block_n, key)
         if serves and key.kind in region.kinds and fnmatchcase(arch, region.arch):
             return region
     raise ConfigError(f"paged attention has no launch config for {arch}")

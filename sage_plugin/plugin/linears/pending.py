@@ -145,10 +145,10 @@ def _taken_down(func: Callable[..., Any], first: Any, second: Any) -> torch.Tens
     if type(other) is not torch.Tensor or not _modulates(other, pending) or norm.shift is not None:
         return None
     dtype = torch.promote_types(pending.dtype, other.dtype)
-    if func in _PRODUCTS and norm.scale is None:
-        return _like(pending, _modulated(norm, scale=other.float() - 1.0), dtype)
+    if func in _PRODUCTS and norm.factor is None:
+        return _like(pending, _modulated(norm, factor=other), dtype)
     if func in _SUMS:
-        whole = _like(pending, _modulated(norm, scale=norm.scale, shift=other), dtype)
+        whole = _like(pending, _modulated(norm, factor=norm.factor, shift=other), dtype)
         return whole if dtype == torch.float32 else whole.tensor()
     return None
 
@@ -166,9 +166,9 @@ def _modulates(other: torch.Tensor, pending: PendingNorm) -> bool:
 
 
 def _modulated(
-    norm: Prologue, scale: torch.Tensor | None, shift: torch.Tensor | None = None
+    norm: Prologue, factor: torch.Tensor | None, shift: torch.Tensor | None = None
 ) -> Prologue:
-    return Prologue(norm.kind, None, norm.weight, norm.bias, norm.eps, scale, shift)
+    return Prologue(norm.kind, None, norm.weight, norm.bias, norm.eps, factor, shift)
 
 
 def _like(pending: PendingNorm, norm: Prologue, dtype: torch.dtype) -> PendingNorm:

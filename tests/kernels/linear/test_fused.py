@@ -17,7 +17,7 @@ from tests.kernels.linear.test_linear import IN, exact, inputs, loss
 
 x, weight, bias = inputs()
 MODULATION = torch.rand(3, 2, 1, IN, generator=torch.Generator().manual_seed(7))
-NORM = Prologue("layer_norm", scale=MODULATION[0], shift=MODULATION[1])
+NORM = Prologue("layer_norm", factor=1 + MODULATION[0], shift=MODULATION[1])
 PROLOGUES = (
     Prologue("gelu"), Prologue("gelu_tanh"), Prologue("swiglu", gate=x.flip(0)), NORM,
     Prologue("rms_norm", weight=MODULATION[2, 0, 0]),
@@ -95,7 +95,7 @@ def test_gradients_go_through_torch_operations() -> None:
 WRONG = (
     (Prologue("relu"), "prologue 'relu'"),
     (Prologue("swiglu"), "gate"),
-    (Prologue("gelu", scale=torch.ones(IN)), "belongs to"),
+    (Prologue("gelu", factor=torch.ones(IN)), "belongs to"),
     (Prologue("swiglu", gate=torch.ones(3)), "gate is (3,)"),
     (Prologue("rms_norm", weight=torch.ones(3)), "weight is (3,)"),
     (Prologue("layer_norm", shift=torch.ones(7, 1, IN)), "does not broadcast"),

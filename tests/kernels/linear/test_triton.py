@@ -57,7 +57,7 @@ def prologue_of(kind: str) -> Prologue:
         kind,
         weight=drawn(CHANNELS, seed=1),
         bias=drawn(CHANNELS, seed=2) if kind == "layer_norm" else None,
-        scale=drawn(BATCH, 1, CHANNELS, seed=3, dtype=torch.bfloat16),
+        factor=1 + drawn(BATCH, 1, CHANNELS, seed=3, dtype=torch.bfloat16),
         shift=drawn(BATCH, 2, CHANNELS, seed=4)[:, :1],
     )
 
@@ -141,9 +141,9 @@ def test_prologues_are_torch_s_own() -> None:
     expected = {
         "layer_norm": functional.layer_norm(
             x, (CHANNELS,), norm.weight.double(), norm.bias.double(), norm.eps
-        ) * (1 + norm.scale.double()) + norm.shift.double(),
+        ) * norm.factor.double() + norm.shift.double(),
         "rms_norm": functional.rms_norm(x, (CHANNELS,), norm.weight.double(), norm.eps)
-        * (1 + norm.scale.double()) + norm.shift.double(),
+        * norm.factor.double() + norm.shift.double(),
         "gelu": functional.gelu(x),
         "gelu_tanh": functional.gelu(x, approximate="tanh"),
         "swiglu": x * functional.silu(prologue_of("swiglu").gate.double()),

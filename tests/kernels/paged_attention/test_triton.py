@@ -57,3 +57,17 @@ def test_lengths_that_do_not_fit_read_and_write_nothing_outside() -> None:
     out, _ = resolve(call, PagedRequest("fav2", "triton", LAUNCHES["one"])).run(call)
     assert out.isfinite().all()
     assert not out[1].any()
+
+
+@pytest.mark.parametrize("name", ["ragged", "sinks"])
+def test_splits_of_short_sequences_beside_a_prompt(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixed batch has a launch for sequences of a tile at most, with splits of its own."""
+    monkeypatch.setenv("SAGE_PLUGIN_PAGED_LAUNCH", '{"splits": 3, "block_n": 16}')
+    problem = ROWS[name].but(lens=(42, 70, 0, 19, 33), rows=(21, 1, 2, 7, 8))
+    drawn = draw(problem)
+    call = PagedCall(*drawn.args, return_lse=True, **drawn.kwargs)
+    out, lse = resolve(call, PagedRequest("fav2", "triton", LAUNCHES["one"])).run(call)
+    assert error(out, drawn.out) < tolerance(problem, "fav2")
+    torch.testing.assert_close(lse.double(), drawn.lse, rtol=0, atol=1e-5)

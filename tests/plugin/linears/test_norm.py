@@ -29,7 +29,7 @@ def made_of_norms(monkeypatch):
     made, original = [], compute.normalized
 
     def normalized(x, norm, weight, dtype):
-        made.append((norm.scale is not None, norm.shift is not None, dtype))
+        made.append((norm.factor is not None, norm.shift is not None, dtype))
         return original(x, norm, weight, dtype)
 
     monkeypatch.setattr(compute, "normalized", normalized)

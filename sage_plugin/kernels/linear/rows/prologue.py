@@ -23,8 +23,9 @@ class Prologue:
         weight: `(K,)` of a norm, `None` for none; bias likewise (`"layer_norm"`).
         bias: see `weight`.
         eps: of a norm.
-        scale: what a norm is modulated by: `norm * (1 + scale) + shift`, broadcastable to x.
-        shift: see `scale`.
+        factor: what a norm is modulated by: `norm * factor + shift`, broadcastable to x; models
+            have `1 + scale` for it.
+        shift: see `factor`.
     """
 
     kind: str = "none"
@@ -32,12 +33,12 @@ class Prologue:
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     eps: float = 1e-6
-    scale: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
     shift: torch.Tensor | None = None
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return gate, weight, bias, scale and shift."""
-        return (self.gate, self.weight, self.bias, self.scale, self.shift)
+        """Return gate, weight, bias, factor and shift."""
+        return (self.gate, self.weight, self.bias, self.factor, self.shift)
 
     def check(self, x: torch.Tensor) -> None:
         """Raise unless the prologue fits an input.
@@ -64,7 +65,7 @@ class Prologue:
                 raise UnsupportedInputError(
                     f"{name} is {tuple(tensor.shape)}; it needs to be {tuple(shape)}"
                 )
-        for name, tensor in (("scale", self.scale), ("shift", self.shift)):
+        for name, tensor in (("factor", self.factor), ("shift", self.shift)):
             if tensor is not None and not _broadcasts(tensor.shape, x.shape):
                 raise UnsupportedInputError(
                     f"{name} {tuple(tensor.shape)} does not broadcast to x {tuple(x.shape)}"
@@ -106,6 +107,6 @@ def prologued(x: torch.Tensor, prologue: Prologue) -> torch.Tensor:
         y = y * prologue.weight.float()
     if prologue.bias is not None:
         y = y + prologue.bias.float()
-    if prologue.scale is not None:
-        y = y * (1.0 + prologue.scale.float())
+    if prologue.factor is not None:
+        y = y * prologue.factor.float()
     return y if prologue.shift is None else y + prologue.shift.float()

@@ -15,7 +15,7 @@ class RowConfig:
         BLOCK_K: channels of a tile, a power of two; REST those of a second one, 0 for none.
         CHUNKED: whether a row is more than one tile, which are read twice.
         PROLOGUE: what comes before, a name of `prologue.PROLOGUES`.
-        WEIGHT, BIAS, SCALE, SHIFT: which of its tensors there are.
+        WEIGHT, BIAS, FACTOR, SHIFT: which of its tensors there are.
         KEEP: whether the rows are stored in 16 bits too.
         SMOOTH: whether channels are divided by factors.
         TURNS: passes of the rotation, log2 of its block.
@@ -33,7 +33,7 @@ class RowConfig:
     PROLOGUE: str
     WEIGHT: bool
     BIAS: bool
-    SCALE: bool
+    FACTOR: bool
     SHIFT: bool
     KEEP: bool
     SMOOTH: bool
@@ -57,7 +57,7 @@ class RowTensors(NamedTuple):
     gate: Any
     weight: Any
     bias: Any
-    scale: Any
+    factor: Any
     shift: Any
     smooth: Any
     data: Any
@@ -80,7 +80,7 @@ class RowStrides(NamedTuple):
 
     x: Any
     gate: Any
-    scale: Any
+    factor: Any
     shift: Any
 
 

@@ -66,8 +66,8 @@ def _modulated(x, tensors, strides, place, offs_k, live, K, CONFIG: tl.constexpr
         x = x * _channels(tensors.weight, offs_k, K)
     if CONFIG.BIAS:
         x = x + _channels(tensors.bias, offs_k, K)
-    if CONFIG.SCALE:
-        x = x * (1.0 + _tile(tensors.scale, strides.scale, place, offs_k, live, CONFIG))
+    if CONFIG.FACTOR:
+        x = x * _tile(tensors.factor, strides.factor, place, offs_k, live, CONFIG)
     if CONFIG.SHIFT:
         x = x + _tile(tensors.shift, strides.shift, place, offs_k, live, CONFIG)
     if CONFIG.KEEP:

@@ -104,10 +104,10 @@ def quantize_rows_triton(
     others: tuple[torch.Tensor | None, ...] = (smooth,)
     key: tuple[object, ...] = (form, x.shape, x.stride(), x.dtype, x.device, smooth is None)
     if not plain:
-        gate, weight, bias, scale, shift = prologue.tensors()
+        gate, weight, bias, factor, shift = prologue.tensors()
         # Of one number a channel only those that lie together are read.
         weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
-        others = (smooth, gate, weight, bias, scale, shift, kept, copies)
+        others = (smooth, gate, weight, bias, factor, shift, kept, copies)
         key += (prologue.kind, prologue.eps, *map(_spec, others))
     if not x.is_cuda:
         return _as_rows(*_quantize(x, form, prologue, *others), form)
@@ -137,7 +137,7 @@ def _quantize(
     gate: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
     copies: torch.Tensor | None = None,
@@ -154,7 +154,7 @@ def _quantize(
     numbers = torch.empty(size, dtype=torch.float32, device=x.device)
     largest = launch_graph.zeros(x.device, torch.int32, 1) if form.per_tensor else None
     whole = _in_planes(x, x.shape)
-    others = [None if t is None else _in_planes(t, x.shape) for t in (gate, scale, shift)]
+    others = [None if t is None else _in_planes(t, x.shape) for t in (gate, factor, shift)]
     planes = (whole, *others)
     tensors = RowTensors(
         whole, planes[1], weight, bias, planes[2], planes[3], smooth, data, numbers, largest,
@@ -168,7 +168,7 @@ def _quantize(
             ROWS=tile.rows, BLOCK_K=tile.block_k, REST=tile.rest,
             CHUNKED=channels > tile.block_k + tile.rest,
             PROLOGUE=prologue.kind, WEIGHT=weight is not None, BIAS=bias is not None,
-            SCALE=scale is not None, SHIFT=shift is not None,
+            FACTOR=factor is not None, SHIFT=shift is not None,
             KEEP=kept is not None and stage != 1, SMOOTH=smooth is not None,
             TURNS=max(form.rotation, 1).bit_length() - 1, INT8=form.dtype == torch.int8,
             QMAX=form.limit, TINY=TINY, ASYMMETRIC=form.asymmetric, STAGE=stage,

@@ -43,7 +43,8 @@ class PagedConfig:
         PAGE: tokens of a page; WITHIN tells that a step never leaves its page.
         SPLITS: programs that share the keys of a tile.
         STAGES: steps that are loaded ahead.
-        MIN_Q, MAX_Q: sequences with fewer or more tokens are another launch's; 0 for no limit.
+        MIN_Q, MAX_Q: sequences with fewer or more tokens are another launch's; 0 for no limit. No
+            more than a tile holds MAX_Q, and each sequence has one.
         HEADS_FIRST: neighbors in the grid take the key heads of a tile, and not its other tiles.
         CACHE8: the caches have 8 bits.
         QUANTIZED: 1 where Q is quantized to INT8, 2 to FP8; Q_TYPE is what it becomes, and Q_LIMIT
@@ -191,6 +192,13 @@ def rows_of_tile(cu_q_lens, tile, T, B, BLOCK_Q: tl.constexpr):
     start = clamped_start(cu_q_lens, s, T, B)
     seq_q = clamped_start(cu_q_lens, s + 1, T, B) - start
     return PagedRows(s, start, seq_q, (tile - (start // BLOCK_Q + s)) * BLOCK_Q)
+
+
+@triton.jit
+def rows_of_sequence(cu_q_lens, s, T, B):
+    """The rows of a sequence that has no more than a tile."""
+    start = clamped_start(cu_q_lens, s, T, B)
+    return PagedRows(s, start, clamped_start(cu_q_lens, s + 1, T, B) - start, 0)
 
 
 @triton.jit
@@ -421,14 +429,18 @@ def paged_attention_kernel(
 ):  # fmt: skip
     """Attention of a tile over its keys or a split of them.
 
-    `out` is `(T, Hq, SPLITS, D)` and `lse` `(T, Hq, SPLITS)` in log2 units where there are splits,
-    else `(T, Hq, D)` and `(Hq, T)`; `scale` and `softcap` have log2 e folded in.
+    Where there are splits, `out` is `(T, Hq, SPLITS, D)` and `lse` `(T, Hq, SPLITS)` in log2 units,
+    or of `B * MAX_Q` rows in place of T where MAX_Q limits them; else they are `(T, Hq, D)` and
+    `(Hq, T)`. `scale` and `softcap` have log2 e folded in.
     """
     GROUP: tl.constexpr = CONFIG.GROUP
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
     tile, h, split = _place(tl.program_id(0), tiles, heads_k, CONFIG)
-    here = rows_of_tile(tensors.cu_q_lens, tile, T, B, CONFIG.BLOCK_Q)
+    if CONFIG.MAX_Q > 0:
+        here = rows_of_sequence(tensors.cu_q_lens, tile, T, B)
+    else:
+        here = rows_of_tile(tensors.cu_q_lens, tile, T, B, CONFIG.BLOCK_Q)
     if here.first_row >= here.seq_q:
         return
     if is_elsewhere(here.s, here.seq_q, B, CONFIG):
@@ -455,6 +467,8 @@ def paged_attention_kernel(
     alive = l_i != 0.0  # NaN is alive: it has to be seen
     at = row * (heads_k * GROUP) + head_q
     if CONFIG.SPLITS > 1:
+        if CONFIG.MAX_Q > 0:
+            at = (own.to(tl.int64) * CONFIG.MAX_Q + token) * (heads_k * GROUP) + head_q
         at = at * CONFIG.SPLITS + split
         norm = tl.where(alive, l_i, 1.0)
         value = tl.where(alive, tl.log2(norm) + m_i, float("-inf"))

@@ -15,6 +15,7 @@ from sage_plugin.kernels.paged_attention.backends.triton.attention_kernel import
     SEARCHED,
     clamped_start,
     is_elsewhere,
+    rows_of_sequence,
 )
 from sage_plugin.kernels.primitives import LN2, LOG2E, LOWEST
 
@@ -44,15 +45,23 @@ def _sequence_of(cu_q_lens, row, T, B):
 
 @triton.jit(do_not_specialize=["T", "B"])
 def combine_kernel(tensors, T, B, heads_q, CONFIG: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Join the splits of one row: parts `(T, Hq, SPLITS, D)`, output `(T, Hq, D)`."""
+    """Join the splits of one row; parts are as `paged_attention_kernel` leaves them."""
     SPLITS: tl.constexpr = CONFIG.SPLITS
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
     pid = tl.program_id(0)
     row, head = pid // heads_q, pid % heads_q
-    if CONFIG.MIN_Q > 0 or CONFIG.MAX_Q > 0:
+    if CONFIG.MAX_Q > 0:
+        here = rows_of_sequence(tensors.cu_q_lens, row // CONFIG.MAX_Q, T, B)
+        if row % CONFIG.MAX_Q >= here.seq_q:
+            return
+        if is_elsewhere(here.s, here.seq_q, B, CONFIG):
+            return
+        row = here.start + row % CONFIG.MAX_Q
+    elif CONFIG.MIN_Q > 0:
         s, seq_q = _sequence_of(tensors.cu_q_lens, row, T, B)
         if is_elsewhere(s, seq_q, B, CONFIG):
             return
+    to_row = row.to(tl.int64)
     at = pid.to(tl.int64)
     offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, BLOCK_D)
@@ -79,10 +88,10 @@ def combine_kernel(tensors, T, B, heads_q, CONFIG: tl.constexpr, BLOCK_S: tl.con
     else:
         norm = tl.where(alive, total, 1.0)
     out = tl.where(alive, acc / norm, 0.0)
-    to = tensors.out + at * CONFIG.HEAD_DIM + offs_d
+    to = tensors.out + (to_row * heads_q + head) * CONFIG.HEAD_DIM + offs_d
     tl.store(to, out.to(tensors.out.dtype.element_ty), mask=inside)
     if CONFIG.LSE:
         value = (tl.log2(norm) + top) * LN2
         if not CONFIG.SINKS:
             value = tl.where(alive, value, float("-inf"))
-        tl.store(tensors.lse + head.to(tl.int64) * T + row, value)
+        tl.store(tensors.lse + head.to(tl.int64) * T + to_row, value)
