@@ -187,7 +187,9 @@ def test_a_folder_is_benched_and_tuned_by_its_lengths(model, tmp_path, monkeypat
         assert "--max-model-len draws batches: leave it out, or the captures c" in said
 
 
-@pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
+@pytest.mark.parametrize(
+    "patched", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["unpatched", "patched"]
+)
 def test_a_server_is_recorded_layer_by_layer(model, tmp_path, patched):
     """Prompts come packed: what decodes is recorded, of two layers and eleven tokens."""
     handle = sage_plugin.patch(model, kernel="sdpa") if patched else None
