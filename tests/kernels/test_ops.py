@@ -124,6 +124,12 @@ def test_report_86_the_lse_owns_its_storage():
 # -- what is written --------------------------------------------------------------------------
 
 
+ELSEWHERE = (
+    "routed", "quantize_rows", "quantize_rows_once", "multiply_rows", "grouped_linear",
+    "grouped_product", "paged_attention", "paged_attention_with_lse",
+)  # fmt: skip
+
+
 def registered() -> set[str]:
     """The names of all ops in our namespace."""
     names = (schema.name for schema in torch._C._jit_get_all_schemas())
@@ -131,10 +137,9 @@ def registered() -> set[str]:
 
 
 def test_the_registered_ops_are_those_that_are_tested_here():
-    """Packed sequences have their tests in `test_varlen`, the plug-in and linears in their own."""
+    """Packed sequences have their tests in `test_varlen`, the others in folders of their own."""
     plain = {ATTENTION._schema.name, WITH_LSE._schema.name}
-    of_linears = {f"sage_plugin::{name}" for name in ("quantize_rows", "multiply_rows")}
-    elsewhere = {"sage_plugin::routed", "sage_plugin::quantize_rows_once"} | of_linears
+    elsewhere = {f"sage_plugin::{name}" for name in ELSEWHERE}
     assert registered() - elsewhere == plain | {
         name.replace("attention", "attention_varlen") for name in plain
     }
