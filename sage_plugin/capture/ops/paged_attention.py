@@ -31,8 +31,9 @@ from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.steps.forward import Forward
 from sage_plugin.plugin.twin import layer_of
 
-DIRECT = "paged_attention"
-"""The layer of calls that no attention module makes."""
+SUFFIX = f".{PAGED_ATTENTION}"
+"""How layers are named, after the attention module that calls, or the component in other calls; the
+module alone is a layer of attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class PagedEvent:
 
     Attributes:
         component: name of the component.
-        layer: path of the attention module with the component in front, or `DIRECT` likewise.
+        layer: path of the attention module with the component in front, and `SUFFIX`.
         call_index: which call of the layer in the current forward, from 0.
         call: its arguments.
     """
@@ -106,15 +107,11 @@ class _Observer:
 
     def __call__(self, call: PagedCall, caller: object) -> None:
         layer = layer_of(caller)
-        if layer is None:
-            component = self.part.state.component
-            name = f"{component}.{DIRECT}"
-        else:
-            component, name = layer.state.component, layer.name
-            owner = layer.state.owner
-            if owner is None or owner.handle is not self.part.handle:
-                return
-        self.listener(PagedEvent(component, name, self.numbers.next(name), call))
+        state = self.part.state if layer is None else layer.state
+        if state.owner is None or state.owner.handle is not self.part.handle:
+            return
+        name = f"{state.component if layer is None else layer.name}{SUFFIX}"
+        self.listener(PagedEvent(state.component, name, self.numbers.next(name), call))
 
     def remove(self) -> None:
         """Observe no more."""
@@ -130,8 +127,8 @@ class PagedAttentionOp:
     short = "keys"
 
     def layers(self, part: Component) -> list[str]:
-        """Return the names of the patched layers."""
-        return [layer.name for layer in part.layers.values()]
+        """Return what calls of the patched layers are named."""
+        return [f"{layer.name}{SUFFIX}" for layer in part.layers.values()]
 
     def watch(self, part: Component, listener: Listener) -> Iterable[Listening]:
         """Observe the calls of this process, once for all components of a handle."""

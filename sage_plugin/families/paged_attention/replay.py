@@ -226,7 +226,7 @@ def captured(
     """
     tensors, shape = folder.tensors(record, device), record.shape
     rows = torch.arange(shape.tokens, device=device) * record.rows // shape.tokens
-    table = tensors["page_table"].to(device)
+    table = tensors["page_table"]
     more = shape.max_keys // shape.page_size - table.shape[1]
     table = torch.nn.functional.pad(table, (0, more), value=-1)
     if record.holds_pages:
