@@ -147,7 +147,9 @@ class PagedAttentionOp:
             return "tensor subclass"
         if in_graph_capture():
             return GRAPH_CAPTURE
-        if not call.is_causal or call.window or call.softcap or call.sinks is not None:
+        numbers = checked_call(call)
+        plain = call.is_causal and numbers.left < 0 and not numbers.softcap and call.sinks is None
+        if not plain:
             return "a window, a soft cap, sinks, or no causality"
         ends, lens, table = (
             x.cpu().long() for x in (call.cu_q_lens, call.kv_lens, call.page_table)

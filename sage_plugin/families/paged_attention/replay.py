@@ -242,7 +242,7 @@ def _drawn_pages(record: PagedCapture, *moments: torch.Tensor) -> list[torch.Ten
     """Caches and their scales: all pages are filled as one sequence has them one after another."""
     shape, count, device = record.shape, record.pages, moments[0].device
     cache = getattr(torch, shape.cache_dtype)
-    generator = torch.Generator(device).manual_seed(int(record.sha256[:8] or "0", 16))
+    generator = torch.Generator(device).manual_seed(int(record.sha256[:8], 16))
     total, size = count * shape.page_size, (shape.heads_k, shape.head_dim)
     drawn = (
         (mean + dev * torch.randn(total, *size, device=device, generator=generator))
