@@ -31,6 +31,7 @@ from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 from scripts.aot_linears import LinearBuild, facts_of
+from scripts.aot_paged import PagedBuild
 
 TRITON_TYPES = {
     torch.bool: "i1",
@@ -150,6 +151,10 @@ class Call:
         built.launch(operands, return_lse=self.return_lse)
 
 
+Build = Call | LinearBuild | PagedBuild
+"""A call of any family."""
+
+
 @dataclass
 class Launch:
     """A recorded launch."""
@@ -176,7 +181,7 @@ class Recorder:
         return run
 
 
-def launches_of(call: Call | LinearBuild) -> list[Launch]:
+def launches_of(call: Build) -> list[Launch]:
     """What a call launches: quantization, then attention or a product."""
     call.load()
     kept: list[Launch] = []
@@ -362,7 +367,7 @@ def products(assembly: str) -> list[str]:
 
 
 def builds(
-    call: Call | LinearBuild,
+    call: Build,
     *,
     attention_only: bool,
     quantizers_only: bool,
@@ -392,7 +397,8 @@ def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One answer a launch of a call; with `keep_going`, a failure is an answer too."""
     options = {name: asked.pop(name, False) for name in OPTIONS}
     keep_going = options.pop("keep_going")
-    call = LinearBuild(**asked) if "linear" in asked else Call(**asked)
+    kinds: dict[str, Any] = {"linear": LinearBuild, "paged": PagedBuild}
+    call = next((kinds[name] for name in kinds if name in asked), Call)(**asked)
     try:
         own = {
             "limit_bytes": call.facts().smem_bytes,

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from sage_plugin import __version__  # noqa: E402
+from sage_plugin.device import fp8_dtype  # noqa: E402
 from sage_plugin.kernels.support import (  # noqa: E402
     ARCHITECTURES,
     HOPPER_ARCH,
@@ -44,6 +45,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "compile_matrix.json"
 DIMS = (40, 64, 96, 128, 256)
 MASKED_DIMS = (64, 128)
 LINEARS = ("fp8_row", "int8_row")
+PAGED = (("fav2", "int8"), ("qk_int8", "int8"), ("fav2", "fp8"), ("qk_fp8", "fp8"))
+"""Kernels of paged attention by 8-bit caches."""
+
 GROUPED, GROUPS = ("bf16", "fp8_row", "int8_row"), 8
 FEW_ROWS, MANY_ROWS = 16, 4096
 BRIEF = ("sm_87", "sm_103", "sm_110", "gfx908", "gfx90a", "gfx1151")
@@ -51,6 +55,9 @@ BRIEF = ("sm_87", "sm_103", "sm_110", "gfx908", "gfx90a", "gfx1151")
 CALL = ("arch", "kernel", "variant", "dim", "dtype", "causal", "mask", "form", "rows")
 TILE = ("block_m", "block_n", "num_warps", "num_stages", "loads", "maxnreg")
 MADE = ("name", "smem_bytes", "registers", "spill_bytes", "products")
+OF_FAMILIES = (("linear", "triton"), ("paged", "paged"))
+"""Variants of what is no attention, by the word that names its kernel."""
+
 COLUMNS = ("triton", *CALL, *TILE, *MADE)
 DEFAULTS = {
     "variant": "portable",
@@ -113,9 +120,27 @@ def linears(row: Architecture, name: str) -> Iterator[dict[str, Any]]:
                 yield call | {"rows": rows}
 
 
+def paged(row: Architecture, name: str) -> Iterator[dict[str, Any]]:
+    """Paged attention of one architecture: each kind and cache, a default config at least once."""
+    call = {"paged": "fav2", "arch": name}
+    yield call | {"dim": 128}
+    if name != row.names[0]:
+        return
+    yield call | {"dim": 128, "form": "prefill"}
+    if name in BRIEF:
+        return
+    yield call | {"dim": 64, "form": "mixed", "page_size": 16}
+    for form in ("decode", "prefill"):
+        yield call | {"dim": 256, "form": form}
+        yield call | {"dim": 128, "form": form, "dtype": "float32", "cache": "float32"}
+    for kernel, cache in PAGED:
+        if cache != "fp8" or fp8_dtype(name) is not None:
+            yield call | {"dim": 128, "paged": kernel, "cache": cache}
+
+
 def calls(row: Architecture, name: str) -> list[dict[str, Any]]:
     """What is compiled for one architecture; less for those with the instructions of another."""
-    wanted = [*linears(row, name)]
+    wanted = [*linears(row, name), *paged(row, name)]
     for kernel in row.kernels:
         for form in forms(kernel):
             plain = {*form} <= {"dim", "attention_only"}
@@ -201,12 +226,16 @@ def flat(version: str, answer: dict[str, Any]) -> list[Any]:
             (word for word in ("asymmetric", "groups") if call.get(word)), ""
         )
         call = call | {"kernel": call["linear"], "variant": "triton", "form": form}
+    if "paged" in call:
+        form = " ".join((call.get("form", "decode"), call.get("cache", "")))
+        call = call | {"kernel": call["paged"], "variant": "paged", "form": form.strip()}
     fields = {**DEFAULTS, **call, **answer["config"], **answer, "triton": version}
     return [fields[name] for name in COLUMNS]
 
 
 def _variant(call: dict[str, Any]) -> str:
-    return "triton" if "linear" in call else str(call.get("variant", "portable"))
+    own = next((kind for name, kind in OF_FAMILIES if name in call), "portable")
+    return str(call.get("variant", own))
 
 
 def run(
@@ -272,7 +301,7 @@ def main() -> int:
     parser.add_argument("--tritons-dir", type=Path, default=ROOT / ".venv" / "tritons")
     parser.add_argument("--arch", action="append", choices=names, help="one of the architectures")
     parser.add_argument(
-        "--variant", choices=("portable", "hopper", "triton"), help="one of the variants"
+        "--variant", choices=("portable", "hopper", "triton", "paged"), help="one of the variants"
     )
     parser.add_argument("--keep", action="store_true", help="keep the other rows of the file")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -92,7 +92,11 @@ def matrix_table() -> list[str]:
         "|---|---|" + "---|" * len(versions),
     ]
     for row in COMPILED:
-        own = [one for one in rows if one["arch"] == row.names[0] and one["variant"] != "triton"]
+        own = [
+            one
+            for one in rows
+            if one["arch"] == row.names[0] and one["variant"] in ("portable", "hopper")
+        ]
         attention = [one for one in own if one["name"].endswith("attention_kernel")]
         most = max((one["smem_bytes"] for one in own), default=0)
         cells = [_spills([one for one in attention if one["triton"] == v]) for v in versions]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sage_plugin.paged_records import PagedShape
 from sage_plugin.schema import AnyShape, CallShape, JsonRecord, LinearShape
 
 
@@ -125,3 +126,31 @@ class LinearCapture(CaptureRecord):
     def files(self) -> tuple[str, ...]:
         """Names of its own file and of the weight's."""
         return (self.file, self.weight_file) if self.weight_file else (self.file,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedCapture(CaptureRecord):
+    """A saved call of paged attention: all lengths, rows of Q, and what its pages hold.
+
+    Attributes:
+        rows: rows of Q that were saved, spread evenly over the call's.
+        pages: pages that the call reads, each counted once.
+        holds_pages: whether they were saved; else what they hold is known by mean and deviation.
+        scale: factor of the scores.
+    """
+
+    shape: PagedShape
+    rows: int
+    pages: int
+    holds_pages: bool
+    scale: float
+
+    @property
+    def size(self) -> int:
+        """Keys of all sequences."""
+        return sum(self.shape.kv_lens)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether rows or what the pages hold were left out."""
+        return self.rows != self.shape.tokens or not self.holds_pages

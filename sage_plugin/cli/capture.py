@@ -81,9 +81,11 @@ MinSeq = Annotated[
 ]
 Ops = Annotated[
     str,
-    typer.Option("--op", help="What is recorded: attention, linear, grouped_linear, or several."),
+    typer.Option("--op", help="attention, linear, grouped_linear, paged_attention, or several."),
 ]
-Rows = Annotated[int, typer.Option(min=1, help="Most rows of a linear's input to save.")]
+Rows = Annotated[
+    int, typer.Option(min=1, help="Most rows of a linear's input, or of paged queries.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the captures in the folder.")]
 Size = Annotated[
     str | None, typer.Option(help="Demo size, small or large (default: large on a GPU).")
@@ -302,11 +304,17 @@ def _report(summary: CaptureSummary, out: Path, options: CaptureOptions) -> None
 
 def _parts(out: Path, options: CaptureOptions) -> list[str]:
     """Which part of their calls the captures hold, and what comes of it."""
-    from sage_plugin.capture.record import AttentionCapture, LinearCapture
+    from sage_plugin.capture.record import AttentionCapture, LinearCapture, PagedCapture
     from sage_plugin.capture.store.reader import open_captures
 
     every = open_captures(out).records
     lines = list(_linear_parts([one for one in every if isinstance(one, LinearCapture)]))
+    paged = [one for one in every if isinstance(one, PagedCapture)]
+    if drawn := [one for one in paged if not one.holds_pages]:
+        lines.append(
+            f"{captures(len(drawn))} of {len(paged)} of paged attention hold no pages, which are "
+            "larger than --max-bytes leaves for one: they are drawn by recorded mean and deviation"
+        )
     records = [one for one in every if isinstance(one, AttentionCapture)]
     if not records:
         return lines

@@ -77,7 +77,8 @@ class LinearCallOptions:
             raise UsageError("--groups belongs to grouped linears: add --op grouped_linear")
         if op not in (ATTENTION, PAGED_ATTENTION):
             return True
-        if given := self.given():
+        shared = {"--tp-size"} if op == PAGED_ATTENTION else set()
+        if given := [option for option in self.given() if option not in shared]:
             raise UsageError(f"{given[0]} belongs to linears: add --op linear")
         return False
 

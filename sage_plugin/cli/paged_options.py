@@ -5,11 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.options import DTYPES, DrawnInputOptions, dtype_name, lengths, one_of
+from sage_plugin.cli.options import (
+    DEFAULT_FOLDER,
+    DTYPES,
+    DrawnInputOptions,
+    dtype_name,
+    lengths,
+    one_of,
+)
 from sage_plugin.errors import UsageError
 from sage_plugin.paged_records import PAGED_ATTENTION, PAGED_KINDS, PagedShape
 
@@ -72,27 +80,35 @@ class PagedOptions:
                 raise UsageError(f"{option} belongs to paged attention: add --op paged_attention")
         return False
 
-    def inputs(
-        self, drawn: DrawnInputOptions, recorded: object = None, tp_size: int = 1
-    ) -> list[ReplayInputs]:
+    def draws(self, recorded: Path | None) -> bool:
+        """Return whether batches are drawn, which are spelt out; else captures are read.
+
+        Args:
+            recorded: a folder of captures that was asked for, `None` where none was.
+
+        Raises:
+            UsageError: both.
+        """
+        given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not None]
+        if given and recorded is not None:
+            option = f"--{given[0].replace('_', '-')}"
+            raise UsageError(f"{option} draws batches: leave it out, or the captures {recorded}")
+        return bool(given) or (recorded is None and not DEFAULT_FOLDER.exists())
+
+    def inputs(self, drawn: DrawnInputOptions, tp_size: int = 1) -> list[ReplayInputs]:
         """Return the inputs to draw: decoding, a prompt, and both in one batch, each of its own.
 
         Args:
             drawn: options of attention, of which some are shared.
-            recorded: captures that were named.
             tp_size: devices that share the heads.
 
         Raises:
-            UsageError: captures, no length, an option of attention, or heads that do not divide.
+            UsageError: no length, an option of attention, or heads that do not divide.
         """
         from sage_plugin.families import describe
         from sage_plugin.measure.inputs import DISTRIBUTIONS
         from sage_plugin.replay.inputs import ReplayInputs
 
-        if recorded is not None:
-            raise UsageError(
-                f"--op paged_attention: batches are drawn, not captured; leave {recorded} out"
-            )
         if other := [option for option in drawn.given() if option not in SHARED]:
             raise UsageError(f"{other[0]} belongs to attention: leave it out")
         distribution = one_of(
@@ -111,7 +127,8 @@ class PagedOptions:
         """
         if not self.max_model_len:
             raise UsageError(
-                "--op paged_attention needs --max-model-len, as --max-model-len 8192,32768"
+                "--op paged_attention needs --max-model-len, as --max-model-len 8192,32768, or a "
+                "folder that `sage capture --op paged_attention` recorded"
             )
         dtype = dtype_name(self.q_dtype or drawn.dtype or "bf16")
         kinds = [k for text in self.kind or (",".join(PAGED_KINDS),) for k in text.split(",")]

@@ -159,8 +159,9 @@ def _inputs(
     recorded = DEFAULT_FOLDER if from_captures and folder is None else folder
     if not linears.chosen and paged.chosen(linears.op):
         model.refuse(linears.op)
-        return tuning_inputs.from_drawn(paged.inputs(inputs, recorded, model.tp_size))
-    if linears.chosen:
+        if paged.draws(recorded):
+            return tuning_inputs.from_drawn(paged.inputs(inputs, model.tp_size))
+    elif linears.chosen:
         whole = model.linears(linears)
         if whole.draws(recorded):
             return tuning_inputs.from_drawn(whole.inputs(inputs))

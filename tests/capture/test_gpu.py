@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from sage_plugin.capture.ops.paged_attention import PagedAttentionOp, PagedEvent
 from sage_plugin.capture.recording.intake import GRAPH_CAPTURE, Intake
 from sage_plugin.capture.selection.options import CaptureOptions
 from sage_plugin.capture.store.reader import open_captures
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.plugin.steps.forward import Forward, Timestep
 from tests.capture.toys import event
 
@@ -56,3 +58,18 @@ def test_calls_inside_a_graph_capture_are_skipped_with_one_warning(intake, caplo
     assert torch.equal(out, q + 1)
     assert intake.summary({}).skipped == {GRAPH_CAPTURE: 2}
     assert len(caplog.records) == 1
+
+
+def test_lengths_are_not_read_inside_a_graph_capture():
+    lens = torch.tensor([20, 33], dtype=torch.int32, device="cuda")
+    call = PagedCall(
+        torch.randn(2, 4, 64, device="cuda"), *torch.randn(2, 5, 16, 2, 64, device="cuda"),
+        torch.tensor([[1, 3, -1], [0, 2, 4]], dtype=torch.int32, device="cuda"), lens,
+        torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda"),
+    )  # fmt: skip
+    op, seen = PagedAttentionOp(), PagedEvent("model", "model.paged_attention", 0, call)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        said = op.canonical(seen)
+        lens + 1
+    assert said == GRAPH_CAPTURE
+    assert op.canonical(seen).shape.kv_lens == (20, 33)

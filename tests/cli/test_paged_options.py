@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from sage_plugin.cli.options import DrawnInputOptions
@@ -44,14 +46,11 @@ def test_devices_share_heads(tp: int, heads: tuple[int, int]) -> None:
         (["--op", "paged_attention", "--batch-sizes", "4"], "--batch-sizes belongs to linears"),
         (["--op", "paged_attention", "--num-frames", "4"], "--num-frames belongs to attention"),
         (["--op", "paged_attention", "--max-model-len", "64", "--causal"], "--causal belongs to"),
-        (["--op", "paged_attention", "--max-model-len", "64", "folder"], "drawn, not captured"),
+        (["--op", "paged_attention", "--max-model-len", "64", "folder"], "or the captures folder"),
         (["--op", "paged_attention", "--max-model-len", "64", "--kind", "decodes"], "--kind 'dec"),
         (["--op", "paged_attention", "--max-model-len", "64", "--kv-dtype", "fp4"], "--kv-dtype"),
         (["--op", "paged_attention", "--max-model-len", "64", "--num-q-heads", "9"], "multiple of"),
-        (
-            ["--op", "paged_attention", "--max-model-len", "64", "--kernel", "fav2"],
-            "tuned on a GPU only",
-        ),
+        (["--op", "paged_attention", "--max-model-len", "64"], "tuned on a GPU only"),
     ],
 )
 def test_one_sentence_for_what_is_wrong(words: list[str], says: str) -> None:
@@ -63,3 +62,14 @@ def test_one_sentence_for_what_is_wrong(words: list[str], says: str) -> None:
 def test_heads_that_devices_cannot_share() -> None:
     with pytest.raises(UsageError, match="does not divide 32 query heads"):
         PagedOptions(max_model_len=["64"]).shapes(DRAWN, 3)
+
+
+def test_a_device_of_two_is_compared_with_half_of_the_heads() -> None:
+    words = "--kind decode --max-model-len 32 --num-sequences 2 --num-q-heads 4 --num-kv-heads 2"
+    done = sage(
+        "bench", "--op", "paged_attention", *words.split(), "-d", 16, "--tp-size", 2, "--kernel",
+        "fav2", "--json", "-",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    (table,) = json.loads(done.stdout)["tables"]
+    assert (table["shape"]["heads_q"], table["shape"]["heads_k"]) == (2, 1)

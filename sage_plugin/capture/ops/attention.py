@@ -14,6 +14,7 @@ from sage_plugin.capture.selection.options import CaptureOptions
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.context import CallEvent
 from sage_plugin.plugin.steps.forward import Forward
+from sage_plugin.schema import CallShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class AttentionOp:
     def length(self, call: CanonicalCall) -> int:
         """Return the shorter one of queries and keys."""
         return min(call.shape.seq_q, call.shape.seq_k)
+
+    def counted(self, call: CanonicalCall) -> CallShape:
+        """Return its shape."""
+        return call.shape
 
     def chooser(self, options: CaptureOptions) -> Callable[[CanonicalCall], Part | str]:
         """Return what chooses heads and batch items."""

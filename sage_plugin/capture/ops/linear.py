@@ -137,6 +137,10 @@ class LinearOp:
         """Return the rows."""
         return call.shape.rows
 
+    def counted(self, call: LinearInputs) -> LinearShape:
+        """Return its shape."""
+        return call.shape
+
     def chooser(self, options: CaptureOptions) -> Callable[[LinearInputs], tuple[int, int] | str]:
         """Return what chooses rows."""
         return RowRule(options.share, options.rows).choose

@@ -14,6 +14,14 @@ from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.steps.forward import Forward
 from sage_plugin.schema import AnyShape
 
+GRAPH_CAPTURE = "CUDA graph capture was running"
+"""Why a call cannot be recorded whose contents do not exist yet."""
+
+
+def in_graph_capture() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
 
 class OpEvent(Protocol):
     """A call of a patched component that is about to run."""
@@ -95,6 +103,9 @@ class CapturedOp(Protocol):
 
     def length(self, call: Any) -> int:  # noqa: ANN401
         """Return what `min_seq` is compared with."""
+
+    def counted(self, call: Any) -> AnyShape:  # noqa: ANN401
+        """Return the shape that a call counts as one of, where its own is like no other's."""
 
     def chooser(self, options: CaptureOptions) -> Callable[[Any], Any]:
         """Return what chooses the part of a call to save, or gives the reason why none can be."""

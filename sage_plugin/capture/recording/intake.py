@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from sage_plugin.capture.ops import OPS
-from sage_plugin.capture.ops.op import CapturedOp, Extracted, OpCall, OpEvent
+from sage_plugin.capture.ops.op import (
+    GRAPH_CAPTURE,
+    CapturedOp,
+    Extracted,
+    OpCall,
+    OpEvent,
+    in_graph_capture,
+)
 from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.recording.origin import Origin, origin_of
 from sage_plugin.capture.recording.run_steps import RunSteps
@@ -31,7 +38,6 @@ logger = logging.getLogger(__name__)
 OUT_OF_MEMORY = "the device had no memory left for the copy"
 OUTPUT_FAILED = "the output could not be written"
 REPLACED = "replaced by a call that makes the spread more even"
-GRAPH_CAPTURE = "CUDA graph capture was running"
 
 
 class Intake:
@@ -147,10 +153,11 @@ class Intake:
         call = op.canonical(event)
         if isinstance(call, str):
             return call
-        self._tally.add_shape(call.shape)
+        shape = op.counted(call)
+        self._tally.add_shape(shape)
         short = op.length(call) < self._min_seq
         if not short:
-            self._tally.add_cell(event.layer, call.shape, self.denoising.step)
+            self._tally.add_cell(event.layer, shape, self.denoising.step)
         # No news, but where a model was patched again.
         self.add_layers(event.family, [event.layer])
         cell = CaptureCell(event.layer, forward.index, event.call_index)
@@ -158,7 +165,7 @@ class Intake:
         part = reason or self._choosers[event.family](call)
         if isinstance(part, str):
             return part
-        verdict = policy.judge(cell, call.shape)
+        verdict = policy.judge(cell, shape)
         if not verdict.keep:
             return verdict.reason
         try:
@@ -171,7 +178,7 @@ class Intake:
                 self._tally.skipped[REPLACED] += 1
             record = self._record(forward, event, cell, call, got)
             self._saved[cell] = self._writer.save(got.tensors, record, got.weight)
-            policy.commit(cell, verdict, call.shape)
+            policy.commit(cell, verdict, shape)
             if self._on_save is not None:
                 self._on_save(self._saved[cell])
         return "" if self._failure is None else OUTPUT_FAILED
@@ -181,7 +188,7 @@ class Intake:
             return OUTPUT_FAILED
         if short:
             return f"fewer than {self._min_seq} {op.short}"
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if in_graph_capture():
             if not self._graph_warned:
                 logger.warning("calls inside a CUDA graph capture are not recorded")
             self._graph_warned = True

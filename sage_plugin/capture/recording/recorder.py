@@ -320,8 +320,9 @@ def record(
         min_seq: calls with fewer queries or keys, or rows, are counted and not saved.
         overwrite: replace the captures that the folder holds.
         ops: op families to record: `"attention"`, `"linear"` or `"attention,linear"`. Of a linear
-            in the blocks rows of its input are saved, and its weight once.
-        rows: most rows of a linear's input, spread evenly over the call.
+            in the blocks rows of its input are saved, and its weight once. `"grouped_linear"` are
+            the products of experts, `"paged_attention"` calls that read pages while the block runs.
+        rows: most rows of a linear's input, or of queries over pages, spread evenly over the call.
         on_save: called with the manifest line of each capture.
 
     Returns:

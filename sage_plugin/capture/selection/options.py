@@ -10,6 +10,7 @@ from sage_plugin.capture.selection.heads import PartRule, checked_batch, checked
 from sage_plugin.capture.selection.spread import SpreadPolicy
 from sage_plugin.capture.selection.steps import StepSelection
 from sage_plugin.errors import UsageError
+from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR
 
 DEFAULT_MAX_BYTES = 4 * 2**30
@@ -19,11 +20,11 @@ MIN_SEQ = 2
 ROWS = 1024
 """Rows of a linear's input: errors are judged on some hundred of them, each like the next."""
 
-FAMILIES = (ATTENTION, LINEAR, GROUPED_LINEAR)
+FAMILIES = (ATTENTION, LINEAR, GROUPED_LINEAR, PAGED_ATTENTION)
 _PARTS = (
     ("heads", None, (ATTENTION,)),
     ("batch", None, (ATTENTION,)),
-    ("rows", ROWS, (LINEAR, GROUPED_LINEAR)),
+    ("rows", ROWS, (LINEAR, GROUPED_LINEAR, PAGED_ATTENTION)),
 )
 """Options that choose a part of calls, what they are left out, and the op families that have it."""
 
@@ -50,7 +51,7 @@ class CaptureOptions:
         min_seq: calls with fewer queries or keys, or rows, are counted and not saved.
         overwrite: replace the captures that the folder holds.
         ops: op families that are recorded, as names or as text such as `"attention,linear"`.
-        rows: most rows of the input of a linear that a capture holds.
+        rows: most rows that a capture holds of the input of a linear, or of Q of paged attention.
 
     Raises:
         UsageError: a value is out of range.

@@ -7,9 +7,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from sage_plugin.capture.record import CaptureRecord
-from sage_plugin.capture.store import attention_file, grouped_file, linear_file
+from sage_plugin.capture.store import attention_file, grouped_file, linear_file, paged_file
 from sage_plugin.capture.store.file_kind import FileKind, Shapes
 from sage_plugin.capture.store.paths import file_problem
+from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR
 
 MAX_CAPTURE_BYTES = 64 * 2**30
@@ -19,6 +20,7 @@ KINDS: dict[str, FileKind] = {
     ATTENTION: attention_file.KIND,
     LINEAR: linear_file.KIND,
     GROUPED_LINEAR: grouped_file.KIND,
+    PAGED_ATTENTION: paged_file.KIND,
 }
 """The op families whose calls are captured."""
 

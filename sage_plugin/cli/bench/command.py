@@ -37,6 +37,7 @@ from sage_plugin.errors import (
     UnsupportedInputError,
     UsageError,
 )
+from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.schema import ATTENTION
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def _suite(
     if linears.chosen:
         drawn = linears.inputs(inputs) if linears.draws(folder) else []
     elif paged.chosen(linears.op):
-        drawn = paged.inputs(inputs, folder, linears.tp_size)
+        drawn = paged.inputs(inputs, linears.tp_size) if paged.draws(folder) else []
     else:
         drawn = [] if folder else inputs.inputs()
     if drawn:
@@ -177,6 +178,8 @@ def _suite(
             raise UsageError("--max-inputs goes with a capture folder")
         return suite.Suite(tuple(drawn))
     inputs.refuse_with_captures()
+    if linears.op == PAGED_ATTENTION and linears.tp_size != 1:
+        raise UsageError(f"--tp-size {linears.tp_size} does not change captures: leave it out")
     return suite.captured(folder or DEFAULT_FOLDER, max_inputs, linears.op)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-from sage_plugin.errors import CaptureError, DeviceError, UnknownKernelError, UsageError
+from sage_plugin.errors import DeviceError, UnknownKernelError, UsageError
 from sage_plugin.families.family import Family
 from sage_plugin.families.paged_attention import ahead_of_time, cost, gates, labels, replay
 from sage_plugin.kernels import launch_config
@@ -113,15 +111,6 @@ def refuse_untuned(text: str, decision: Decision, facts: DeviceFacts) -> None:
         )
 
 
-def captured(*_: object) -> NoReturn:
-    """Refuse captures.
-
-    Raises:
-        CaptureError: paged attention is not captured.
-    """
-    raise CaptureError("paged attention is not captured: give --page-size and --max-model-len")
-
-
 PAGED_FAMILY = Family(
     name=PAGED_ATTENTION,
     parse_kernel=parse_kernel,
@@ -137,9 +126,9 @@ PAGED_FAMILY = Family(
     forget=launch_config.forget,
     compile_call=ahead_of_time.compile_call,
     gate_for=gates.gate_for,
-    captured=captured,
+    captured=replay.captured,
     drawn=replay.drawn,
-    saved_shape=captured,
+    saved_shape=replay.saved_shape,
     refuse_untuned=refuse_untuned,
     describe=labels.describe,
     describe_key=labels.describe_key,

@@ -12,6 +12,8 @@ import torch
 from sage_plugin.accuracy.fingerprint import fingerprint
 from sage_plugin.accuracy.metrics import errors_of
 from sage_plugin.accuracy.output import CheckedOutput, ExactRows, checked_output
+from sage_plugin.capture.record import PagedCapture
+from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import UsageError
 from sage_plugin.families.family import SplitCall
 from sage_plugin.families.paged_attention import cost
@@ -63,7 +65,7 @@ class PagedReplay:
         return tuple(fingerprint(part) for part in self.inputs().values())
 
     def full_size(self, shape: PagedShape) -> PagedReplay:
-        """Return the call itself, which is drawn whole."""
+        """Return the call itself, whose lengths are all those of the full one."""
         assert shape == self.shape
         return self
 
@@ -87,8 +89,12 @@ class PagedReplay:
             for x, scale in ((keys.k, keys.k_scale), (keys.v, keys.v_scale))
         )
         q = call.q[row].double()
-        weights = (torch.einsum("hd,hnd->hn", q, k) * q.shape[-1] ** -0.5).softmax(-1)
+        weights = (torch.einsum("hd,hnd->hn", q, k) * self._scale).softmax(-1)
         return torch.einsum("hn,hnd->hd", weights, v), v.mean(1)
+
+    @property
+    def _scale(self) -> float:
+        return self.shape.head_dim**-0.5 if self.call.scale is None else self.call.scale
 
     def checked(
         self, decision: Decision, config: PagedLaunch | None, exact: ExactRows
@@ -148,7 +154,7 @@ class PagedReplay:
                 )
             q = self.call.q[ends[s] : ends[s + 1]].transpose(0, 1)
             q, k, v = (x[None].to(wide) for x in (q, k, v))
-            out = host_attention(q, k, v, None, 0.0, True, None, True)
+            out = host_attention(q, k, v, None, 0.0, True, self._scale, True)
             parts.append(out[0].transpose(0, 1))
         return torch.cat(parts).to(dtype)
 
@@ -204,7 +210,73 @@ def drawn(
             k_scale=scales[0], v_scale=scales[1],
         )  # fmt: skip
     q = draw(shape.tokens, shape.heads_q, dim).to(dtype)
-    lens = torch.tensor(shape.kv_lens, dtype=torch.int32, device=device)
-    ends = torch.tensor([0, *accumulate(shape.q_lens)], dtype=torch.int32, device=device)
-    call = PagedCall(q, caches[0], caches[1], table, lens, ends, None, scales[0], scales[1])
-    return PagedReplay(call, shape)
+    return PagedReplay(_call(shape, q, table, *caches, *scales), shape)
+
+
+def captured(
+    folder: CaptureFolder, record: PagedCapture, device: torch.device | str
+) -> PagedReplay:
+    """Load a capture with all its lengths; rows that were not saved repeat saved ones near them.
+
+    Pages that were not saved are drawn, each channel of a head with the mean and the deviation that
+    were recorded.
+
+    Raises:
+        CaptureError: it is damaged.
+    """
+    tensors, shape = folder.tensors(record, device), record.shape
+    rows = torch.arange(shape.tokens, device=device) * record.rows // shape.tokens
+    table = tensors["page_table"]
+    more = shape.max_keys // shape.page_size - table.shape[1]
+    table = torch.nn.functional.pad(table, (0, more), value=-1)
+    if record.holds_pages:
+        names = ("k_cache", "v_cache", "k_scale", "v_scale")
+        pages = [tensors.get(name) for name in names]
+    else:
+        pages = _drawn_pages(record, tensors["k_moments"], tensors["v_moments"])
+    call = _call(shape, tensors["q"][rows], table, *pages)  # type: ignore[arg-type]
+    return PagedReplay(call._replace(scale=record.scale), shape)
+
+
+def _drawn_pages(record: PagedCapture, *moments: torch.Tensor) -> list[torch.Tensor | None]:
+    """Caches and their scales: all pages are filled as one sequence has them one after another."""
+    shape, count, device = record.shape, record.pages, moments[0].device
+    cache = getattr(torch, shape.cache_dtype)
+    generator = torch.Generator(device).manual_seed(int(record.sha256[:8], 16))
+    total, size = count * shape.page_size, (shape.heads_k, shape.head_dim)
+    drawn = (
+        (mean + dev * torch.randn(total, *size, device=device, generator=generator))
+        for mean, dev in moments
+    )
+    k, v = (one.to(torch_dtype(shape.dtype)) for one in drawn)
+    caches = [torch.empty(count, shape.page_size, *size, device=device, dtype=cache) for _ in "kv"]
+    scales = [
+        torch.zeros(count, shape.heads_k, device=device) if cache in EIGHT_BITS else None
+        for _ in "kv"
+    ]
+    table = torch.arange(count, dtype=torch.int32, device=device)[None]
+    lens = torch.tensor([total], dtype=torch.int32, device=device)
+    ends = torch.tensor([0, total], dtype=torch.int32, device=device)
+    append_pages(
+        k, v, caches[0], caches[1], table, lens, ends, k_scale=scales[0], v_scale=scales[1]
+    )
+    return [*caches, *scales]
+
+
+def _call(
+    shape: PagedShape,
+    q: torch.Tensor,
+    table: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> PagedCall:
+    lens = torch.tensor(shape.kv_lens, dtype=torch.int32, device=q.device)
+    ends = torch.tensor([0, *accumulate(shape.q_lens)], dtype=torch.int32, device=q.device)
+    return PagedCall(q, k_cache, v_cache, table, lens, ends, None, k_scale, v_scale)
+
+
+def saved_shape(record: PagedCapture) -> PagedShape:
+    """Return the shape of what a capture holds of its call, which is all of it."""
+    return record.shape

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from sage_plugin.kernels.launch_graph import Outputs
 from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.dispatch import parse_kernel
 from sage_plugin.kernels.paged_attention.executor import resolve
@@ -12,6 +15,9 @@ from sage_plugin.kernels.paged_attention.validate import check_tensors, checked_
 from sage_plugin.kernels.surroundings import can_bypass_dispatcher
 
 __all__ = ["paged_attention"]
+
+observers: list[Callable[[PagedCall, object], None]] = []
+"""Called in eager mode with each call before it runs, and the module that makes it or `None`."""
 
 
 def paged_attention(
@@ -83,11 +89,33 @@ def paged_attention(
         q, k_cache, v_cache, page_table, kv_lens, cu_q_lens, sinks, k_scale, v_scale, scale,
         is_causal, window, softcap, return_lse,
     )  # fmt: skip
+    out, lse = attended(call, kernel)
+    return out if lse is None else (out, lse)
+
+
+def attended(call: PagedCall, kernel: str, caller: object = None) -> Outputs:
+    """Run a call that is checked first, and told to `observers`.
+
+    Args:
+        call: the call.
+        kernel: as `paged_attention` takes it.
+        caller: the attention module that makes it, `None` for anybody.
+
+    Returns:
+        The output, and the LSE or `None`.
+
+    Raises:
+        UnsupportedInputError: arguments that do not fit together, or that no kernel takes here.
+        UnknownKernelError: no kernel or backend of that name.
+    """
     check_tensors(call)
+    executor = None
     if can_bypass_dispatcher(*call.tensors()):
-        out, lse = resolve(call, request_of(kernel)).run(call)
+        executor = resolve(call, request_of(kernel))
     else:
         checked_call(call)
         parse_kernel(kernel)
-        out, lse = run_by_op(call, kernel)
-    return out if lse is None else (out, lse)
+    if not torch.compiler.is_compiling():
+        for observer in tuple(observers):
+            observer(call, caller)
+    return run_by_op(call, kernel) if executor is None else executor.run(call)

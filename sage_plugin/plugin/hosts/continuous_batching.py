@@ -21,8 +21,9 @@ from torch import nn
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.attention.varlen import attention_varlen
-from sage_plugin.kernels.paged_attention.api import paged_attention
+from sage_plugin.kernels.paged_attention.api import attended
 from sage_plugin.kernels.paged_attention.append import append_pages
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.dispatch import parse_kernel
 from sage_plugin.plugin.hosts.layer_keys import layer_keys
 
@@ -225,5 +226,5 @@ def _attention(
         lens = keys.ends[1 : count + 1] - keys.ends[:count]
         pages = (keys.k_cache, keys.v_cache, keys.table, lens, cu_seq_lens_q[: count + 1])
         append_pages(keys.k, keys.v, *pages)
-        out = paged_attention(q, *pages, kernel=owner.kernel, **rest)
+        out, _ = attended(PagedCall(q, *pages, **rest), owner.kernel, module)
     return out[None], None

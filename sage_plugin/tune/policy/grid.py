@@ -13,6 +13,7 @@ from sage_plugin.capture.record import CaptureRecord
 from sage_plugin.capture.store.manifest import CallCounts
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
+from sage_plugin.paged_records import PagedShape
 from sage_plugin.plugin.policy.step_range import Band, equal_bands
 from sage_plugin.schema import ATTENTION, AnyShape, CallShape, LinearShape
 
@@ -193,7 +194,8 @@ def sizes(shape: AnyShape) -> tuple[int, ...]:
     """Return the numbers that a call's work follows from."""
     if isinstance(shape, LinearShape):
         return shape.rows, shape.in_features, shape.out_features
-    assert isinstance(shape, CallShape), "policies are of calls that are captured"
+    if isinstance(shape, PagedShape):  # counted beside others; no policy is of them
+        return len(shape.q_lens), shape.heads_q, shape.max_keys
     return shape.batch, shape.heads_q, shape.seq_q, shape.seq_k
 
 
