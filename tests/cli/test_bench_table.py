@@ -57,6 +57,10 @@ def table(*rows):
         ((SDPA, dataclasses.replace(SAGE, **EMULATED), PLAIN),
          "No speed on a CPU, where kernels are emulated. Most exact of those that quantize: sage "
          "(centred error 0.0300). All accuracy gates pass."),
+        ((dataclasses.replace(SDPA, kernel="bf16"),
+          dataclasses.replace(SAGE, kernel="int8_row", kernel_time=None, **EMULATED)),
+         "No speed on a CPU, where kernels are emulated. Most exact of those that quantize: "
+         "int8_row (centred error 0.0300). All accuracy gates pass."),
         ((SDPA,), "All accuracy gates pass."),
         ((SDPA, dataclasses.replace(WRONG, **EMULATED)),
          "No speed on a CPU, where kernels are emulated. Gates fail for fav3_fp8:emulation."),
