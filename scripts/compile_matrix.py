@@ -272,15 +272,17 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-def kept(path: Path, archs: list[str], variant: str | None) -> dict[str, Any]:
-    """What a file has of other architectures, and of other variants of these."""
+def kept(path: Path, tritons: list[str], archs: list[str], variant: str | None) -> dict[str, Any]:
+    """What a file has of other Tritons, architectures and variants than are made anew."""
     found: dict[str, Any] = json.loads(path.read_text())
     if (had := found.get("columns", list(COLUMNS))) != list(COLUMNS):  # of an earlier release
         rows = (dict(zip(had, row, strict=True)) for row in found["rows"])
         found["rows"] = [[(DEFAULTS | row)[name] for name in COLUMNS] for row in rows]
-    arch, kind = COLUMNS.index("arch"), COLUMNS.index("variant")
+    triton, arch, kind = (COLUMNS.index(name) for name in ("triton", "arch", "variant"))
     found["rows"] = [
-        row for row in found["rows"] if row[arch] not in archs or variant not in (None, row[kind])
+        row
+        for row in found["rows"]
+        if row[triton] not in tritons or row[arch] not in archs or variant not in (None, row[kind])
     ]
     return found
 
@@ -325,7 +327,7 @@ def main() -> int:
         "kernels_sha256": sources(),
     }
     if given.keep:
-        earlier = kept(given.out, given.arch or names, given.variant)
+        earlier = kept(given.out, versions, given.arch or names, given.variant)
         rows = earlier["rows"] + rows
         failures = earlier["failures"] + failures
         identity = earlier["identity"] | {"renewed": identity}

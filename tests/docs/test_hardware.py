@@ -115,13 +115,18 @@ def test_every_hopper_default_is_in_the_matrix_as_it_is_today(
 def test_a_part_of_the_matrix_is_made_anew_and_the_rest_kept(tmp_path):
     script = loaded("compile_matrix")
     path = tmp_path / "matrix.json"
-    arch, variant = script.COLUMNS.index("arch"), script.COLUMNS.index("variant")
     rows = []
-    for name, kind in (("sm_80", "portable"), ("sm_90", "portable"), ("sm_90", "hopper")):
-        row = ["" for _ in script.COLUMNS]
-        row[arch], row[variant] = name, kind
-        rows.append(row)
+    for about in (
+        ("3.6.0", "sm_80", "portable"),
+        ("3.6.0", "sm_90", "portable"),
+        ("3.6.0", "sm_90", "hopper"),
+        ("3.9.0", "sm_90", "hopper"),
+    ):
+        named = dict(zip(("triton", "arch", "variant"), about, strict=True))
+        rows.append([named.get(column, "") for column in script.COLUMNS])
     path.write_text(json.dumps({"identity": {}, "failures": [], "rows": rows}))
-    assert script.kept(path, ["sm_90"], "hopper")["rows"] == rows[:2]
-    assert script.kept(path, ["sm_90"], None)["rows"] == rows[:1]
-    assert script.kept(path, ["sm_80", "sm_90"], "portable")["rows"] == rows[2:]
+    both = ["3.6.0", "3.9.0"]
+    assert script.kept(path, both, ["sm_90"], "hopper")["rows"] == rows[:2]
+    assert script.kept(path, ["3.6.0"], ["sm_90"], "hopper")["rows"] == rows[:2] + rows[3:]
+    assert script.kept(path, both, ["sm_90"], None)["rows"] == rows[:1]
+    assert script.kept(path, both, ["sm_80", "sm_90"], "portable")["rows"] == rows[2:]
