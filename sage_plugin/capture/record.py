@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from sage_plugin.paged_records import PagedShape
@@ -9,7 +10,7 @@ from sage_plugin.schema import AnyShape, CallShape, JsonRecord, LinearShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CaptureRecord(JsonRecord):
+class CaptureRecord(JsonRecord, ABC):
     """What is known of a saved call of any op family.
 
     Attributes:
@@ -44,14 +45,14 @@ class CaptureRecord(JsonRecord):
     denoising_step: int | None = None
 
     @property
+    @abstractmethod
     def size(self) -> int:
         """How much of its call a capture holds, in parts of the family's own."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_partial(self) -> bool:
         """Whether that is not all of it."""
-        raise NotImplementedError
 
     @property
     def files(self) -> tuple[str, ...]:
