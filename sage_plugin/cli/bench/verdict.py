@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from statistics import geometric_mean
 
 from sage_plugin.bench.rows import KernelRow, Table
+from sage_plugin.kernels.contract import HOST
 
-BASELINES = ("sdpa", "torch")
-HOST = "host"
-"""The variant of what a library computes, a product of 16 bits too."""
-IN_16_BITS = (*BASELINES, "fav2", "bf16")
+NOT_QUANTIZED = ("fav2", "bf16")
 
 
 def verdict(tables: Sequence[Table]) -> str:
@@ -23,9 +21,7 @@ def verdict(tables: Sequence[Table]) -> str:
         else "all accuracy gates pass"
     )
     real = [row for row in rows if not row.note]
-    kernels = dict.fromkeys(
-        row.label for row in real if row.kernel not in BASELINES and row.variant != HOST
-    )
+    kernels = dict.fromkeys(row.label for row in real if row.variant != HOST)
     passing = [label for label in kernels if label not in broken]
     if not passing and not any(row.note for row in rows):
         return f"{gates.capitalize()}."
@@ -46,7 +42,7 @@ def _most_exact(rows: Sequence[KernelRow]) -> str:
     """The most exact kernel of those that quantize, which all others are more exact than."""
     errors: dict[str, float] = {}
     for row in rows:
-        if row.kernel not in IN_16_BITS:
+        if row.variant != HOST and row.kernel not in NOT_QUANTIZED:
             errors[row.kernel] = max(errors.get(row.kernel, 0.0), row.errors.centred_rel_l1)
     if not errors:
         return ""
