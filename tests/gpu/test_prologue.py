@@ -40,7 +40,10 @@ def test_the_kernel_is_the_emulation_each_time(name):
             for made, streams in zip(found, (q, k), strict=True):
                 exact, expected = oracle(streams), emulation.joined(streams)
                 assert error(made.cpu(), exact) <= 1.2 * error(expected, exact) + 1e-7
-                assert error(made.cpu(), expected.double()) <= limit
+                apart = (
+                    limit if row.rounds_first and row.bias else 0.7 * limit
+                )  # a rounding may go either way
+                assert error(made.cpu(), expected.double()) <= apart
 
 
 def test_offsets_are_64_bit():
