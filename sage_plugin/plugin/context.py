@@ -53,6 +53,7 @@ class CallEvent:
         scale: factor of the scores, `None` for the default.
         layout: `"bhsd"` or `"bshd"`.
         decision: where the call is about to run.
+        blocked: why no kernel could take it, whatever was asked for, as far as its arguments tell.
     """
 
     family: ClassVar[str] = ATTENTION
@@ -68,6 +69,7 @@ class CallEvent:
     scale: float | None
     layout: str
     decision: Decision
+    blocked: FallbackReason | None = None
 
 
 Listener = Callable[[CallEvent], None]
