@@ -81,6 +81,7 @@ class Pages:
         self.seen, self._cache, self._kernel = 0, cache, kernel
         self._count = -(-capacity // PAGE)
         self._layers: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._wide: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attention(
         self,
@@ -102,7 +103,7 @@ class Pages:
         append_pages(k, v, pages[0], pages[1], table, lens, ends, **scales)
         if self._kernel == GATHERED:
             call = PagedCall(q, pages[0], pages[1], table, lens, ends, **scales)
-            return self._gathered(call, others.get("scaling")), None
+            return self._gathered(id(module), call, others.get("scaling")), None
         out = sage_plugin.paged_attention(
             q, pages[0], pages[1], table, lens, ends, scale=others.get("scaling"),
             kernel=self._kernel, **scales,
@@ -110,16 +111,26 @@ class Pages:
         assert isinstance(out, torch.Tensor)
         return out[None], None
 
-    def _gathered(self, call: PagedCall, scale: float | None) -> torch.Tensor:
-        """Torch's attention on what the pages hold, `(1, tokens, heads, D)`."""
-        keys = gathered(call, 0, int(call.kv_lens))
+    def _gathered(self, layer: int, call: PagedCall, scale: float | None) -> torch.Tensor:
+        """Torch's attention on what the pages hold, `(1, tokens, heads, D)`.
+
+        Full pages are gathered once: what comes behind them does not change them.
+        """
+        held = self._wide.get(layer)
+        begin = 0 if held is None else held[0].shape[1]
+        length = int(call.kv_lens)
+        rest = call._replace(page_table=call.page_table[:, begin // PAGE :])
+        keys = gathered(rest, 0, length - begin)
         k, v = keys.k, keys.v
         if self._cache is not None:
-            k, v = (
-                keys.k.float() * keys.k_scale[..., None],
-                keys.v.float() * keys.v_scale[..., None],
-            )
-        q, k, v = call.q.transpose(0, 1)[None], k[None].to(call.q.dtype), v[None].to(call.q.dtype)
+            k, v = k.float() * keys.k_scale[..., None], v.float() * keys.v_scale[..., None]
+        k, v = k.to(call.q.dtype), v.to(call.q.dtype)
+        if held is None:
+            full = length // PAGE * PAGE
+            self._wide[layer] = (k[:, :full].clone(), v[:, :full].clone())
+        else:
+            k, v = torch.cat((held[0], k), 1), torch.cat((held[1], v), 1)
+        q, k, v = call.q.transpose(0, 1)[None], k[None], v[None]
         rows, length = q.shape[2], k.shape[2]
         mask = None
         if rows < length:
