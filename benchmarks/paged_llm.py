@@ -222,13 +222,13 @@ def judged(network: Any, tokenizer: Any, where: str, args: argparse.Namespace) -
         whole = tokenizer(text[: 8 * tokens]).input_ids[: tokens - ROOM * args.needles]
         told, numbers = facts_in(tokenizer.decode(whole), args.needles)
         haystack = tokenizer(told, return_tensors="pt").input_ids[:, :tokens].to(where)
-        for name, cache, kernel in _readers(where, emulate=args.emulate):
+        for name, cache, kernel in _readers(where, args.caches, emulate=args.emulate):
             left = args.budget - (time.perf_counter() - started)
             row: Row = {"tokens": tokens, "rope": rope, "cache": name}
             if rows and _expected(rows, tokens) > left:
                 rows.append(row | {"left_out": "no time left"})
                 continue
-            if name != "16 bit" and not _recalls(rows, tokens):
+            if name != "16 bit" and _recalls(rows, tokens) is False:
                 rows.append(row | {"left_out": "the 16-bit cache recalls nothing at this length"})
                 continue
             begin = time.perf_counter()
@@ -238,9 +238,12 @@ def judged(network: Any, tokenizer: Any, where: str, args: argparse.Namespace) -
     return rows
 
 
-def _readers(where: str, *, emulate: bool) -> Iterator[tuple[str, torch.dtype | None, str]]:
+def _readers(
+    where: str, names: Sequence[str], *, emulate: bool
+) -> Iterator[tuple[str, torch.dtype | None, str]]:
     """Name, type and reader of each cache that is judged here."""
-    for name, (cache, kernel) in CACHES.items():
+    for name in names:
+        cache, kernel = CACHES[name]
         if where == "cuda" or emulate:
             yield name, cache, kernel
         elif kernel == "fav2":
@@ -253,9 +256,10 @@ def _expected(rows: Sequence[Row], tokens: int) -> float:
     return float(last["seconds"]) * (tokens / last["tokens"]) ** 2
 
 
-def _recalls(rows: Sequence[Row], tokens: int) -> bool:
-    """Whether the 16-bit cache recalls anything at a length."""
-    return any(r["tokens"] == tokens and r["cache"] == "16 bit" and r.get("recalled") for r in rows)
+def _recalls(rows: Sequence[Row], tokens: int) -> bool | None:
+    """Whether the 16-bit cache recalls anything at a length, `None` where it was not judged."""
+    own = [r for r in rows if r["tokens"] == tokens and r["cache"] == "16 bit" and "seconds" in r]
+    return bool(own[0]["recalled"]) if own else None
 
 
 def _one(
@@ -303,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and write."""
     parser = gpu_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[TRAINED], help="lengths of texts")
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
     parser.add_argument("--needles", type=int, default=24, help="numbers that are asked for")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds")
     parser.add_argument("--emulate", action="store_true", help="kernels, on a CPU too")
