@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels.paged_attention.api import paged_attention
 from sage_plugin.kernels.paged_attention.append import append_pages
 
 LENS, ROWS, PAGE = (37, 16, 0, 5), (21, 1, 0, 5), 16
@@ -123,6 +124,12 @@ def test_what_is_not_finite_marks_its_page_and_head_until_that_begins_anew(
     rows = torch.ones(3, 2, 16)
     rows[1, 1, 5] = value
     assert append(rows, 3) == [False, False, False, True]  # the second head of page 1
+    out = paged_attention(
+        torch.ones(1, 2, 16), *caches, torch.tensor([[1, 0]]), torch.tensor([3]),
+        torch.tensor([0, 1]), **scales, kernel=f"fav2:{backend}",
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor)
+    assert out.isnan().all(-1).tolist() == [[False, True]]
     assert append(torch.ones(1, 2, 16), 4) == [False, False, False, True]
     assert append(torch.ones(4, 2, 16), 4) == [False] * 4
 
