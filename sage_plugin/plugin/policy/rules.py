@@ -380,7 +380,8 @@ def _wrong_kernel(rule: Rule) -> str:
         why = (
             "a server has no denoising steps"
             if rule.op == PAGED_ATTENTION
-            else "a linear has one weight for all, so that the other need not be on its device"
+            else "a linear has one weight for all steps, so that the other need not be on its "
+            "device"
         )
         return (
             f"steps are {rule.steps!r}, and {why}; leave steps out, or the layers as they are "

@@ -325,7 +325,7 @@ def test_rules_of_a_policy_choose_the_kernel_of_each_linear():
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (Rule("sage", op="linear"), "kernel 'sage' of linears; choose one of auto, bf16"),
+        (Rule("sage", op="linear"), "kernel 'sage' of linear; choose one of auto, bf16"),
         (Rule("fp8_row"), "fp8_row"),
         (Rule("fp8_row", steps=":2", op="linear"), "a linear has one weight for all steps"),
         (Rule("fp8_row", op="norm"), "op is 'norm'; choose one of attention, linear"),
