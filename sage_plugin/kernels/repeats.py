@@ -31,6 +31,10 @@ class Repeats:
         self.recorded: LaunchGraph | None = None
         self._calls = 0
 
+    def forget(self) -> None:
+        """Forget the launches, which other calls follow from now on."""
+        self.recorded, self._calls = None, 0
+
     def repeat(
         self,
         inputs: Sequence[torch.Tensor | None],

@@ -268,7 +268,8 @@ WRONG = {
 }
 
 
-def _prepared(layout="bshd", rope=None, q_norm=QkNorm("rms"), k_norm=None):
+def _prepared(layout="bshd", rope=None, q_norm=None, k_norm=None):
+    q_norm = q_norm or QkNorm("rms")
     return made(*torch.ones(2, 1, 6, 2, 8), layout, rope, q_norm, k_norm)
 
 

@@ -8,6 +8,7 @@ at a dict and its launches; `dispatch.forget` drops them all.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from sage_plugin import settings
 from sage_plugin.kernels.attention import dispatch, validate
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.mask import is_added, mask_kind, of_heads
+from sage_plugin.kernels.attention.prologue.agree import operands_agree
 from sage_plugin.kernels.attention.prologue.one_pass import OnePass, one_pass_reason
 from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.attention.recipes import built
@@ -44,12 +46,13 @@ class Executor(Repeats):
         kernel: its implementation.
         one_pass: why norm and embedding of Q and K are a pass before this call's kernel; `None`
             where quantization does them, or there are none to do.
+        compared: whether `compare` has looked at what quantization makes of them.
         launch: the launch config that was given or found; `None` where nothing is tuned.
         found: where the launch config came from, `None` where it was given or nothing is tuned.
         key: the call key of its look-up, `None` where nothing is tuned.
     """
 
-    __slots__ = ("_numbers", "decision", "found", "kernel", "key", "launch", "one_pass")
+    __slots__ = ("_numbers", "compared", "decision", "found", "kernel", "key", "launch", "one_pass")
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class Executor(Repeats):
         self.decision, self.kernel = decision, kernel
         self.launch, self.found, self.key = launch, found, key
         self._numbers = numbers
+        self.compared = False
         self.one_pass: OnePass | None = None
         if prologue is not None:
             self.one_pass = one_pass_reason(decision, launch, numbers, prologue)
@@ -100,9 +104,10 @@ class Executor(Repeats):
 
     def prepared(self, call: AttentionCall) -> Any:  # noqa: ANN401
         """Run the first step of a call, with what is left to do of norm and embedding."""
+        prepare: Callable[..., Any] = self.kernel.prepare
         if call.prologue is not None and self.one_pass is None:
             try:
-                return self.kernel.prepare(
+                return prepare(
                     call.q, call.k, call.v, problem=self.params(call), launch=self.launch,
                     prologue=call.prologue,
                 )  # fmt: skip
@@ -111,9 +116,16 @@ class Executor(Repeats):
                     raise
                 self.one_pass = OnePass.BUILD_FAILED
         call = call.made()
-        return self.kernel.prepare(
-            call.q, call.k, call.v, problem=self.params(call), launch=self.launch
-        )
+        return prepare(call.q, call.k, call.v, problem=self.params(call), launch=self.launch)
+
+    def compare(self, call: AttentionCall) -> None:
+        """Compare operands of one pass with those of two, and leave the one where they differ."""
+        self.compared, made = True, call.made()
+        with on_device(call.q.device), without_autocast(call.q.device):
+            one, two = self.prepared(call), self.prepared(made)
+            if self.one_pass is None and not operands_agree(one, two):
+                self.one_pass = OnePass.DIFFERENT
+                self.forget()
 
 
 def as_promised(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -207,9 +219,7 @@ def _resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
     config_dir = str(request.config_dir) if request.config_dir else None
     found = dispatch.find_launch(key, facts, config_dir=config_dir)
     if not request.changes:
-        return Executor(
-            decision, kernel, numbers, found.config, found, key, prologue=call.prologue
-        )
+        return Executor(decision, kernel, numbers, found.config, found, key, prologue=call.prologue)
     config = found.config.replaced(**dict(request.changes))
     illegal = dispatch.illegal_reason(config, key, facts)
     if illegal is not None:

@@ -77,17 +77,17 @@ class QuantizedTokens(NamedTuple):
     """Where quantized tokens of Q go, in a kernel.
 
     Attributes:
-        values: 8-bit rows of all padded channels, one scale each.
+        numbers: 8-bit rows of all padded channels, one scale each.
         scale: those.
-        value_strides: strides of the rows.
+        number_strides: strides of the rows.
         scale_strides: strides of the scales.
         tokens: tokens to write; those past the source's are zeros.
         multiplier: factor of each value, softmax scale and log2 e.
     """
 
-    values: Any
+    numbers: Any
     scale: Any
-    value_strides: Any
+    number_strides: Any
     scale_strides: Any
     tokens: Any
     multiplier: Any

@@ -34,7 +34,7 @@ MOST_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedRows:
+class QueryRows:
     """Where Q goes that is quantized by rows.
 
     Attributes:
@@ -49,10 +49,10 @@ class QuantizedRows:
     factor: float
     largest: float
 
-    def part(self, begin: int, end: int) -> QuantizedRows:
+    def part(self, begin: int, end: int) -> QueryRows:
         """Some of the rows."""
         values, scale = (x[:, :, begin:end] for x in (self.values, self.scale))
-        return QuantizedRows(values, scale, self.factor, self.largest)
+        return QueryRows(values, scale, self.factor, self.largest)
 
     def arguments(self) -> QuantizedTokens:
         """What the kernel gets."""
@@ -77,7 +77,7 @@ def joined(streams: Sequence[QkStream]) -> torch.Tensor:
     return _repeated(streams, ())[0]
 
 
-def quantized_pair(pair: QkPair, rows: QuantizedRows) -> torch.Tensor:
+def quantized_pair(pair: QkPair, rows: QueryRows) -> torch.Tensor:
     """K as `joined_pair` gives it, while Q is quantized into rows; launched as scratch is."""
     source = pair.k[0].source
     batch, _, heads, head_dim = source.shape
@@ -149,7 +149,7 @@ def _output_of(streams: Sequence[QkStream]) -> torch.Tensor:
     return torch.empty((batch, tokens, heads, head_dim), dtype=source.dtype, device=source.device)
 
 
-Part = tuple[QkStream, torch.Tensor | QuantizedRows]
+Part = tuple[QkStream, torch.Tensor | QueryRows]
 """A stream, and where its tokens go."""
 
 
@@ -179,7 +179,7 @@ def _launch(parts: Sequence[Part]) -> None:
     batch, tokens, heads, head_dim = stream.source.shape
     norm, rope = stream.norm, stream.rope
     across = norm is not None and norm.across_heads
-    rows = next((place for _, place in parts if isinstance(place, QuantizedRows)), None)
+    rows = next((place for _, place in parts if isinstance(place, QueryRows)), None)
     outputs = tuple(place for _, place in parts if isinstance(place, torch.Tensor))
     width = 1 << (head_dim - 1).bit_length() if rows is None else rows.values.shape[3]
     block_heads = 1 << (heads - 1).bit_length() if across else heads_at_once(heads, width)

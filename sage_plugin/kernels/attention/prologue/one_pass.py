@@ -25,6 +25,13 @@ class OnePass(Enum):
     PACKED = "sequences are packed"
     NOTHING = "Q has neither norm nor rotary embedding"
     BUILD_FAILED = "the fused kernel cannot be built here"
+    CAPTURING = "a CUDA graph is recorded before the first comparison with two passes"
+    DIFFERENT = "it differed from two passes by more than rounding"
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the text of a report tells it: the kernel quantizes Q, and might have then."""
+        return self not in (OnePass.UNQUANTIZED, OnePass.EMULATED, OnePass.NOTHING)
 
 
 def one_pass_reason(

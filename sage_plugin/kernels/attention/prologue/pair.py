@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class QkPair:
 
     q: tuple[QkStream, ...]
     k: tuple[QkStream, ...]
+    _form: tuple[object, ...] = field(init=False, default=(), repr=False)
 
     def inputs(self) -> list[torch.Tensor]:
         """All tensors that launches read, tables that Q and K share once."""
@@ -40,8 +41,11 @@ class QkPair:
 
     def form(self) -> tuple[object, ...]:
         """All of it but numbers and addresses, of which the alignment: one form runs one build."""
-        residues = tuple(x.data_ptr() % ALIGNMENT for x in self.inputs())
-        return len(self.q), tuple(x.form() for x in (*self.q, *self.k)), self._shared(), residues
+        if not self._form:
+            residues = tuple(x.data_ptr() % ALIGNMENT for x in self.inputs())
+            forms = tuple(x.form() for x in (*self.q, *self.k))
+            object.__setattr__(self, "_form", (len(self.q), forms, self._shared(), residues))
+        return self._form
 
     def unmade(self, layout: str) -> tuple[Unmade, Unmade]:
         """Q and K as they will be in a layout, without values."""
@@ -51,7 +55,7 @@ class QkPair:
 class Unmade(torch.Tensor):
     """Shape, strides, dtype and device of a tensor that nobody has made; it has no values."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, like: torch.Tensor, device: torch.device) -> Unmade:
         """Make one like another, on a device."""

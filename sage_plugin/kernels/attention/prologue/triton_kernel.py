@@ -99,7 +99,7 @@ def _store_quantized(
 
     Tokens and channels past the true ones become zeros; such channels lie behind both halves.
     """
-    KIND: tl.constexpr = to.values.dtype.element_ty
+    KIND: tl.constexpr = to.numbers.dtype.element_ty
     first = tl.where(s < tokens, first * to.multiplier, 0.0)  # (tokens, heads, BLOCK)
     second = tl.where(s < tokens, second * to.multiplier, 0.0)
     one, other = tl.abs(first).to(tl.int32, bitcast=True), tl.abs(second).to(tl.int32, bitcast=True)
@@ -111,13 +111,13 @@ def _store_quantized(
     strides = to.scale_strides
     at = b * strides.batch + s.to(tl.int64) * strides.token + h.to(tl.int64) * strides.head
     tl.store(to.scale + at, amax / QMAX, mask=rows)
-    strides = to.value_strides
+    strides = to.number_strides
     at = b * strides.batch + s.to(tl.int64) * strides.token + h.to(tl.int64) * strides.head
     if INTERLEAVED:
         d = tl.arange(0, 2 * BLOCK)[None, None, :]
         x = tl.join(first, second).reshape([first.shape[0], first.shape[1], 2 * BLOCK])
         y = _with_zeros(granule_values(x, amax, KIND, QMAX), d, 2 * HALF, 2 * BLOCK)
-        tl.store(to.values + at + d, y, mask=rows)
+        tl.store(to.numbers + at + d, y, mask=rows)
     else:
         d = tl.arange(0, BLOCK)[None, None, :]
         one = _with_zeros(granule_values(first, amax, KIND, QMAX), d, HALF, BLOCK)
@@ -125,9 +125,12 @@ def _store_quantized(
         if HALF == BLOCK:
             first_at, second_at = d, HALF + d
         else:
-            first_at, second_at = d + tl.where(d < HALF, 0, HALF), d + tl.where(d < HALF, HALF, BLOCK)
-        tl.store(to.values + at + first_at, one, mask=rows)
-        tl.store(to.values + at + second_at, other, mask=rows)
+            first_at, second_at = (
+                d + tl.where(d < HALF, 0, HALF),
+                d + tl.where(d < HALF, HALF, BLOCK),
+            )
+        tl.store(to.numbers + at + first_at, one, mask=rows)
+        tl.store(to.numbers + at + second_at, other, mask=rows)
 
 
 @triton.jit
@@ -155,6 +158,7 @@ def prologue_kernel(
     BLOCK: tl.constexpr = CONFIG.BLOCK_D // 2
     BLOCK_S: tl.constexpr = CONFIG.BLOCK_S
     BLOCK_H: tl.constexpr = CONFIG.BLOCK_H
+    KIND: tl.constexpr = sources[0].dtype.element_ty
     PLAIN: tl.constexpr = 0 if quantized is None else 1  # the first source with an output
     written = tokens
     if quantized is not None:
@@ -195,17 +199,16 @@ def prologue_kernel(
         if i == 1:
             first, second = next_first, next_second
         one, other = first.to(tl.float32), second.to(tl.float32)
-        kind: tl.constexpr = sources[i].dtype.element_ty
         if CONFIG.NORM > 0:
             one, other = _normalized(
                 one, other, values[i], channels, there, live, divisor, eps, CONFIG.NORM == 1,
-                CONFIG.ACROSS, CONFIG.ROUNDS, INTERLEAVED, HALF, BLOCK, kind,
+                CONFIG.ACROSS, CONFIG.ROUNDS, INTERLEAVED, HALF, BLOCK, KIND,
             )  # fmt: skip
         if turned is not None:
             turned_one, turned_other = one * cos - other * sin, other * other_cos + one * other_sin
             one, other = tl.where(here, turned_one, one), tl.where(here, turned_other, other)
         if i < PLAIN:  # rounded as the other's output is
-            one, other = one.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
+            one, other = one.to(KIND).to(tl.float32), other.to(KIND).to(tl.float32)
             _store_quantized(
                 quantized, one, other, b, s, h, tokens, heads, INTERLEAVED, HALF, BLOCK,
                 CONFIG.QMAX, CONFIG.TINY,

@@ -52,7 +52,7 @@ def granule_values(x, amax, KIND: tl.constexpr, QMAX: tl.constexpr):
     passes the limit of FP8 by an error of the product rounds to the limit.
     """
     y = x * (QMAX / amax)
-    if KIND == tl.int8:
+    if KIND.is_int():
         return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     return y.to(KIND)
 

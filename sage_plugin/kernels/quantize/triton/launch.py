@@ -143,9 +143,9 @@ def _launch(
     place = ops.v8.view(torch.uint8).flatten()[: 4 * count]
     fits = len(plan.launches) > 1 and place.numel() == 4 * count
     records = (
-        place.view(torch.float32) if fits else launch_graph.empty(q.device, torch.float32, count)
+        place.view(torch.float32) if fits else launch_graph.empty(v.device, torch.float32, count)
     )
-    counters = launch_graph.zeros(q.device, torch.int32, slots, COUNTERS.value + plan.groups)
+    counters = launch_graph.zeros(v.device, torch.int32, slots, COUNTERS.value + plan.groups)
     key_mask = KeyMask.of(ops)
     pv8 = recipe.pv == "fp8"
     amd = torch.version.hip is not None

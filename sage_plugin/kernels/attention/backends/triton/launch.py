@@ -23,7 +23,7 @@ from sage_plugin.kernels.attention.backends.triton.quantized_kernel import (
     QuantizedTensors,
     quantized_attention_kernel,
 )
-from sage_plugin.kernels.attention.prologue.launch import QuantizedRows, quantized_pair
+from sage_plugin.kernels.attention.prologue.launch import QueryRows, quantized_pair
 from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.contract import (
     AttentionParams,
@@ -71,9 +71,7 @@ class QuantizedPortable:
         quantized as its norm and embedding are computed, and K is made beside it.
         """
         first = None if prologue is None else functools.partial(_prepared, prologue)
-        return quantize(
-            q, k, v, problem=problem, launch=launch, recipe=self.recipe, prologue=first
-        )
+        return quantize(q, k, v, problem=problem, launch=launch, recipe=self.recipe, prologue=first)
 
     def launch(
         self,
@@ -122,7 +120,7 @@ class QuantizedPortable:
 def _prepared(pair: QkPair, ops: QuantizedOperands) -> torch.Tensor:
     """Fill the operands of Q and return K, in the call's layout."""
     heads_first = (ops.sequences, ops.heads_q, ops.q8.shape[1])
-    rows = QuantizedRows(
+    rows = QueryRows(
         ops.q8.view(*heads_first, ops.q8.shape[2]), ops.q_scale.view(heads_first),
         ops.problem.scale, ops.recipe.qk_max,
     )  # fmt: skip
