@@ -161,7 +161,7 @@ def _launch(
         packed.cu_seqlens_q if packed else None, packed.cu_seqlens_k if packed else None
     )
     strides = PrepassStrides(
-        None if q is None else Strides(*q.stride()), Strides(*k.stride()), Strides(*v.stride()),
+        Strides(*(k if q is None else q).stride()), Strides(*k.stride()), Strides(*v.stride()),
         KeyMaskStrides(*key_mask.strides),
     )  # fmt: skip
     tensors = PrepassTensors(q, k, v, outputs, statistics, key_mask.values, ends)
