@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +210,12 @@ def test_why_it_is_a_pass_of_its_own(name):
     decision, fields, numbers, expected = REASONS[name]
     config = None if fields is None else launch(**fields)
     assert one_pass_reason(decision, config, numbers, pair_of("wan")) is expected
+
+
+def test_the_page_has_every_reason():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "patch.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `") and line.count("|") == 3]
+    assert {*rows} >= {f"| `{reason.name}` | {reason.value} |" for reason in OnePass}
 
 
 def test_nothing_is_to_be_done_with_q_alone():
