@@ -15,6 +15,7 @@ from sage_plugin.kernels.attention import executor
 from sage_plugin.kernels.attention.api import with_prologue
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.prologue import apply, emulation
+from sage_plugin.kernels.attention.prologue.agree import operands_agree
 from sage_plugin.kernels.attention.prologue.one_pass import OnePass, one_pass_reason
 from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream, Rope
@@ -166,6 +167,7 @@ def test_what_is_computed_elsewhere_gets_q_and_k_of_one_pass(monkeypatch):
         "host": ({}, 1),
         "lse": ({"kernel": "sage", "return_lse": True} | portable, 1),
         "fused": ({"kernel": "sage"} | portable, 0),
+        "fp8": ({"kernel": "fav3_fp8"} | portable, 0),
     }
     for name, (given, passes) in rows.items():
         made.clear()
@@ -222,6 +224,36 @@ def test_nothing_is_to_be_done_with_q_alone():
     pair = pair_of("wan")
     pair = QkPair((QkStream(pair.q[0].source),), pair.k)
     assert one_pass_reason(SAGE, launch(), PLAIN, pair) is OnePass.NOTHING
+
+
+def changed(operands, name, change):
+    return dataclasses.replace(operands, **{name: change(getattr(operands, name).clone())})
+
+
+def off_by(rows, by):
+    """Some rows of INT8 numbers with each closer to zero."""
+    return lambda x: (x[:, :rows].sub_(by * x[:, :rows].sign()), x)[1]
+
+
+CHANGES = {
+    "itself": ("q8", lambda x: x, True),
+    "a_step": ("q8", off_by(40, 1), True),
+    "a_step_of_k": ("k8", off_by(40, 1), True),
+    "a_row": ("q8", off_by(1, 30), False),
+    "a_row_of_k": ("k8", off_by(1, 30), False),
+    "a_scale": ("q_scale", lambda x: x * 1.2, False),
+    "nan": ("k_scale", lambda x: x * torch.nan, False),
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", CHANGES)
+def test_operands_agree_but_for_rounding(name):
+    (q, k, v), _ = tensors(0)
+    problem, built = AttentionParams(0.3, False, "bhsd"), implementation("sage", "portable")
+    made = built.prepare(q, k, v, problem=problem, launch=launch(block_m=16))
+    field, change, expected = CHANGES[name]
+    assert operands_agree(changed(made, field, change), made) is expected
 
 
 def test_q_that_is_not_made_has_a_form_and_no_values():

@@ -9,6 +9,8 @@ import torch
 
 from sage_plugin.kernels.attention.prologue.record import QkStream, Rope
 
+Sizes4 = tuple[int, int, int, int]
+
 ALIGNMENT = 16
 """Bytes; a build may follow from how far an address is aligned to them."""
 
@@ -57,14 +59,14 @@ class Unmade(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, like: torch.Tensor, device: torch.device) -> Unmade:
-        """Make one like another, on a device."""
+    def __new__(cls, shape: Sizes4, strides: Sizes4, like: torch.Tensor) -> Unmade:
+        """Make one of the dtype and on the device of another tensor."""
         made: Unmade = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+            cls, shape, strides=strides, dtype=like.dtype, device=like.device
         )
         return made
 
-    def __init__(self, like: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, shape: Sizes4, strides: Sizes4, like: torch.Tensor) -> None:
         pass
 
     @classmethod
@@ -81,15 +83,20 @@ class Unmade(torch.Tensor):
         x, *rest = args
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         made = func(like, *rest, **(kwargs or {}))
-        return made if func is torch.ops.aten.empty_like.default else cls(made, x.device)
+        moved = func is torch.ops.aten.transpose.int
+        return cls(tuple(made.shape), made.stride(), x) if moved else made
 
 
 def _unmade(streams: tuple[QkStream, ...], layout: str) -> Unmade:
     source = streams[0].source
     batch, _, heads, head_dim = source.shape
     tokens = sum(stream.source.shape[1] for stream in streams)
-    like = torch.empty((batch, tokens, heads, head_dim), dtype=source.dtype, device="meta")
-    return Unmade(like.transpose(1, 2) if layout == "bhsd" else like, source.device)
+    rows = heads * head_dim
+    if layout == "bhsd":
+        shape = (batch, heads, tokens, head_dim)
+        return Unmade(shape, (tokens * rows, head_dim, rows, 1), source)
+    shape = (batch, tokens, heads, head_dim)
+    return Unmade(shape, (tokens * rows, rows, head_dim, 1), source)
 
 
 def same_rope(one: Rope | None, other: Rope | None) -> bool:
