@@ -160,6 +160,7 @@ def test_what_is_computed_elsewhere_gets_q_and_k_of_one_pass(monkeypatch):
     monkeypatch.setattr(apply, "runs_on_kernel", lambda streams: False)  # of the pass itself
     monkeypatch.setattr(apply, "joined_pair", lambda q, k: made.append(1) or stock(q, k))
     expected = sage_plugin.attention(*qkv, kernel="torch", **prologue)
+    masked = {"attn_mask": torch.arange(40) < 30, "is_causal": True, "window": (9, -1)}
     portable = {"variant": "portable", "launch": launch(block_m=16)}
     rows = {
         "fav2": ({"kernel": "fav2"} | portable, 1),
@@ -175,6 +176,9 @@ def test_what_is_computed_elsewhere_gets_q_and_k_of_one_pass(monkeypatch):
         out = found[0] if isinstance(found, tuple) else found
         torch.testing.assert_close(out, expected, rtol=0.05, atol=0.02, msg=name)
         assert len(made) == passes, name
+    hidden = sage_plugin.attention(*qkv, kernel="torch", **masked, **prologue)
+    out = sage_plugin.attention(*qkv, **rows["fused"][0], **masked, **prologue)
+    torch.testing.assert_close(out, hidden, rtol=0.05, atol=0.03)
 
     def failing(pair, rows):
         raise RuntimeError("PassManager::run failed")

@@ -10,7 +10,7 @@ LARGEST_ERROR, MOST_ROWS = 0.1, 1 / 256
 """Of a row, of its length and beside a step of each channel; and the part of the rows that may have
 more, where a rounding in 16 bits went the other way in a channel much larger than what is left of
 the others without their mean."""
-COMPARED_AT_ONCE = 1 << 24
+COMPARED_AT_ONCE = 1 << 22
 """Values that are compared at once."""
 
 

@@ -100,13 +100,14 @@ def _store_quantized(
     Tokens and channels past the true ones become zeros; such channels lie behind both halves.
     """
     KIND: tl.constexpr = to.numbers.dtype.element_ty
-    first = tl.where(s < tokens, first * to.multiplier, 0.0)  # (tokens, heads, BLOCK)
-    second = tl.where(s < tokens, second * to.multiplier, 0.0)
+    first, second = first * to.multiplier, second * to.multiplier  # (tokens, heads, BLOCK)
     one, other = tl.abs(first).to(tl.int32, bitcast=True), tl.abs(second).to(tl.int32, bitcast=True)
     magnitude = tl.max(tl.maximum(one, other), 2)[:, :, None].to(tl.float32, bitcast=True)
+    magnitude = tl.where(s < tokens, magnitude, 0.0)  # (tokens, heads, 1)
     finite = magnitude < float("inf")
     amax = tl.maximum(tl.where(finite, magnitude, float("inf")), TINY)
-    first, second = tl.where(finite, first, 0.0), tl.where(finite, second, 0.0)
+    kept = finite & (s < tokens)
+    first, second = tl.where(kept, first, 0.0), tl.where(kept, second, 0.0)
     rows = (s < to.tokens) & (h < heads)
     strides = to.scale_strides
     at = b * strides.batch + s.to(tl.int64) * strides.token + h.to(tl.int64) * strides.head
