@@ -31,7 +31,7 @@ from sage_plugin.kernels.notice import warn_once
 from sage_plugin.kernels.surroundings import can_bypass_dispatcher, wants_gradient
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.plugin.hosts import parallel
-from sage_plugin.plugin.prologue.settle import settled
+from sage_plugin.plugin.prologue.settle import compared, settled
 from sage_plugin.plugin.request import Choice, choice_of
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,9 @@ def sdpa(
     )
 
     def host() -> torch.Tensor:
+        made = call.made()
         return torch.nn.functional.scaled_dot_product_attention(
-            call.q, call.k, call.v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            made.q, made.k, made.v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
             scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
 
@@ -105,13 +106,15 @@ def dispatch_instead_of(
         )
 
         def host() -> torch.Tensor:
+            made = call.made()
             return original(
-                call.q, call.k, call.v, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                made.q, made.k, made.v, attn_mask, dropout_p, is_causal, scale, enable_gqa,
                 attention_kwargs, backend=backend, parallel_config=parallel_config, **unknown,
             )  # fmt: skip
 
         blocked = ARGUMENTS if attention_kwargs or unknown else None
         if parallel_config is not None:
+            call = call.made()
             return attend_in_parallel(host, call, blocked, original, parallel_config)
         return attend(host, call, blocked)
 
@@ -139,6 +142,8 @@ def attend(
         frame.index += 1
         result = _run_resolved(layer, call, executor, watched=False)
         return host() if result is None else cast("torch.Tensor", result)
+    if call.prologue is not None and _is_read(layer.state, call):
+        call = call.made()
     if eager and layer.broken is not None:
         blocked = layer.broken
     if layer.state.options.policy is not None and not eager:
@@ -325,7 +330,7 @@ def _known(layer: LayerContext, call: AttentionCall) -> Executor | None:
         or state.listeners
         or layer.broken is not None
         or call.attn_mask is not None
-        or not can_bypass_dispatcher(call.q, call.k, call.v, call.sinks)
+        or not can_bypass_dispatcher(*call.tensors())
         or torch.is_autocast_enabled(call.q.device.type)
     ):
         return None
@@ -351,10 +356,13 @@ def _run_resolved(
         watched: whether something may watch what is done with these tensors.
     """
     try:
-        if not watched or can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):
+        if call.prologue is not None:
+            call = compared(layer, executor, call)
+        if not watched or can_bypass_dispatcher(*call.tensors()):
             out, lse = executor.run(call)
             result = out if lse is None else (out, lse)
         else:
+            call = call.made()
             launch = executor.launch if changes else None
             result = run_op(
                 executor.decision, call, call.attn_mask, launch, layer.state.options.config_dir
@@ -387,7 +395,7 @@ def _obstacle(state: PatchState, call: AttentionCall) -> FallbackReason | None:
         return DISABLED
     if not torch.compiler.is_compiling() and _watched():
         return FUNCTION_MODE
-    if not (is_plain(q) and is_plain(k) and is_plain(v)):
+    if not (is_plain(v) and (call.prologue is not None or (is_plain(q) and is_plain(k)))):
         return TENSOR_SUBCLASS
     if q.device.type not in DEVICES:
         return FallbackReason(Fallback.DEVICE, q.device.type)
@@ -400,6 +408,12 @@ def _obstacle(state: PatchState, call: AttentionCall) -> FallbackReason | None:
     if not (_surely(q.shape[seq] >= options.min_seq) and _surely(k.shape[seq] >= options.min_seq)):
         return FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, options.min_seq)
     return CAUSAL if call.is_causal and not _surely(q.shape[seq] == k.shape[seq]) else None
+
+
+def _is_read(state: PatchState, call: AttentionCall) -> bool:
+    """Whether more than a kernel reads Q and K."""
+    looked_at = bool(state.listeners) or state.options.check_finite
+    return looked_at or torch.is_autocast_enabled(call.v.device.type)
 
 
 def _watched() -> bool:

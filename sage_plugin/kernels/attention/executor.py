@@ -8,6 +8,7 @@ at a dict and its launches; `dispatch.forget` drops them all.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from sage_plugin import settings
 from sage_plugin.kernels.attention import dispatch, validate
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.mask import is_added, mask_kind, of_heads
+from sage_plugin.kernels.attention.prologue.agree import operands_agree
+from sage_plugin.kernels.attention.prologue.one_pass import OnePass, one_pass_reason
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.attention.recipes import built
+from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import (
     HOST,
     AttentionParams,
@@ -39,12 +44,15 @@ class Executor(Repeats):
     Attributes:
         decision: kernel and variant.
         kernel: its implementation.
+        one_pass: why norm and embedding of Q and K are a pass before this call's kernel; `None`
+            where quantization does them, or there are none to do.
+        compared: whether `compare` has looked at what quantization makes of them.
         launch: the launch config that was given or found; `None` where nothing is tuned.
         found: where the launch config came from, `None` where it was given or nothing is tuned.
         key: the call key of its look-up, `None` where nothing is tuned.
     """
 
-    __slots__ = ("_numbers", "decision", "found", "kernel", "key", "launch")
+    __slots__ = ("_numbers", "compared", "decision", "found", "kernel", "key", "launch", "one_pass")
 
     def __init__(
         self,
@@ -54,11 +62,17 @@ class Executor(Repeats):
         launch: LaunchConfig | None = None,
         found: ResolvedConfig | None = None,
         key: CallKey | None = None,
+        *,
+        prologue: QkPair | None = None,
     ) -> None:
         super().__init__()
         self.decision, self.kernel = decision, kernel
         self.launch, self.found, self.key = launch, found, key
         self._numbers = numbers
+        self.compared = False
+        self.one_pass: OnePass | None = None
+        if prologue is not None:
+            self.one_pass = one_pass_reason(decision, launch, numbers, prologue)
 
     def params(self, call: AttentionCall) -> AttentionParams:
         """Return a call but for Q, K and V as kernels take it."""
@@ -69,6 +83,8 @@ class Executor(Repeats):
 
     def run(self, call: AttentionCall) -> Outputs:
         """Run a call of this key, on a GPU from the recorded launches once there are any."""
+        if self.one_pass is not None:
+            call = call.made()
         if self.decision.variant in ON_GPUS and call.q.device.type != "cpu":
             return self.run_recorded(call)
         out, lse = self.run_anew(call)
@@ -76,17 +92,40 @@ class Executor(Repeats):
 
     def run_recorded(self, call: AttentionCall) -> Outputs:
         """Run a call: the first of a key as it is, the second recorded, all others replayed."""
-        return self.repeat(call.tensors(), call.q.device, self.run_anew, call)
+        keyed = () if call.prologue is None else call.prologue.inputs()
+        return self.repeat(call.tensors(), call.q.device, self.run_anew, call, keyed=keyed)
 
     def run_anew(self, call: AttentionCall) -> Outputs:
         """Run both steps of a call, one after the other."""
         with on_device(call.q.device), without_autocast(call.q.device):
-            operands = self.kernel.prepare(
-                call.q, call.k, call.v, problem=self.params(call), launch=self.launch
-            )
             return self.kernel.launch(
-                operands, out_dtype=call.out_dtype, return_lse=call.return_lse
+                self.prepared(call), out_dtype=call.out_dtype, return_lse=call.return_lse
             )
+
+    def prepared(self, call: AttentionCall) -> Any:  # noqa: ANN401
+        """Run the first step of a call, with what is left to do of norm and embedding."""
+        prepare: Callable[..., Any] = self.kernel.prepare
+        if call.prologue is not None and self.one_pass is None:
+            try:
+                return prepare(
+                    call.q, call.k, call.v, problem=self.params(call), launch=self.launch,
+                    prologue=call.prologue,
+                )  # fmt: skip
+            except Exception as error:
+                if build_failure(error) is None:
+                    raise
+                self.one_pass = OnePass.BUILD_FAILED
+        call = call.made()
+        return prepare(call.q, call.k, call.v, problem=self.params(call), launch=self.launch)
+
+    def compare(self, call: AttentionCall) -> None:
+        """Compare operands of one pass with those of two, and leave the one where they differ."""
+        self.compared, made = True, call.made()
+        with on_device(call.q.device), without_autocast(call.q.device):
+            one, two = self.prepared(call), self.prepared(made)
+            if self.one_pass is None and not operands_agree(one, two):
+                self.one_pass = OnePass.DIFFERENT
+                self.forget()
 
 
 def as_promised(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -175,17 +214,17 @@ def _resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
     facts = dispatch.facts_of(device.type, device.index)
     kernel, numbers = built(decision, facts), _numbers_of(call)
     if launch is not None or decision.variant == HOST:
-        return Executor(decision, kernel, numbers, launch)
+        return Executor(decision, kernel, numbers, launch, prologue=call.prologue)
     key = dispatch.call_key(shape, decision)
     config_dir = str(request.config_dir) if request.config_dir else None
     found = dispatch.find_launch(key, facts, config_dir=config_dir)
     if not request.changes:
-        return Executor(decision, kernel, numbers, found.config, found, key)
+        return Executor(decision, kernel, numbers, found.config, found, key, prologue=call.prologue)
     config = found.config.replaced(**dict(request.changes))
     illegal = dispatch.illegal_reason(config, key, facts)
     if illegal is not None:
         return FallbackReason(Fallback.ILLEGAL_CONFIG, illegal)
-    return Executor(decision, kernel, numbers, config, None, key)
+    return Executor(decision, kernel, numbers, config, None, key, prologue=call.prologue)
 
 
 def _numbers_of(call: AttentionCall) -> AttentionParams:

@@ -12,6 +12,7 @@ import torch
 
 from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
 from sage_plugin.kernels.attention.launch_space import default_config
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams
 from sage_plugin.kernels.fallback import FallbackReason
@@ -50,6 +51,7 @@ class HopperOrPortable(QuantizedPortable):
         *,
         problem: AttentionParams,
         launch: LaunchConfig,
+        prologue: QkPair | None = None,
     ) -> QuantizedOperands:
         """As the portable variant does; with its blocks where the decision table was not asked.
 
@@ -58,7 +60,7 @@ class HopperOrPortable(QuantizedPortable):
         """
         if not _takes(problem):
             launch = _portable_config(self.kernel, launch, q.shape[-1])
-        return super().prepare(q, k, v, problem=problem, launch=launch)
+        return super().prepare(q, k, v, problem=problem, launch=launch, prologue=prologue)
 
     def launch(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from sage_plugin.kernels.attention.backends.triton.quantized_kernel import (
     QuantizedTensors,
     quantized_attention_kernel,
 )
+from sage_plugin.kernels.attention.prologue.launch import QueryRows, quantized_pair
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.contract import (
     AttentionParams,
     OutputForm,
@@ -60,9 +63,15 @@ class QuantizedPortable:
         *,
         problem: AttentionParams,
         launch: LaunchConfig,
+        prologue: QkPair | None = None,
     ) -> QuantizedOperands:
-        """Quantise on the current stream, in one Triton launch or two and one for counters."""
-        return quantize(q, k, v, problem=problem, launch=launch, recipe=self.recipe)
+        """Quantise on the current stream, in one Triton launch or two and one for counters.
+
+        With a `prologue`, where `one_pass_reason` has none against it, Q and K are `Unmade`: Q is
+        quantized as its norm and embedding are computed, and K is made beside it.
+        """
+        first = None if prologue is None else functools.partial(_prepared, prologue)
+        return quantize(q, k, v, problem=problem, launch=launch, recipe=self.recipe, prologue=first)
 
     def launch(
         self,
@@ -106,6 +115,17 @@ class QuantizedPortable:
             **compiler_options(config),
         )  # fmt: skip
         return out, lse
+
+
+def _prepared(pair: QkPair, ops: QuantizedOperands) -> torch.Tensor:
+    """Fill the operands of Q and return K, in the call's layout."""
+    heads_first = (ops.sequences, ops.heads_q, ops.q8.shape[1])
+    rows = QueryRows(
+        ops.q8.view(*heads_first, ops.q8.shape[2]), ops.q_scale.view(heads_first),
+        ops.problem.scale, ops.recipe.qk_max,
+    )  # fmt: skip
+    k = quantized_pair(pair, rows)
+    return k.transpose(1, 2) if ops.problem.layout == "bhsd" else k
 
 
 class PlainPortable(ReadsInPlace):
