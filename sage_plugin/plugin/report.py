@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from sage_plugin.errors import PatchError
 from sage_plugin.kernels.attention.prologue.one_pass import OnePass
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.plugin import report_text
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.context import LayerContext
@@ -194,7 +195,7 @@ def _idle_rules(parts: list[Component]) -> Iterator[str]:
             for number in counts.rules
         }
         for number, rule in enumerate(policy.rules, start=1):
-            if number not in met:
+            if number not in met and rule.op != PAGED_ATTENTION:
                 steps = f" at steps {rule.steps}" if rule.steps else ""
                 yield f"rule {number} ({rule.kernel} on {', '.join(rule.layers)}{steps})"
 

@@ -152,7 +152,7 @@ def attend(
     resolved, mask = _resolve(layer, call, blocked, choice)
     decision = _decision_of(resolved)
     if eager:
-        _tell(frame, layer, call, decision)
+        _tell(frame, layer, call, decision, blocked)
         _note_rule(layer, choice)
     if decision.reason is not None:
         _give_way(layer, decision.reason)
@@ -449,7 +449,13 @@ def _surely(condition: bool) -> bool:
     return guard_or_false(condition)
 
 
-def _tell(frame: Frame, layer: LayerContext, call: AttentionCall, decision: Decision) -> None:
+def _tell(
+    frame: Frame,
+    layer: LayerContext,
+    call: AttentionCall,
+    decision: Decision,
+    blocked: FallbackReason | None,
+) -> None:
     """Tell the listeners of a call before it runs."""
     frame.index += 1
     if not layer.state.listeners:
@@ -457,6 +463,7 @@ def _tell(frame: Frame, layer: LayerContext, call: AttentionCall, decision: Deci
     event = CallEvent(
         layer.state.component, layer.name, frame.index - 1, call.q, call.k, call.v, call.attn_mask,
         call.is_causal, call.scale, call.layout, decision,
+        blocked,
     )  # fmt: skip
     for listener in layer.state.listeners:
         listener(event)

@@ -31,8 +31,10 @@ def append_pages(
     """Write the keys and values of new tokens to the caches, in place, before attention reads them.
 
     The rows of sequence b become the last of its `kv_lens[b]` keys. In 8-bit caches a page's scale
-    of a head is that of its largest magnitude so far: as a larger one comes, the page is written
-    anew. A page that the table does not have is left out. On a GPU no integer is read on the CPU.
+    of a head is that of its largest magnitude so far, in FP8 the next power of two: as a larger one
+    comes, the page is written anew, which a power of two does without loss. A scale is NaN once a
+    key or value of its page was not finite. A page begins anew with its first slot. One that the
+    table does not have is left out. On a GPU no integer is read on the CPU.
 
     Args:
         k: `(T, Hk, D)`, new keys; channels side by side.
@@ -102,13 +104,23 @@ def _write(new: torch.Tensor, page: torch.Tensor, scale: torch.Tensor | None, sl
         return
     wide, before = new.float(), scale.clone() if slot else torch.zeros_like(scale)
     limit = largest_of(page.dtype)
-    scale.copy_(torch.maximum(wide.abs().amax((0, 2)) / limit, before))
+    scale.copy_(torch.maximum(_unit(wide.abs().amax((0, 2)) / limit, page.dtype), before))
     unit = torch.where(scale > 0, scale, 1.0)[:, None]
     larger = (scale > before)[None, :, None]
     held = page[:slot]
     anew = _rounded(held.float() * before[:, None] / unit, page.dtype, limit)
     held.copy_(torch.where(larger, anew.float(), held.float()).to(page.dtype))
     rows.copy_(_rounded(wide / unit, page.dtype, limit))
+
+
+def _unit(least: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A scale that is at least so large, NaN where that is not finite."""
+    least = least.masked_fill(~least.isfinite(), torch.nan)
+    if dtype == torch.int8:
+        return least
+    mantissa, exponent = torch.frexp(least)
+    power = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
+    return torch.where(least > 0, power, least)
 
 
 def _rounded(wide: torch.Tensor, dtype: torch.dtype, limit: float) -> torch.Tensor:

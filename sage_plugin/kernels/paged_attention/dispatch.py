@@ -59,7 +59,7 @@ def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decisi
     kernel, backend = request.kernel, request.backend
     kernel = "fav2" if kernel == "auto" else kernel
     cache = call.k_cache.dtype
-    if cache not in BITS.get(kernel, (cache,)):
+    if not reads(kernel, cache):
         raise UnsupportedInputError(
             f"kernel {kernel!r} quantizes queries as the cache is, and this is {cache}; use "
             "kernel='auto'"
@@ -71,7 +71,7 @@ def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decisi
             f"kernel {kernel}:triton needs a GPU and the tensors are on the CPU; use "
             f"kernel='{kernel}:emulation', or set TRITON_INTERPRET=1 before Triton is imported"
         )
-    reason = device_reason(kernel, facts) or _cache_reason(cache, facts)
+    reason = device_reason(kernel, facts) or cache_reason(cache, facts)
     if reason is not None:
         raise UnsupportedInputError(
             f"paged attention cannot run on {facts.name}: {reason}; on any device "
@@ -80,7 +80,17 @@ def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decisi
     return Decision(kernel, "triton")
 
 
-def _cache_reason(cache: torch.dtype, facts: DeviceFacts) -> FallbackReason | None:
+def reads(kernel: str, cache: torch.dtype | None) -> bool:
+    """Whether a kernel reads caches of a type, `None` for that of the queries.
+
+    Example:
+        >>> reads("fav2", torch.int8), reads("qk_fp8", torch.int8), reads("qk_fp8", None)
+        (True, False, False)
+    """
+    return kernel not in BITS or cache in BITS[kernel]
+
+
+def cache_reason(cache: torch.dtype, facts: DeviceFacts) -> FallbackReason | None:
     """Why a device does not read a cache, or `None`."""
     name = str(cache).removeprefix("torch.")
     if cache not in FP8 or facts.kind == "cpu" or name == facts.fp8_dtype:
