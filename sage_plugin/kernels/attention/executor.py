@@ -52,7 +52,10 @@ class Executor(Repeats):
         key: the call key of its look-up, `None` where nothing is tuned.
     """
 
-    __slots__ = ("_numbers", "compared", "decision", "found", "kernel", "key", "launch", "one_pass")
+    __slots__ = (
+        "_numbers", "_with_prologue", "compared", "decision", "found", "kernel", "key", "launch",
+        "one_pass",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class Executor(Repeats):
         self.decision, self.kernel = decision, kernel
         self.launch, self.found, self.key = launch, found, key
         self._numbers = numbers
-        self.compared = False
+        self._with_prologue, self.compared = prologue is not None, False
         self.one_pass: OnePass | None = None
         if prologue is not None:
             self.one_pass = one_pass_reason(decision, launch, numbers, prologue)
@@ -92,6 +95,8 @@ class Executor(Repeats):
 
     def run_recorded(self, call: AttentionCall) -> Outputs:
         """Run a call: the first of a key as it is, the second recorded, all others replayed."""
+        if self._with_prologue and self.one_pass is None and call.prologue is None:
+            return self.run_anew(call)  # whose launches are not those of this key
         keyed = () if call.prologue is None else call.prologue.inputs()
         return self.repeat(call.tensors(), call.q.device, self.run_anew, call, keyed=keyed)
 
