@@ -66,7 +66,7 @@ def both(pair, kernel, layout="bhsd", **fields):
     if layout == "bhsd":
         plain = tuple(x.transpose(1, 2) for x in plain)
     v = torch.randn(plain[1].shape).to(plain[1].dtype)
-    fused = built.prepare(q, k, v, problem=problem, launch=config, prologue=pair)
+    fused = built.prepare_unmade(pair, q, k, v, problem=problem, launch=config)
     apart = built.prepare(*plain, v, problem=problem, launch=config)
     return fused, apart
 

@@ -8,7 +8,6 @@ at a dict and its launches; `dispatch.forget` drops them all.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,19 +108,19 @@ class Executor(Repeats):
 
     def prepared(self, call: AttentionCall) -> Any:  # noqa: ANN401
         """Run the first step of a call, with what is left to do of norm and embedding."""
-        prepare: Callable[..., Any] = self.kernel.prepare
+        kernel: Any = self.kernel
         if call.prologue is not None and self.one_pass is None:
             try:
-                return prepare(
-                    call.q, call.k, call.v, problem=self.params(call), launch=self.launch,
-                    prologue=call.prologue,
+                return kernel.prepare_unmade(
+                    call.prologue, call.q, call.k, call.v, problem=self.params(call),
+                    launch=self.launch,
                 )  # fmt: skip
             except Exception as error:
                 if build_failure(error) is None:
                     raise
                 self.one_pass = OnePass.BUILD_FAILED
         call = call.made()
-        return prepare(call.q, call.k, call.v, problem=self.params(call), launch=self.launch)
+        return kernel.prepare(call.q, call.k, call.v, problem=self.params(call), launch=self.launch)
 
     def compare(self, call: AttentionCall) -> None:
         """Compare operands of one pass with those of two, and leave the one where they differ."""
