@@ -156,8 +156,9 @@ class Call:
         given: dict[str, Any] = {"problem": self.problem(), "launch": self.config()}
         if self.prologue:
             pair = QkPair(*((QkStream(x.transpose(1, 2), QkNorm("rms")),) for x in (q, k)))
-            (q, k), given["prologue"] = pair.unmade("bhsd"), pair
-        operands = built.prepare(q, k, v, **given)
+            operands = built.prepare_unmade(pair, *pair.unmade("bhsd"), v, **given)
+        else:
+            operands = built.prepare(q, k, v, **given)
         built.launch(operands, return_lse=self.return_lse)
 
 

@@ -51,30 +51,35 @@ def test_the_kernel_is_the_emulation_each_time(name):
                 assert error(made.cpu(), expected.double()) <= apart
 
 
-@each([pair for pair in PAIRS if pair[0] in QUANTIZED])
+QUANTIZING = [pair for pair in PAIRS if pair[0] in QUANTIZED]
+LONG = (
+    replace(ROWS["ltx2"], head_dim=72, tokens=150),
+    replace(ROWS["flux"], head_dim=64, heads=5, tokens=150),
+    replace(ROWS["cogvideox"], tokens=301, turned=(40, 301)),
+)
+
+
+@each(QUANTIZING)
 def test_q_is_quantized_as_in_two_passes(kernel, variant):
-    """Launched, recorded and replayed; a pair of forms for each kernel."""
-    skip_what_is_left(kernel, variant, 64)
-    request = KernelRequest(kernel, variant)
-    forms = {"halves": replace(ROWS["ltx2"], head_dim=72), "flux": replace(ROWS["flux"], heads=5)}
-    for row in (*forms.values(), replace(ROWS["cogvideox"], tokens=301, turned=(40, 301))):
-        row = replace(row, tokens=max(row.tokens, 150), head_dim=max(row.head_dim, 64))
-        ran = None
-        for seed in range(4):
-            torch.manual_seed(seed)
-            rope = row.rope()
-            q, k = ([on_device(x) for x in row.streams(torch.bfloat16, rope)] for _ in range(2))
-            pair = QkPair(tuple(q), tuple(k))
-            shape = pair.unmade("bhsd")[0].shape
-            v = torch.randn(shape, device="cuda").bfloat16()
-            call = AttentionCall(*pair.unmade("bhsd"), v, prologue=pair)
-            ran = ran or resolve(call, request)
-            if seed == 0:
-                ran.compare(call)
-            found, apart = ran.run(call)[0], resolve(call.made(), request).run(call.made())[0]
-            assert error(found, apart.double()) < 0.01  # a number may round either way
-        assert ran.one_pass is None
-        assert ran.recorded is not None
+    """Launched, recorded and replayed; a form for each kernel."""
+    row = LONG[QUANTIZING.index((kernel, variant)) % len(LONG)]
+    skip_what_is_left(kernel, variant, row.head_dim)
+    request, ran = KernelRequest(kernel, variant), None
+    for seed in range(4):
+        torch.manual_seed(seed)
+        rope = row.rope()
+        q, k = ([on_device(x) for x in row.streams(torch.bfloat16, rope)] for _ in range(2))
+        pair = QkPair(tuple(q), tuple(k))
+        unmade = pair.unmade("bhsd")
+        v = torch.randn(unmade[0].shape, device="cuda").bfloat16()
+        call = AttentionCall(*unmade, v, prologue=pair)
+        ran = ran or resolve(call, request)
+        if seed == 0:
+            ran.compare(call)
+        found, apart = ran.run(call)[0], resolve(call.made(), request).run(call.made())[0]
+        assert error(found, apart.double()) < 0.01  # a number may round either way
+    assert ran.one_pass is None
+    assert ran.recorded is not None
 
 
 def test_offsets_are_64_bit():
@@ -115,4 +120,4 @@ def test_a_patched_layer_runs_fused_and_near(kernel):
         handle.unpatch()
     assert handle.report().fused_calls() == 3
     assert [row.in_quantization for row in handle.report().rows] == [2 * (kernel == "sage")]
-    assert error(after, before.double()) < 0.03
+    assert error(after, before.double()) < {"fav2": 0.01, "sage": 0.03}[kernel]

@@ -66,7 +66,7 @@ def both(pair, kernel, layout="bhsd", **fields):
     if layout == "bhsd":
         plain = tuple(x.transpose(1, 2) for x in plain)
     v = torch.randn(plain[1].shape).to(plain[1].dtype)
-    fused = built.prepare(q, k, v, problem=problem, launch=config, prologue=pair)
+    fused = built.prepare_unmade(pair, q, k, v, problem=problem, launch=config)
     apart = built.prepare(*plain, v, problem=problem, launch=config)
     return fused, apart
 
@@ -145,6 +145,8 @@ def test_a_known_call_repeats_all_its_launches_with_its_own_tensors(runs):
         pair = map(emulation.joined, (call.prologue.q, call.prologue.k))
         q, k = (x.transpose(1, 2) for x in pair)
         apart = sage_plugin.attention(q, k, qkv[2], kernel="sage", launch=request.launch)
+        made, _ = ran.run_recorded(call._replace(q=q, k=k, prologue=None))  # as in a capture
+        torch.testing.assert_close(made, apart, rtol=0.01, atol=0.01)
         torch.testing.assert_close(found, apart, rtol=0.01, atol=0.01)
         assert found.stride() == apart.stride()
     replayed = ["prologue_kernel", "prepass_kernel", "quantized_attention_kernel"]

@@ -8,7 +8,6 @@ at a dict and its launches; `dispatch.forget` drops them all.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +51,10 @@ class Executor(Repeats):
         key: the call key of its look-up, `None` where nothing is tuned.
     """
 
-    __slots__ = ("_numbers", "compared", "decision", "found", "kernel", "key", "launch", "one_pass")
+    __slots__ = (
+        "_numbers", "_with_prologue", "compared", "decision", "found", "kernel", "key", "launch",
+        "one_pass",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class Executor(Repeats):
         self.decision, self.kernel = decision, kernel
         self.launch, self.found, self.key = launch, found, key
         self._numbers = numbers
-        self.compared = False
+        self._with_prologue, self.compared = prologue is not None, False
         self.one_pass: OnePass | None = None
         if prologue is not None:
             self.one_pass = one_pass_reason(decision, launch, numbers, prologue)
@@ -92,6 +94,8 @@ class Executor(Repeats):
 
     def run_recorded(self, call: AttentionCall) -> Outputs:
         """Run a call: the first of a key as it is, the second recorded, all others replayed."""
+        if self._with_prologue and self.one_pass is None and call.prologue is None:
+            return self.run_anew(call)  # whose launches are not those of this key
         keyed = () if call.prologue is None else call.prologue.inputs()
         return self.repeat(call.tensors(), call.q.device, self.run_anew, call, keyed=keyed)
 
@@ -104,19 +108,19 @@ class Executor(Repeats):
 
     def prepared(self, call: AttentionCall) -> Any:  # noqa: ANN401
         """Run the first step of a call, with what is left to do of norm and embedding."""
-        prepare: Callable[..., Any] = self.kernel.prepare
+        kernel: Any = self.kernel
         if call.prologue is not None and self.one_pass is None:
             try:
-                return prepare(
-                    call.q, call.k, call.v, problem=self.params(call), launch=self.launch,
-                    prologue=call.prologue,
+                return kernel.prepare_unmade(
+                    call.prologue, call.q, call.k, call.v, problem=self.params(call),
+                    launch=self.launch,
                 )  # fmt: skip
             except Exception as error:
                 if build_failure(error) is None:
                     raise
                 self.one_pass = OnePass.BUILD_FAILED
         call = call.made()
-        return prepare(call.q, call.k, call.v, problem=self.params(call), launch=self.launch)
+        return kernel.prepare(call.q, call.k, call.v, problem=self.params(call), launch=self.launch)
 
     def compare(self, call: AttentionCall) -> None:
         """Compare operands of one pass with those of two, and leave the one where they differ."""

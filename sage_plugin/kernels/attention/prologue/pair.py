@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +32,15 @@ class QkPair:
     def inputs(self) -> list[torch.Tensor]:
         """All tensors that launches read, tables that Q and K share once."""
         found = [x for stream in self.q for x in stream.tensors()]
-        shared = self._shared()
-        for number, stream in enumerate(self.k):
-            same = stream.rope is not None and number < len(shared) and shared[number]
-            found += [*stream.tensors()][: -2 if same else None]
+        for stream, shares in itertools.zip_longest(self.k, self._shared()):
+            of_stream = [*stream.tensors()]
+            found += of_stream[:-2] if shares else of_stream
         return found
 
     def _shared(self) -> tuple[bool, ...]:
-        """Which streams of K have the tables of Q's."""
-        return tuple(same_rope(a.rope, b.rope) for a, b in zip(self.q, self.k, strict=False))
+        """Which streams of K have tables, and they are those of Q's."""
+        pairs = zip(self.q, self.k, strict=False)
+        return tuple(b.rope is not None and same_rope(a.rope, b.rope) for a, b in pairs)
 
     def form(self) -> tuple[object, ...]:
         """All of it but numbers and addresses, of which the alignment: one form runs one build."""

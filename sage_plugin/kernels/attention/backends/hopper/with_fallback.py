@@ -51,16 +51,35 @@ class HopperOrPortable(QuantizedPortable):
         *,
         problem: AttentionParams,
         launch: LaunchConfig,
-        prologue: QkPair | None = None,
     ) -> QuantizedOperands:
         """As the portable variant does; with its blocks where the decision table was not asked.
 
         A caller that knows the shape of a call alone, such as a tuner, may ask for the Hopper
         variant of one that has a window, a cap, sinks, packed sequences or a mask of rows.
         """
-        if not _takes(problem):
-            launch = _portable_config(self.kernel, launch, q.shape[-1])
-        return super().prepare(q, k, v, problem=problem, launch=launch, prologue=prologue)
+        launch = self._config_of(problem, launch, q)
+        return super().prepare(q, k, v, problem=problem, launch=launch)
+
+    def prepare_unmade(
+        self,
+        pair: QkPair,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        problem: AttentionParams,
+        launch: LaunchConfig,
+    ) -> QuantizedOperands:
+        """As the portable variant does; likewise."""
+        launch = self._config_of(problem, launch, q)
+        return super().prepare_unmade(pair, q, k, v, problem=problem, launch=launch)
+
+    def _config_of(
+        self, problem: AttentionParams, launch: LaunchConfig, q: torch.Tensor
+    ) -> LaunchConfig:
+        if _takes(problem):
+            return launch
+        return _portable_config(self.kernel, launch, q.shape[-1])
 
     def launch(
         self,

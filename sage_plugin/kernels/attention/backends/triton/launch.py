@@ -63,14 +63,25 @@ class QuantizedPortable:
         *,
         problem: AttentionParams,
         launch: LaunchConfig,
-        prologue: QkPair | None = None,
     ) -> QuantizedOperands:
-        """Quantise on the current stream, in one Triton launch or two and one for counters.
+        """Quantise on the current stream, in one Triton launch or two and one for counters."""
+        return quantize(q, k, v, problem=problem, launch=launch, recipe=self.recipe)
 
-        With a `prologue`, where `one_pass_reason` has none against it, Q and K are `Unmade`: Q is
-        quantized as its norm and embedding are computed, and K is made beside it.
+    def prepare_unmade(
+        self,
+        pair: QkPair,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        problem: AttentionParams,
+        launch: LaunchConfig,
+    ) -> QuantizedOperands:
+        """Quantise Q as its norm and embedding are computed, and K that is made beside it.
+
+        Q and K are `Unmade`, and `one_pass_reason` has nothing against it.
         """
-        first = None if prologue is None else functools.partial(_prepared, prologue)
+        first = functools.partial(_prepared, pair)
         return quantize(q, k, v, problem=problem, launch=launch, recipe=self.recipe, prologue=first)
 
     def launch(
