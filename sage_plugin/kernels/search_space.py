@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
-from sage_plugin.schema import LaunchConfig
+from sage_plugin.schema import AnyLaunch, LaunchConfig
 
 Value = int | bool | str
 Axes = Mapping[str, tuple[Value, ...]]
+
+
+TILE = ("block_m", "block_n", "num_warps")
+"""What a tile of attention is."""
+
+Config = TypeVar("Config", bound=AnyLaunch)
+
+
+def combinations(
+    default: Config, names: Sequence[str], tiles: Iterable[Sequence[int]], axes: Axes
+) -> dict[Config, None]:
+    """Return the default first, then every other combination of tiles and axes, in a fixed order.
+
+    Args:
+        default: the default launch config.
+        names: fields of a tile.
+        tiles: their values.
+        axes: further fields, each with its values.
+    """
+    found = dict.fromkeys([default])
+    for tile in tiles:
+        first = {name: values[0] for name, values in axes.items()}
+        # Which checks the names.
+        own: Config = default.replaced(**dict(zip(names, tile, strict=True)), **first)  # type: ignore[assignment]
+        for combination in itertools.product(*axes.values()):
+            changes: dict[str, Any] = dict(zip(axes, combination, strict=True))
+            found[dataclasses.replace(own, **changes)] = None
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +82,10 @@ class Region:
         Args:
             recipe: further axes, of fields that change errors; the default's value is added.
         """
-        found = dict.fromkeys([self.default])
         axes = dict(self.axes)
         for name, values in (recipe or {}).items():
             axes[name] = tuple(dict.fromkeys((getattr(self.default, name), *values)))
-        for tile in self.tiles:
-            first = {name: values[0] for name, values in axes.items()}
-            own = self.default.replaced(**dataclasses.asdict(tile), **first)  # checks their names
-            for combination in itertools.product(*axes.values()):
-                changes: dict[str, Any] = dict(zip(axes, combination, strict=True))
-                found[dataclasses.replace(own, **changes)] = None
-        return tuple(found)
+        return tuple(combinations(self.default, TILE, map(dataclasses.astuple, self.tiles), axes))
 
 
 @dataclass(frozen=True, slots=True)

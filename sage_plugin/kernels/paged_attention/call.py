@@ -17,11 +17,13 @@ class PagedRequest(NamedTuple):
         kernel: kernel name or `"auto"`.
         backend: backend name or `"auto"`.
         launch: launch config in place of the looked-up one.
+        config_dir: folder of tuned configs that is searched before the others.
     """
 
     kernel: str = "auto"
     backend: str = "auto"
     launch: PagedLaunch | None = None
+    config_dir: str | None = None
 
 
 class PagedCall(NamedTuple):
@@ -50,6 +52,11 @@ class PagedCall(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Return every tensor that the call reads."""
         return self[:9]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.q.device
 
     @property
     def sequences(self) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin import settings
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
@@ -66,11 +65,6 @@ def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decisi
         )
     if backend == "emulation" or (backend == "auto" and facts.kind == "cpu"):
         return Decision(kernel, "emulation")
-    if facts.kind == "cpu" and not settings.triton_interpreted():
-        raise UnsupportedInputError(
-            f"kernel {kernel}:triton needs a GPU and the tensors are on the CPU; use "
-            f"kernel='{kernel}:emulation', or set TRITON_INTERPRET=1 before Triton is imported"
-        )
     reason = device_reason(kernel, facts) or _cache_reason(cache, facts)
     if reason is not None:
         raise UnsupportedInputError(
