@@ -12,6 +12,7 @@ import torch
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.linear.backends import torch_products
 from sage_plugin.kernels.linear.call import FLOATS, LinearCall, LinearRequest
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.support import (
@@ -153,6 +154,8 @@ def _left_by_auto(call: LinearCall, facts: DeviceFacts) -> FallbackReason | None
 def _torch_reason(call: LinearCall, kernel: str, facts: DeviceFacts) -> FallbackReason | None:
     """Why torch's own product does not take a call, or `None`."""
     if kernel in FP8_LINEARS and facts.kind != "cpu" and facts.arch not in TORCH_FP8:
+        return FallbackReason(Fallback.NO_TORCH_PRODUCT, (kernel, facts.arch))
+    if kernel == "fp8_row" and facts.kind == "cpu" and not torch_products.ROW_SCALES_ON_CPU:
         return FallbackReason(Fallback.NO_TORCH_PRODUCT, (kernel, facts.arch))
     out_features, in_features = call.matrix.shape
     int8 = kernel == "int8_row"

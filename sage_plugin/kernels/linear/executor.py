@@ -17,7 +17,7 @@ from sage_plugin.kernels.linear.call import LinearCall, LinearRequest, check_cal
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.launch_space import RULES
 from sage_plugin.kernels.linear.quantizer import RowQuantizer, quantizer_of
-from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
 from sage_plugin.kernels.linear.weight_memo import quantized_once
@@ -72,11 +72,12 @@ class LinearExecutor(ProductExecutor[LinearBackend]):
 
     def run(self, call: LinearCall, prologue: Prologue = NO_PROLOGUE) -> torch.Tensor:
         """Run a call of this key, on what a prologue makes of its input."""
-        backend = self.backend
+        backend, x, weight = self.backend, call.x, call.weight
         if backend is None:
-            assert isinstance(call.weight, torch.Tensor)
-            return host_linear(call.x, call.weight, call.bias, call.out_dtype)
-        x, weight = call.x, call.weight
+            assert isinstance(weight, torch.Tensor)
+            if prologue is not NO_PROLOGUE:
+                x = prologued(x, prologue).to(x.dtype)
+            return host_linear(x, weight, call.bias, call.out_dtype)
         if not isinstance(weight, QuantizedWeight):
             weight = quantized_once(weight, self.decision.kernel, quantize_weight)
         with on_device(x.device), without_autocast(x.device):
@@ -85,25 +86,12 @@ class LinearExecutor(ProductExecutor[LinearBackend]):
         return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.data.shape[0])
 
     def rows(
-        self,
-        call: LinearCall,
-        weight: QuantizedWeight,
-        prologue: Prologue = NO_PROLOGUE,
-        kept: torch.Tensor | None = None,
+        self, call: LinearCall, weight: QuantizedWeight, prologue: Prologue = NO_PROLOGUE
     ) -> QuantizedRows:
-        """Quantize the input of a call for a weight, or find it quantized.
-
-        Args:
-            call: the call.
-            weight: its weight.
-            prologue: what comes before.
-            kept: where the rows go too, before they are smoothed.
-        """
-        x = call.x
+        """Quantize the input of a call for a weight, or find it quantized."""
         if prologue is NO_PROLOGUE:
-            return quantize_rows(x, weight.row_format, weight.smooth, self.quantizer)
-        with on_device(x.device), without_autocast(x.device):
-            return self.quantizer(x, weight.row_format, weight.smooth, prologue, kept)
+            return quantize_rows(call.x, weight.row_format, weight.smooth, self.quantizer)
+        return self.quantizer(call.x, weight.row_format, weight.smooth, prologue)
 
 
 def host_linear(

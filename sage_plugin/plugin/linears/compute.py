@@ -9,20 +9,14 @@ import torch
 from sage_plugin import device
 from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.fallback import FallbackReason
-from sage_plugin.kernels.linear.activation import can_be_remembered, remember_rows
-from sage_plugin.kernels.linear.call import FLOATS, LinearCall, LinearRequest
+from sage_plugin.kernels.linear.activation import can_be_remembered, quantize_norm
+from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.executor import resolve
-from sage_plugin.kernels.linear.quantizer import quantizer_of
-from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
-from sage_plugin.kernels.surroundings import (
-    are_plain,
-    on_device,
-    wants_gradient,
-    without_autocast,
-)
+from sage_plugin.kernels.surroundings import are_plain, wants_gradient
 from sage_plugin.plugin.counts import LayerCounts
 
 __all__ = [
@@ -30,6 +24,7 @@ __all__ = [
     "count_config",
     "kernel_for",
     "kernel_on",
+    "quantize_norm",
     "quantize_weight",
     "run",
     "traced",
@@ -127,26 +122,6 @@ def can_wait(x: torch.Tensor) -> bool:
     """Whether what is made of a tensor may be made later, and remembered for its readers."""
     watched = torch.is_inference_mode_enabled() or not are_plain(x)
     return x.numel() > 0 and not watched and can_be_remembered(x)
-
-
-def normalized(
-    x: torch.Tensor, norm: Prologue, weight: QuantizedWeight, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return what a norm makes of `x`, and remember its rows for linears of a weight's format.
-
-    Args:
-        x: `(..., K)`, which `can_wait`.
-        norm: the norm, with what it is modulated by.
-        weight: an 8-bit weight.
-        dtype: dtype of the output.
-    """
-    if x.dtype not in FLOATS:
-        return prologued(x, norm).to(dtype)
-    kept = torch.empty(x.shape, dtype=dtype, device=x.device)
-    with on_device(x.device), without_autocast(x.device):
-        rows = quantizer_of(x.device)(x, weight.row_format, weight.smooth, norm, kept)
-    remember_rows(kept, weight.row_format, weight.smooth, rows)
-    return kept
 
 
 def traced(
