@@ -16,7 +16,7 @@ from torch import nn
 from sage_plugin.capture.call import autocast_dtype
 from sage_plugin.capture.ops.linear import CallNumbers, LinearOp, NoHook, hash_once
 from sage_plugin.capture.ops.op import Extracted, Listener, Listening
-from sage_plugin.capture.store.grouped_file import GROUP_SIZES, WEIGHT_RMS
+from sage_plugin.capture.store.linear_file import GROUP_SIZES, WEIGHT_RMS
 from sage_plugin.capture.store.paths import weight_name
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
 from sage_plugin.kernels.grouped_linear.executor import host_grouped_linear
