@@ -11,7 +11,7 @@ import torch
 
 from sage_plugin.accuracy.output import ExactRows
 from sage_plugin.capture.record import LinearCapture
-from sage_plugin.capture.store.grouped_file import GROUP_SIZES, WEIGHT_RMS
+from sage_plugin.capture.store.linear_file import GROUP_SIZES, WEIGHT_RMS
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.families.family import SplitCall
 from sage_plugin.families.grouped_linear.routing import SKEWED, drawn_sizes, sampled_sizes
@@ -106,7 +106,7 @@ class GroupedReplay(LinearReplay):
         assert executor.backend is not None
         with torch.cuda.device(self.x.device) if self.x.is_cuda else contextlib.nullcontext():
             operands = executor.operands(call)
-        multiply = functools.partial(executor.backend.multiply, operands, self.dtype)
+        multiply = functools.partial(executor.backend, operands, self.dtype)
         read = sum(one.nbytes for one in operands if one is not None)
         return SplitCall(whole, multiply, True, read + cost.output_bytes(self.shape))
 
@@ -131,7 +131,7 @@ class GroupedReplay(LinearReplay):
         assert isinstance(executor, GroupedExecutor), "it was decided that the kernel takes it"
         return call, executor
 
-    def _linear(
+    def _computed(
         self, decision: Decision, config: LinearLaunch | None, dtype: torch.dtype
     ) -> torch.Tensor:
         if decision.variant == HOST:

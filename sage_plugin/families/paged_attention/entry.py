@@ -5,8 +5,7 @@ from __future__ import annotations
 from sage_plugin.errors import DeviceError, UnknownKernelError, UsageError
 from sage_plugin.families.family import Family
 from sage_plugin.families.paged_attention import ahead_of_time, cost, gates, labels, replay
-from sage_plugin.kernels import launch_config
-from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
+from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.paged_attention import dispatch, launch_space
 from sage_plugin.kernels.paged_attention.call import PagedRequest
 from sage_plugin.kernels.support import device_reason
@@ -83,15 +82,6 @@ def shape_of(key: PagedKey) -> PagedShape:
     )  # fmt: skip
 
 
-def find_launch(
-    key: PagedKey, facts: DeviceFacts, *, config_dir: str | None = None
-) -> ResolvedConfig | None:
-    """Return the config that the runtime would use; `None` for torch's attention."""
-    if key.variant != TUNED:
-        return None
-    return launch_space.find_launch(key, facts, config_dir=config_dir)
-
-
 def refuse_untuned(text: str, decision: Decision, facts: DeviceFacts) -> None:
     """Refuse what has no launch config.
 
@@ -119,12 +109,8 @@ PAGED_FAMILY = Family(
     decide=decide,
     call_key=call_key,
     shape_of=shape_of,
-    default_launch=launch_space.default_launch,
-    search_space=launch_space.search_space,
-    illegal_reason=launch_space.illegal_reason,
-    find_launch=find_launch,
-    forget=launch_config.forget,
-    compile_call=ahead_of_time.compile_call,
+    launches=launch_space.RULES,
+    launch_all=ahead_of_time.launch_all,
     gate_for=gates.gate_for,
     captured=replay.captured,
     drawn=replay.drawn,
@@ -134,4 +120,5 @@ PAGED_FAMILY = Family(
     describe_key=labels.describe_key,
     lines=labels.lines,
     flops=cost.flops,
+    tuned=TUNED,
 )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
-from sage_plugin.kernels.grouped_linear.backends.emulation import GroupedEmulation
+from sage_plugin.kernels.grouped_linear.backends.emulation import multiply_groups_emulated
 from sage_plugin.kernels.grouped_linear.backends.torch_products import (
     STRIDE_BYTES,
-    GroupedTorchProducts,
     finished_groups,
+    multiply_groups_torch,
 )
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall, check_call
 from sage_plugin.kernels.grouped_linear.dispatch import decide
@@ -52,7 +54,7 @@ class GroupedExecutor(ProductExecutor[GroupedBackend]):
             return host_grouped_linear(call)
         where = call.data.device
         with on_device(where), without_autocast(where):
-            return backend.multiply(self.operands(call), call.dtype)
+            return backend(self.operands(call), call.dtype)
 
     def operands(self, call: GroupedLinearCall) -> GroupedOperands:
         """Return what the backend multiplies: in 8 bits, unless the kernel is the 16-bit one."""
@@ -134,14 +136,14 @@ def _checked(call: GroupedLinearCall, facts: DeviceFacts, request: LinearRequest
 
 
 def _in_triton(launch: LinearLaunch) -> GroupedBackend:
-    from sage_plugin.kernels.grouped_linear.backends.triton.backend import GroupedTritonProducts
+    from sage_plugin.kernels.grouped_linear.backends.triton.products import multiply_groups_triton
 
-    return GroupedTritonProducts(launch)
+    return functools.partial(multiply_groups_triton, launch=launch)
 
 
 BACKENDS: Backends = {
-    "emulation": lambda _: GroupedEmulation(),
-    "torch": lambda _: GroupedTorchProducts(),
+    "emulation": lambda _: multiply_groups_emulated,
+    "torch": lambda _: multiply_groups_torch,
     "triton": _in_triton,
 }
 resolver: Resolver[GroupedExecutor | FallbackReason] = Resolver(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
+from sage_plugin.errors import UnsupportedInputError, check_name
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.linear.backends import torch_products
@@ -87,11 +87,8 @@ def named(request: LinearRequest, kernels: Sequence[str], quantized: str | None)
         UnsupportedInputError: another kernel than that of the weight.
     """
     kernel, backend = request.kernel, request.backend
-    for what, name, known in (("kernel", kernel, kernels), ("backend", backend, LINEAR_BACKENDS)):
-        if name not in ("auto", *known):
-            raise UnknownKernelError(
-                f"{what} {name!r} is not known; choose one of auto, {', '.join(known)}"
-            )
+    check_name("kernel", kernel, kernels)
+    check_name("backend", backend, LINEAR_BACKENDS)
     if quantized is not None and kernel not in ("auto", quantized):
         raise UnsupportedInputError(
             f"kernel {kernel!r} cannot multiply weights of {quantized!r}; quantize the original "

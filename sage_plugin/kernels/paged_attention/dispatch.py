@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
+from sage_plugin.errors import UnsupportedInputError, check_name
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
@@ -32,15 +32,8 @@ def parse_kernel(text: str) -> tuple[str, str]:
     """
     kernel, _, backend = text.partition(":")
     backend = backend or "auto"
-    for word, name, known in (
-        ("kernel", kernel, PAGED_KERNELS),
-        ("backend", backend, PAGED_BACKENDS),
-    ):
-        if name not in ("auto", *known):
-            raise UnknownKernelError(
-                f"{word} {name!r} of paged attention is not known; choose one of auto, "
-                f"{', '.join(known)}"
-            )
+    check_name("kernel", kernel, PAGED_KERNELS, " of paged attention")
+    check_name("backend", backend, PAGED_BACKENDS, " of paged attention")
     return kernel, backend
 
 
