@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from sage_plugin.schema import AnyLaunch, LaunchConfig
 
@@ -15,36 +15,10 @@ Value = int | bool | str
 Axes = Mapping[str, tuple[Value, ...]]
 
 
-TILE = ("block_m", "block_n", "num_warps")
-"""What a tile of attention is."""
-
 Config = TypeVar("Config", bound=AnyLaunch)
 
 
-def combinations(
-    default: Config, names: Sequence[str], tiles: Iterable[Sequence[int]], axes: Axes
-) -> dict[Config, None]:
-    """Return the default first, then every other combination of tiles and axes, in a fixed order.
-
-    Args:
-        default: the default launch config.
-        names: fields of a tile.
-        tiles: their values.
-        axes: further fields, each with its values.
-    """
-    found = dict.fromkeys([default])
-    for tile in tiles:
-        first = {name: values[0] for name, values in axes.items()}
-        # Which checks the names.
-        own: Config = default.replaced(**dict(zip(names, tile, strict=True)), **first)  # type: ignore[assignment]
-        for combination in itertools.product(*axes.values()):
-            changes: dict[str, Any] = dict(zip(axes, combination, strict=True))
-            found[dataclasses.replace(own, **changes)] = None
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """The part of a launch config that is chosen together: rows, keys and warps."""
 
     block_m: int
@@ -53,39 +27,52 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """Default and search axes of one class of hardware, head dim, element size and mask.
+class Region(Generic[Config]):
+    """Default and search axes of one class of hardware and of calls.
 
     Attributes:
         arch: glob over `DeviceFacts.arch`; `"emulation"` for the emulation.
-        max_head_dim: largest head dim that the region serves.
+        most: largest head dim, or most rows of a linear, that the region serves.
         default: the launch config without a registry entry.
-        tiles: tiles to search.
+        tiles: tiles to search, each the values of the same few fields.
         axes: further fields to search, each with its values; the default's value is implied.
-        element_bytes: largest element size of the inputs that the region serves.
+        element_bytes: largest element size of the inputs, or of paged caches, that it serves.
         mask_kinds: kinds of masks that it serves; a dense one costs registers.
         variant: the variant whose configs these are; the emulation takes the portable one's.
+        kinds: kinds of paged calls that it serves, none for all.
     """
 
     arch: str
-    max_head_dim: int
-    default: LaunchConfig
-    tiles: tuple[Tile, ...] = ()
+    most: int
+    default: Config
+    tiles: tuple[tuple[int, ...], ...] = ()
     axes: Axes = field(default_factory=dict)
     element_bytes: int = 4
     mask_kinds: tuple[str, ...] = ("none", "key_bias", "dense")
     variant: str = "portable"
+    kinds: tuple[str, ...] = ()
 
-    def candidates(self, recipe: Axes | None = None) -> tuple[LaunchConfig, ...]:
+    def candidates(
+        self, recipe: Axes | None = None, tile: Sequence[str] = Tile._fields
+    ) -> tuple[Config, ...]:
         """The default first, then every other combination of tiles and axes, in a fixed order.
 
         Args:
             recipe: further axes, of fields that change errors; the default's value is added.
+            tile: the fields that tiles are values of.
         """
+        found = dict.fromkeys([self.default])
         axes = dict(self.axes)
         for name, values in (recipe or {}).items():
             axes[name] = tuple(dict.fromkeys((getattr(self.default, name), *values)))
-        return tuple(combinations(self.default, TILE, map(dataclasses.astuple, self.tiles), axes))
+        for one in self.tiles:
+            first = {name: values[0] for name, values in axes.items()}
+            # Which checks the names.
+            own: Config = self.default.replaced(**dict(zip(tile, one, strict=True)), **first)  # type: ignore[assignment]
+            for combination in itertools.product(*axes.values()):
+                changes: dict[str, Any] = dict(zip(axes, combination, strict=True))
+                found[dataclasses.replace(own, **changes)] = None
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +85,7 @@ class Space:
             rotation, granules, flush, exponent form. They are searched in every region.
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[Region[LaunchConfig], ...]
     recipes: Mapping[str, Axes] = field(default_factory=dict)
 
     def region(
@@ -108,10 +95,10 @@ class Space:
         element_bytes: int,
         mask_kind: str = "none",
         variant: str = "portable",
-    ) -> Region | None:
+    ) -> Region[LaunchConfig] | None:
         """The first region that serves such a call on an architecture, or `None`."""
         for region in self.regions:
-            serves = head_dim <= region.max_head_dim and element_bytes <= region.element_bytes
+            serves = head_dim <= region.most and element_bytes <= region.element_bytes
             if variant != region.variant and arch != "emulation":
                 continue
             if serves and mask_kind in region.mask_kinds and fnmatchcase(arch, region.arch):

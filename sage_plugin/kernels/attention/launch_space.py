@@ -191,7 +191,7 @@ def _block(size: int, smallest: int) -> bool:
     return smallest <= size <= LARGEST_BLOCK and size & (size - 1) == 0
 
 
-def _region(key: CallKey, facts: DeviceFacts) -> Region:
+def _region(key: CallKey, facts: DeviceFacts) -> Region[LaunchConfig]:
     arch = "emulation" if key.variant == "emulation" or facts.kind == "cpu" else facts.arch
     element_bytes = 4 if key.dtype == "float32" else 2
     region = SPACES[key.kernel].region(

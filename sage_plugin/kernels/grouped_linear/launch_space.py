@@ -10,7 +10,7 @@ from sage_plugin.kernels.linear.launch_space import (
     illegal_reason,
     region_of,
 )
-from sage_plugin.kernels.linear.search_space import LinearRegion
+from sage_plugin.kernels.search_space import Region
 from sage_plugin.schema import DeviceFacts, LinearKey, LinearLaunch
 
 __all__ = ["default_launch", "find_launch", "illegal_reason", "search_space", "tune_command"]
@@ -54,7 +54,7 @@ RULES = LaunchRules(
 find_launch = RULES.find
 
 
-def _region(key: LinearKey, facts: DeviceFacts) -> LinearRegion:
+def _region(key: LinearKey, facts: DeviceFacts) -> Region[LinearLaunch]:
     """The region of a call: how its rows are spread is known on the device alone."""
     rows = -(-key.rows // max(1, key.groups))
     wide = element_bytes(key) == 2 and rows > SOME

@@ -8,12 +8,9 @@ from fnmatch import fnmatchcase
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.launch_config import LaunchRules
 from sage_plugin.kernels.legality import LOADS, POWERS, first_wrong, hardware_checks, one_of
-from sage_plugin.kernels.linear.search_space import REGIONS, LinearRegion
-from sage_plugin.kernels.search_space import combinations
+from sage_plugin.kernels.linear.search_space import REGIONS, TILE
+from sage_plugin.kernels.search_space import Region
 from sage_plugin.schema import DeviceFacts, LinearKey, LinearLaunch
-
-TILE = ("block_m", "block_n", "block_k", "num_warps")
-"""What the tiles of a region are, in their order."""
 
 DESCRIBED_BYTES = 16
 """Rows that a descriptor describes begin at multiples of it."""
@@ -36,9 +33,9 @@ def search_space(key: LinearKey, facts: DeviceFacts) -> tuple[LinearLaunch, ...]
     return configs_of(region_of(REGIONS, key.rows, facts), key)
 
 
-def configs_of(region: LinearRegion, key: LinearKey) -> tuple[LinearLaunch, ...]:
+def configs_of(region: Region[LinearLaunch], key: LinearKey) -> tuple[LinearLaunch, ...]:
     """Return the launch configs of a region for a call, its default first."""
-    found = combinations(region.default, TILE, region.tiles, region.axes)
+    found = region.candidates(tile=TILE)
     return tuple(dict.fromkeys(_runnable(config, key) for config in found))
 
 
@@ -104,7 +101,9 @@ RULES = LaunchRules(
 find_launch = RULES.find
 
 
-def region_of(regions: Sequence[LinearRegion], rows: int, facts: DeviceFacts) -> LinearRegion:
+def region_of(
+    regions: Sequence[Region[LinearLaunch]], rows: int, facts: DeviceFacts
+) -> Region[LinearLaunch]:
     """Return the first region that serves so many rows on a device.
 
     Raises:
@@ -112,6 +111,6 @@ def region_of(regions: Sequence[LinearRegion], rows: int, facts: DeviceFacts) ->
     """
     arch = "emulation" if facts.kind == "cpu" else facts.arch
     for region in regions:
-        if rows <= region.max_rows and fnmatchcase(arch, region.arch):
+        if rows <= region.most and fnmatchcase(arch, region.arch):
             return region
     raise ConfigError(f"linears have no launch config for {arch}; use kernel='bf16'")

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.launch_config import LaunchRules
 from sage_plugin.kernels.legality import LOADS, POWERS, first_wrong, hardware_checks, one_of
-from sage_plugin.kernels.paged_attention.search_space import REGIONS, PagedRegion
-from sage_plugin.kernels.search_space import TILE, combinations
+from sage_plugin.kernels.paged_attention.search_space import REGIONS
+from sage_plugin.kernels.search_space import Region
 from sage_plugin.paged_records import PagedKey, PagedLaunch
 from sage_plugin.schema import DeviceFacts
 
@@ -30,7 +30,7 @@ def default_launch(key: PagedKey, facts: DeviceFacts) -> PagedLaunch:
 def search_space(key: PagedKey, facts: DeviceFacts) -> tuple[PagedLaunch, ...]:
     """Return the launch configs to search, legal or not, the default first."""
     region = _region(key, facts)
-    found = combinations(region.default, TILE, region.tiles, region.axes)
+    found = region.candidates()
     return tuple(dict.fromkeys(_runnable(config, key) for config in found))
 
 
@@ -113,13 +113,13 @@ RULES = LaunchRules(
 find_launch = RULES.find
 
 
-def _region(key: PagedKey, facts: DeviceFacts) -> PagedRegion:
+def _region(key: PagedKey, facts: DeviceFacts) -> Region[PagedLaunch]:
     arch = "emulation" if facts.kind == "cpu" else facts.arch
     size = BYTES.get(key.cache_dtype, 1)
     for region in REGIONS:
-        serves = key.head_dim <= region.max_head_dim and size <= region.cache_bytes
+        serves = key.head_dim <= region.most and size <= region.element_bytes
         if region.default.loads == "descriptor":
             serves = serves and described(region.default.block_n, key)
-        if serves and key.kind in region.kinds and fnmatchcase(arch, region.arch):
+        if serves and key.kind in (region.kinds or (key.kind,)) and fnmatchcase(arch, region.arch):
             return region
     raise ConfigError(f"paged attention has no launch config for {arch}")
