@@ -33,16 +33,24 @@ class ResolvableCall(Protocol):
         """Return all that an answer follows from: the call without its data."""
 
 
-class CallRequest(Protocol):
-    """What is asked to compute a call; hashable."""
+class BackendRequest(NamedTuple):
+    """What shall compute a call.
 
-    @property
-    def launch(self) -> Any:  # noqa: ANN401
-        """The launch config in place of the looked-up one, or `None`."""
+    Attributes:
+        kernel: kernel name or `"auto"`.
+        backend: backend name or `"auto"`.
+        launch: launch config in place of the looked-up one.
+        config_dir: folder of tuned configs that is searched before the others.
+    """
 
-    @property
-    def config_dir(self) -> str | None:
-        """The folder of tuned configs that is searched before the others."""
+    kernel: str = "auto"
+    backend: str = "auto"
+    launch: Any = None
+    config_dir: str | None = None
+
+
+Request = Any
+"""A `BackendRequest`, or attention's, which has more."""
 
 
 class Resolution(NamedTuple):
@@ -79,14 +87,14 @@ class Resolver(Generic[Answer]):
     decide: Callable[[Any, DeviceFacts, Any], Decision]
     launch_key: Callable[[Any, Decision], AnyKey | None]
     rules: LaunchRules
-    build: Callable[[Any, Any, Resolution], Answer]
+    build: Callable[[Any, Request, Resolution], Answer]
     answers: Memo[Answer]
 
-    def known(self, call: ResolvableCall, request: CallRequest) -> Answer | None:
+    def known(self, call: ResolvableCall, request: Request) -> Answer | None:
         """Return the answer to a call that was resolved before, `None` for any other."""
         return self.answers.get((call.key(), request, settings.of_calls()))
 
-    def resolve(self, call: ResolvableCall, request: CallRequest) -> Answer:
+    def resolve(self, call: ResolvableCall, request: Request) -> Answer:
         """Return what runs a call, or why it falls back.
 
         Raises:
@@ -108,7 +116,7 @@ class Resolver(Generic[Answer]):
                 self.answers.keep(key, answer)
         return answer
 
-    def anew(self, call: ResolvableCall, request: CallRequest) -> Answer:
+    def anew(self, call: ResolvableCall, request: Request) -> Answer:
         """Decide, look up and build."""
         where = call.device
         facts = device.facts_of(where.type, where.index)

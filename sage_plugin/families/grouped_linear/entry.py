@@ -19,8 +19,8 @@ from sage_plugin.families.linear.entry import (
 from sage_plugin.families.linear.replay import saved_shape
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.grouped_linear import dispatch, launch_space
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.dispatch import automatic_kernel
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import device_reason
 from sage_plugin.schema import (
     GROUPED_LINEAR,
@@ -42,7 +42,7 @@ def decide(
     """Return kernel and backend of a call of a shape, or why torch's own product takes it."""
     with torch.device("meta"):
         call = ahead_of_time.empty_call(shape)
-    return dispatch.decide(call, facts, LinearRequest(kernel, variant))
+    return dispatch.decide(call, facts, BackendRequest(kernel, variant))
 
 
 GROUPED_LINEAR_FAMILY = Family(

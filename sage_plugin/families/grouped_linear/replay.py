@@ -29,8 +29,8 @@ from sage_plugin.kernels.grouped_linear.executor import (
 )
 from sage_plugin.kernels.grouped_linear.operands import ends_of
 from sage_plugin.kernels.grouped_linear.weight import quantize_weights
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.dispatch import BASELINE
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.schema import DeviceFacts, LinearLaunch, LinearShape
 
 
@@ -127,7 +127,7 @@ class GroupedReplay(LinearReplay):
         call = self._call()
         if decision.kernel != BASELINE:
             call = call._replace(weights=quantize_weights(self.weight, decision.kernel))
-        executor = resolve(call, LinearRequest(decision.kernel, decision.variant, config))
+        executor = resolve(call, BackendRequest(decision.kernel, decision.variant, config))
         assert isinstance(executor, GroupedExecutor), "it was decided that the kernel takes it"
         return call, executor
 

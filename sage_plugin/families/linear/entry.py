@@ -12,7 +12,7 @@ from sage_plugin.families.family import Family
 from sage_plugin.families.linear import ahead_of_time, cost, gates, labels, replay
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.linear import dispatch, launch_space
-from sage_plugin.kernels.linear.call import LinearRequest
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import device_reason
 from sage_plugin.schema import (
     LINEAR,
@@ -72,7 +72,7 @@ def decide(
     """Return kernel and backend of a call of a shape, or why torch's own linear takes it."""
     with torch.device("meta"):
         call = ahead_of_time.empty_call(shape)
-    return dispatch.decide(call, facts, LinearRequest(kernel, variant))
+    return dispatch.decide(call, facts, BackendRequest(kernel, variant))
 
 
 def call_key(shape: LinearShape, decision: Decision) -> LinearKey:

@@ -18,9 +18,10 @@ from sage_plugin.families.family import ReplayCall, SplitCall
 from sage_plugin.families.linear import cost
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.linear.api import linear
-from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.linear.call import LinearCall
 from sage_plugin.kernels.linear.executor import LinearExecutor, host_linear, resolve
 from sage_plugin.kernels.linear.weight import quantize_weight
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.measure.inputs import DISTRIBUTIONS, torch_dtype
 from sage_plugin.schema import DeviceFacts, LinearLaunch, LinearShape
 
@@ -158,7 +159,7 @@ class LinearReplay(ReplayCall):
     ) -> tuple[LinearCall, LinearExecutor]:
         weight = quantize_weight(self.weight, decision.kernel)
         call = LinearCall(self.x, weight, self.bias)
-        executor = resolve(call, LinearRequest(decision.kernel, decision.variant, config))
+        executor = resolve(call, BackendRequest(decision.kernel, decision.variant, config))
         assert isinstance(executor, LinearExecutor), "it was decided that the kernel takes it"
         return call, executor
 

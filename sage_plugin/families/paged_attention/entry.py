@@ -7,7 +7,7 @@ from sage_plugin.families.family import Family
 from sage_plugin.families.paged_attention import ahead_of_time, cost, gates, labels, replay
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.paged_attention import dispatch, launch_space
-from sage_plugin.kernels.paged_attention.call import PagedRequest
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import device_reason
 from sage_plugin.paged_records import PAGED_ATTENTION, PAGED_KERNELS, PagedKey, PagedShape
 from sage_plugin.schema import DeviceFacts
@@ -60,7 +60,7 @@ def decide(
     """
     if kernel == BASELINE:
         return Decision(BASELINE, HOST)
-    return dispatch.decide(ahead_of_time.empty_call(shape), facts, PagedRequest(kernel, variant))
+    return dispatch.decide(ahead_of_time.empty_call(shape), facts, BackendRequest(kernel, variant))
 
 
 def call_key(shape: PagedShape, decision: Decision) -> PagedKey:

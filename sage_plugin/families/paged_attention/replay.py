@@ -18,10 +18,11 @@ from sage_plugin.families.paged_attention import cost
 from sage_plugin.kernels.attention.backends.sdpa import host_attention
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.paged_attention.append import append_pages
-from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.executor import resolve
 from sage_plugin.kernels.paged_attention.gathered import gathered
 from sage_plugin.kernels.paged_attention.validate import EIGHT_BITS
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.measure.inputs import (
     DISTRIBUTIONS,
     K_CHANNEL_BIAS,
@@ -124,7 +125,7 @@ class PagedReplay(ReplayCall):
         call = self.call._replace(out_dtype=dtype)
         if decision.variant == HOST:
             return functools.partial(self._by_sdpa, dtype or self.dtype)
-        executor = resolve(call, PagedRequest(decision.kernel, decision.variant, config))
+        executor = resolve(call, BackendRequest(decision.kernel, decision.variant, config))
         return lambda: executor.run(call)[0]
 
     def _by_sdpa(self, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.grouped_linear.backends import torch_products
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight
-from sage_plugin.kernels.linear.call import FLOATS, LinearRequest
+from sage_plugin.kernels.linear.call import FLOATS
 from sage_plugin.kernels.linear.dispatch import (
     BASELINE,
     EMPTY,
@@ -23,13 +23,14 @@ from sage_plugin.kernels.linear.dispatch import (
     backend_of,
     named,
 )
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import TORCH_GROUPED, TORCH_GROUPED_FASTEST, device_reason
 from sage_plugin.schema import GROUPED_LINEAR_KERNELS, DeviceFacts
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-def decide(call: GroupedLinearCall, facts: DeviceFacts, request: LinearRequest) -> Decision:
+def decide(call: GroupedLinearCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     """Return which kernel and backend one call runs on.
 
     Args:

@@ -27,7 +27,6 @@ from sage_plugin.kernels.grouped_linear.operands import (
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight, quantized_weights_once
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.linear.activation import quantize_rows
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.dispatch import BASELINE
 from sage_plugin.kernels.linear.executor import (
     MOST_EXECUTORS,
@@ -37,7 +36,7 @@ from sage_plugin.kernels.linear.executor import (
     tuned_key,
 )
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
-from sage_plugin.kernels.resolver import Resolver
+from sage_plugin.kernels.resolver import BackendRequest, Resolver
 from sage_plugin.kernels.surroundings import on_device, without_autocast
 from sage_plugin.schema import DeviceFacts, LinearLaunch
 
@@ -95,7 +94,7 @@ def host_grouped_linear(call: GroupedLinearCall) -> torch.Tensor:
     return out if out_dtype is None else out.to(out_dtype)
 
 
-def run(call: GroupedLinearCall, request: LinearRequest) -> torch.Tensor:
+def run(call: GroupedLinearCall, request: BackendRequest) -> torch.Tensor:
     """Run a call in eager mode; torch's own product takes what `auto` leaves.
 
     Raises:
@@ -106,7 +105,7 @@ def run(call: GroupedLinearCall, request: LinearRequest) -> torch.Tensor:
     return host_grouped_linear(call) if executor is None else executor.run(call)
 
 
-def resolved(call: GroupedLinearCall, request: LinearRequest) -> GroupedExecutor | None:
+def resolved(call: GroupedLinearCall, request: BackendRequest) -> GroupedExecutor | None:
     """Return what runs a call in eager mode, `None` for what `auto` leaves to torch.
 
     Raises:
@@ -130,7 +129,7 @@ def refused(call: GroupedLinearCall, kernel: str, reason: str) -> UnsupportedInp
     )
 
 
-def _checked(call: GroupedLinearCall, facts: DeviceFacts, request: LinearRequest) -> Decision:
+def _checked(call: GroupedLinearCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     check_call(call)
     return decide(call, facts, request)
 

@@ -7,17 +7,18 @@ import torch
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.linear.activation import can_be_remembered, quantize_norm
-from sage_plugin.kernels.linear.call import LinearCall, LinearRequest, check_call
+from sage_plugin.kernels.linear.call import LinearCall, check_call
 from sage_plugin.kernels.linear.executor import host_linear, resolve
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.surroundings import are_plain, wants_gradient
 from sage_plugin.schema import LinearLaunch
 
 __all__ = ["apply", "linear", "normalized"]
 
-AUTO = LinearRequest()
+AUTO = BackendRequest()
 
 
 def linear(
@@ -78,7 +79,7 @@ def linear(
             call = call._replace(x=x)
     if not are_plain(x, call.matrix, bias, *others):
         return _through_torch(call, kernel, prologue)
-    resolved = resolve(call, LinearRequest(kernel, backend, launch))
+    resolved = resolve(call, BackendRequest(kernel, backend, launch))
     if not isinstance(resolved, FallbackReason):
         return resolved.run(call, prologue)
     if kernel != "auto" or isinstance(weight, QuantizedWeight):

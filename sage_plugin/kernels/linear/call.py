@@ -9,25 +9,9 @@ import torch
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.surroundings import wants_gradient
-from sage_plugin.schema import LinearKey, LinearLaunch
+from sage_plugin.schema import LinearKey
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class LinearRequest(NamedTuple):
-    """What shall compute a call.
-
-    Attributes:
-        kernel: kernel name or `"auto"`.
-        backend: backend name or `"auto"`.
-        launch: launch config of our product in place of the looked-up one.
-        config_dir: folder of tuned configs that is searched before the others.
-    """
-
-    kernel: str = "auto"
-    backend: str = "auto"
-    launch: LinearLaunch | None = None
-    config_dir: str | None = None
 
 
 class LinearCall(NamedTuple):

@@ -13,8 +13,9 @@ from sage_plugin.errors import UnsupportedInputError, check_name
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.linear.backends import torch_products
-from sage_plugin.kernels.linear.call import FLOATS, LinearCall, LinearRequest
+from sage_plugin.kernels.linear.call import FLOATS, LinearCall
 from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import (
     FP8_LINEARS,
     TORCH_FP8,
@@ -38,7 +39,7 @@ def automatic_kernel(facts: DeviceFacts) -> str:
     return "int8_row" if facts.fp8_dtype is None else "fp8_row"
 
 
-def decide(call: LinearCall, facts: DeviceFacts, request: LinearRequest) -> Decision:
+def decide(call: LinearCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     """Return which kernel and backend one call runs on.
 
     Args:
@@ -74,7 +75,9 @@ def decide(call: LinearCall, facts: DeviceFacts, request: LinearRequest) -> Deci
     return _left(reason) if reason is not None else Decision(kernel, backend)
 
 
-def named(request: LinearRequest, kernels: Sequence[str], quantized: str | None) -> tuple[str, str]:
+def named(
+    request: BackendRequest, kernels: Sequence[str], quantized: str | None
+) -> tuple[str, str]:
     """Return the kernel and the backend of a request, which exist.
 
     Args:

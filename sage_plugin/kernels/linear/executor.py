@@ -13,7 +13,7 @@ from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.linear.activation import quantize_rows
 from sage_plugin.kernels.linear.backends.emulation import LinearEmulation
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
-from sage_plugin.kernels.linear.call import LinearCall, LinearRequest, check_call
+from sage_plugin.kernels.linear.call import LinearCall, check_call
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.launch_space import RULES
 from sage_plugin.kernels.linear.quantizer import RowQuantizer, quantizer_of
@@ -21,7 +21,7 @@ from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prol
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
 from sage_plugin.kernels.linear.weight_memo import quantized_once
-from sage_plugin.kernels.resolver import Resolution, Resolver
+from sage_plugin.kernels.resolver import BackendRequest, Resolution, Resolver
 from sage_plugin.kernels.surroundings import on_device, without_autocast
 from sage_plugin.schema import DeviceFacts, LinearKey, LinearLaunch
 
@@ -113,7 +113,7 @@ Backends = dict[str, Callable[[LinearLaunch], Any]]
 """What makes each backend from a launch config."""
 
 
-def _checked(call: LinearCall, facts: DeviceFacts, request: LinearRequest) -> Decision:
+def _checked(call: LinearCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     check_call(call)
     return decide(call, facts, request)
 
@@ -128,7 +128,7 @@ def tuned_key(call: Any, decision: Decision) -> LinearKey | None:  # noqa: ANN40
 def builder(executor: type[Made], backends: Backends) -> Callable[..., Made]:
     """Return what builds the executors of a family of linears."""
 
-    def build(call: Any, _: LinearRequest, found: Resolution) -> Made:  # noqa: ANN401
+    def build(call: Any, _: BackendRequest, found: Resolution) -> Made:  # noqa: ANN401
         decision = found.decision
         make = backends.get(decision.variant)
         backend = None if make is None else make(found.launch)
@@ -139,7 +139,7 @@ def builder(executor: type[Made], backends: Backends) -> Callable[..., Made]:
 
 
 def _in_triton(launch: LinearLaunch) -> LinearBackend:
-    from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
+    from sage_plugin.kernels.linear.backends.triton.products import TritonProducts
 
     return TritonProducts(launch)
 

@@ -7,23 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sage_plugin.kernels.surroundings import wants_gradient
-from sage_plugin.paged_records import PagedKey, PagedLaunch, kind_of
-
-
-class PagedRequest(NamedTuple):
-    """What shall compute a call.
-
-    Attributes:
-        kernel: kernel name or `"auto"`.
-        backend: backend name or `"auto"`.
-        launch: launch config in place of the looked-up one.
-        config_dir: folder of tuned configs that is searched before the others.
-    """
-
-    kernel: str = "auto"
-    backend: str = "auto"
-    launch: PagedLaunch | None = None
-    config_dir: str | None = None
+from sage_plugin.paged_records import PagedKey, kind_of
 
 
 class PagedCall(NamedTuple):

@@ -10,8 +10,9 @@ import torch
 from sage_plugin.errors import UnsupportedInputError, check_name
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.validate import FP8
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import NO_FP8, device_reason
 from sage_plugin.paged_records import PAGED_BACKENDS, PAGED_KERNELS
 from sage_plugin.schema import DeviceFacts
@@ -37,7 +38,7 @@ def parse_kernel(text: str) -> tuple[str, str]:
     return kernel, backend
 
 
-def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decision:
+def decide(call: PagedCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     """Return which kernel and backend a call runs on.
 
     Args:

@@ -7,12 +7,12 @@ from typing import Protocol
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.launch_graph import Outputs
-from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.dispatch import decide
 from sage_plugin.kernels.paged_attention.launch_space import RULES
 from sage_plugin.kernels.paged_attention.validate import checked_call
 from sage_plugin.kernels.repeats import Repeats
-from sage_plugin.kernels.resolver import Resolution, Resolver
+from sage_plugin.kernels.resolver import BackendRequest, Resolution, Resolver
 from sage_plugin.kernels.surroundings import on_device, without_autocast
 from sage_plugin.paged_records import PagedKey, PagedLaunch
 from sage_plugin.schema import DeviceFacts
@@ -54,7 +54,7 @@ MOST_EXECUTORS = 1024
 """About 10 KB each; a server's batches come back to a few numbers of tokens and sequences."""
 
 
-def _checked(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decision:
+def _checked(call: PagedCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     checked_call(call)
     return decide(call, facts, request)
 
@@ -63,7 +63,7 @@ def _launch_key(call: PagedCall, decision: Decision) -> PagedKey:
     return call.launch_key(decision.kernel, decision.variant)
 
 
-def _build(call: PagedCall, request: PagedRequest, found: Resolution) -> PagedExecutor:
+def _build(call: PagedCall, request: BackendRequest, found: Resolution) -> PagedExecutor:
     kernel, backend = found.decision.kernel, found.decision.variant
     launch, numbers = found.launch, checked_call(call)
     if backend == "emulation":

@@ -10,12 +10,13 @@ from sage_plugin import device
 from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.linear.activation import can_be_remembered, quantize_norm
-from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.linear.call import LinearCall
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.executor import resolve
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.surroundings import are_plain, wants_gradient
 from sage_plugin.plugin.counts import LayerCounts
 
@@ -85,7 +86,7 @@ def kernel_on(
     dtype = torch.bfloat16 if isinstance(weight, QuantizedWeight) else weight.dtype
     x = torch.empty(MANY_ROWS, matrix.shape[1], dtype=dtype, device="meta")
     facts = device.facts_of(place.type, place.index)
-    decision = decide(LinearCall(x, matrix), facts, LinearRequest(kernel))
+    decision = decide(LinearCall(x, matrix), facts, BackendRequest(kernel))
     return decision.kernel if decision.reason is None else decision.reason
 
 
@@ -93,7 +94,7 @@ def run(
     x: torch.Tensor,
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
-    request: LinearRequest,
+    request: BackendRequest,
     prologue: Prologue = NO_PROLOGUE,
 ) -> Answer | FallbackReason:
     """Multiply in eager mode.
@@ -128,7 +129,7 @@ def traced(
     x: torch.Tensor,
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
-    request: LinearRequest,
+    request: BackendRequest,
     prologue: Prologue = NO_PROLOGUE,
 ) -> torch.Tensor:
     """Multiply in a graph, by torch operations."""

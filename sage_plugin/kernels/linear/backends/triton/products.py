@@ -1,7 +1,8 @@
-"""Launch code of products of quantized rows: one launch with its epilogue."""
+"""Launch code of products of quantized rows, and torch's products where it cannot be built."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,15 +10,20 @@ import torch
 
 from sage_plugin import device
 from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.launch_config import Memo, compiler_options
+from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
 from sage_plugin.kernels.linear.backends.triton.product_kernel import (
     ProductTensors,
     scaled_product_kernel,
 )
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.notice import warn_once
 from sage_plugin.kernels.repeats import Repeats, repeats_of
 from sage_plugin.schema import LinearLaunch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,37 @@ def products_of(
     weight = weight.view(-1, weight.shape[-1])
     columns = TensorDescriptor.from_tensor(weight, [launch.block_n, launch.block_k])
     return config, programs, rows, columns
+
+
+class TritonProducts:
+    """Multiplies by our own kernel, with one launch config.
+
+    Attributes:
+        launch: the launch config.
+        by_torch: whether the kernel could not be built, and torch multiplies.
+    """
+
+    def __init__(self, launch: LinearLaunch) -> None:
+        self.launch, self.by_torch = launch, False
+
+    def multiply(
+        self,
+        rows: QuantizedRows,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Multiply quantized rows with a weight, `(M, N)`."""
+        if not self.by_torch:
+            try:
+                return multiply_triton(rows, weight, bias, out_dtype, self.launch)
+            except Exception as error:  # of the compiler; others are raised again
+                reason = build_failure(error)
+                if reason is None:
+                    raise
+                self.by_torch = True
+                warn_once(logger, "products by torch", "torch multiplies linears: %s", reason)
+        return TorchProducts().multiply(rows, weight, bias, out_dtype)
 
 
 _repeats: Memo[Repeats] = Memo(4096)
