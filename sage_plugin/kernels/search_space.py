@@ -52,6 +52,18 @@ class Region(Generic[Config]):
     variant: str = "portable"
     kinds: tuple[str, ...] = ()
 
+    def serves(
+        self, arch: str, size: int, element_bytes: int = 0, mask_kind: str = "none", kind: str = ""
+    ) -> bool:
+        """Return whether the region serves such a call on an architecture."""
+        return (
+            size <= self.most
+            and element_bytes <= self.element_bytes
+            and mask_kind in self.mask_kinds
+            and kind in (self.kinds or (kind,))
+            and fnmatchcase(arch, self.arch)
+        )
+
     def candidates(
         self, recipe: Axes | None = None, tile: Sequence[str] = Tile._fields
     ) -> tuple[Config, ...]:
@@ -98,9 +110,7 @@ class Space:
     ) -> Region[LaunchConfig] | None:
         """The first region that serves such a call on an architecture, or `None`."""
         for region in self.regions:
-            serves = head_dim <= region.most and element_bytes <= region.element_bytes
-            if variant != region.variant and arch != "emulation":
-                continue
-            if serves and mask_kind in region.mask_kinds and fnmatchcase(arch, region.arch):
+            own = arch == "emulation" or variant == region.variant
+            if own and region.serves(arch, head_dim, element_bytes, mask_kind):
                 return region
         return None

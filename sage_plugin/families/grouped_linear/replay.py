@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -78,23 +77,6 @@ class GroupedReplay(LinearReplay):
         parts = (part.float().view(1, blocks, len(rows), -1) for part in (out, mean))
         return ExactRows(rows, *parts)
 
-    def whole(
-        self, decision: Decision | None = None, config: LinearLaunch | None = None
-    ) -> Callable[[], object]:
-        """Return the call with the quantization of its input, or torch's product.
-
-        The weights are quantized before.
-        """
-        if decision is None or decision.variant == HOST:
-            return self._stock
-        call, executor = self._resolved_groups(decision, config)
-
-        def run() -> torch.Tensor:
-            # A model gives each product a new input: nothing is found quantized.
-            return executor.run(call._replace(x=self.x.view(self.x.shape)))
-
-        return run
-
     def split(
         self, decision: Decision, config: LinearLaunch | None, facts: DeviceFacts
     ) -> SplitCall:
@@ -102,7 +84,7 @@ class GroupedReplay(LinearReplay):
         whole = self.whole(decision, config)
         if decision.variant == HOST or decision.kernel == BASELINE:
             return SplitCall(whole, whole, False, cost.moved_bytes(self.shape))
-        call, executor = self._resolved_groups(decision, config)
+        call, executor = self._resolved(decision, config)
         assert executor.backend is not None
         with torch.cuda.device(self.x.device) if self.x.is_cuda else contextlib.nullcontext():
             operands = executor.operands(call)
@@ -121,7 +103,7 @@ class GroupedReplay(LinearReplay):
     def _call(self) -> GroupedLinearCall:
         return GroupedLinearCall(self.x, self.weight, self.group_sizes, self.bias)
 
-    def _resolved_groups(
+    def _resolved(
         self, decision: Decision, config: LinearLaunch | None
     ) -> tuple[GroupedLinearCall, GroupedExecutor]:
         call = self._call()

@@ -7,13 +7,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from sage_plugin.accuracy.output import ExactRows
 from sage_plugin.capture.record import LinearCapture
 from sage_plugin.capture.store.reader import CaptureFolder
-from sage_plugin.errors import UsageError
 from sage_plugin.families.family import ReplayCall, SplitCall
 from sage_plugin.families.linear import cost
 from sage_plugin.kernels.contract import HOST, Decision
@@ -22,7 +22,7 @@ from sage_plugin.kernels.linear.call import LinearCall
 from sage_plugin.kernels.linear.executor import LinearExecutor, host_linear, resolve
 from sage_plugin.kernels.linear.weight import quantize_weight
 from sage_plugin.kernels.resolver import BackendRequest
-from sage_plugin.measure.inputs import DISTRIBUTIONS, torch_dtype
+from sage_plugin.measure.inputs import drawer, torch_dtype
 from sage_plugin.schema import DeviceFacts, LinearLaunch, LinearShape
 
 BLOCKS = 8
@@ -111,7 +111,7 @@ class LinearReplay(ReplayCall):
         The weight is quantized before.
         """
         if decision is None or decision.variant == HOST:
-            return functools.partial(host_linear, self.x, self.weight, self.bias)
+            return self._stock
         call, executor = self._resolved(decision, config)
 
         def run() -> torch.Tensor:
@@ -154,9 +154,11 @@ class LinearReplay(ReplayCall):
         """How many blocks of equal size there are."""
         return next(n for n in (BLOCKS, 4, 2, 1) if self.shape.rows % n == 0)
 
-    def _resolved(
-        self, decision: Decision, config: LinearLaunch | None
-    ) -> tuple[LinearCall, LinearExecutor]:
+    def _stock(self) -> torch.Tensor:
+        """Multiply as the stock path does."""
+        return host_linear(self.x, self.weight, self.bias)
+
+    def _resolved(self, decision: Decision, config: LinearLaunch | None) -> tuple[Any, Any]:
         weight = quantize_weight(self.weight, decision.kernel)
         call = LinearCall(self.x, weight, self.bias)
         executor = resolve(call, BackendRequest(decision.kernel, decision.variant, config))
@@ -200,16 +202,7 @@ def drawn(
         >>> drawn(LinearShape(4, 8, 16, "bfloat16"), "cpu").weight.shape
         torch.Size([16, 8])
     """
-    if distribution not in DISTRIBUTIONS:
-        raise UsageError(
-            f"input distribution {distribution!r}: allowed are {', '.join(DISTRIBUTIONS)}"
-        )
-    dtype = torch_dtype(shape.dtype)
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device=device, generator=generator, dtype=torch.float32)
-
+    dtype, draw = torch_dtype(shape.dtype), drawer(device, seed, distribution)
     x = draw(shape.rows, shape.in_features)
     if distribution == "biased":
         x += CHANNEL_BIAS * draw(1, shape.in_features)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.launch_config import LaunchRules
@@ -111,6 +110,6 @@ def region_of(
     """
     arch = "emulation" if facts.kind == "cpu" else facts.arch
     for region in regions:
-        if rows <= region.most and fnmatchcase(arch, region.arch):
+        if region.serves(arch, rows):
             return region
     raise ConfigError(f"linears have no launch config for {arch}; use kernel='bf16'")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 from sage_plugin.errors import ConfigError
 from sage_plugin.kernels.launch_config import LaunchRules
 from sage_plugin.kernels.legality import LOADS, POWERS, first_wrong, hardware_checks, one_of
@@ -117,9 +115,7 @@ def _region(key: PagedKey, facts: DeviceFacts) -> Region[PagedLaunch]:
     arch = "emulation" if facts.kind == "cpu" else facts.arch
     size = BYTES.get(key.cache_dtype, 1)
     for region in REGIONS:
-        serves = key.head_dim <= region.most and size <= region.element_bytes
-        if region.default.loads == "descriptor":
-            serves = serves and described(region.default.block_n, key)
-        if serves and key.kind in (region.kinds or (key.kind,)) and fnmatchcase(arch, region.arch):
+        whole = region.default.loads != "descriptor" or described(region.default.block_n, key)
+        if whole and region.serves(arch, key.head_dim, size, kind=key.kind):
             return region
     raise ConfigError(f"paged attention has no launch config for {arch}")
