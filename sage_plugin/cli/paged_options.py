@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from sage_plugin.cli.options import (
     DTYPES,
     DrawnInputOptions,
     dtype_name,
+    given_of,
     lengths,
     one_of,
 )
@@ -74,10 +74,8 @@ class PagedOptions:
         """
         if op == PAGED_ATTENTION:
             return True
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) is not None:
-                option = f"--{field.name.replace('_', '-')}"
-                raise UsageError(f"{option} belongs to paged attention: add --op paged_attention")
+        for option in given_of(self):
+            raise UsageError(f"{option} belongs to paged attention: add --op paged_attention")
         return False
 
     def draws(self, recorded: Path | None) -> bool:
@@ -89,10 +87,9 @@ class PagedOptions:
         Raises:
             UsageError: both.
         """
-        given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not None]
+        given = given_of(self)
         if given and recorded is not None:
-            option = f"--{given[0].replace('_', '-')}"
-            raise UsageError(f"{option} draws batches: leave it out, or the captures {recorded}")
+            raise UsageError(f"{given[0]} draws batches: leave it out, or the captures {recorded}")
         return bool(given) or (recorded is None and not DEFAULT_FOLDER.exists())
 
     def inputs(self, drawn: DrawnInputOptions, tp_size: int = 1) -> list[ReplayInputs]:
@@ -106,18 +103,10 @@ class PagedOptions:
             UsageError: no length, an option of attention, or heads that do not divide.
         """
         from sage_plugin.families import describe
-        from sage_plugin.measure.inputs import DISTRIBUTIONS
-        from sage_plugin.replay.inputs import ReplayInputs
 
         if other := [option for option in drawn.given() if option not in SHARED]:
             raise UsageError(f"{other[0]} belongs to attention: leave it out")
-        distribution = one_of(
-            "--inputs-distribution", drawn.inputs_distribution or "normal", DISTRIBUTIONS
-        )
-        return [
-            ReplayInputs(shape, describe(shape), distribution=distribution, seed=drawn.seed)
-            for shape in self.shapes(drawn, tp_size)
-        ]  # fmt: skip
+        return drawn.drawn((describe(shape), shape) for shape in self.shapes(drawn, tp_size))
 
     def shapes(self, drawn: DrawnInputOptions, tp_size: int = 1) -> list[PagedShape]:
         """Return the shapes that are spelt out, of one of `tp_size` devices.

@@ -102,6 +102,11 @@ class AttentionCall(NamedTuple):
         return wants_gradient(self.q, self.k, self.v, self.attn_mask, self.sinks)
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.q.device
+
+    @property
     def is_special(self) -> bool:
         """Whether it has what portable variants alone take, but for its mask."""
         return (
