@@ -8,6 +8,7 @@ from __future__ import annotations
 
 SLOW = (
     # Pages, demo, examples and benchmarks: whole runs of a small model, 20 s a page at most.
+    "tests/benchmarks/test_continuous_batching.py",
     "tests/benchmarks/test_paged_llm.py",
     "tests/benchmarks/test_step_times.py",
     "tests/cli/test_demo.py",

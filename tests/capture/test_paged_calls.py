@@ -19,7 +19,7 @@ from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.paged_attention.append import append_pages
 from tests.cli.program import error_of, sage
-from tests.plugin.test_continuous_batching import PROMPTS, generated, model
+from tests.plugin.test_continuous_batching import PROMPTS, eight_bits, generated, model
 
 __all__ = ["model"]  # a fixture
 
@@ -230,3 +230,19 @@ def test_packed_prompts_are_no_attention_of_one_sequence(model, tmp_path):
     assert {record.family for record in open_captures(tmp_path / "c").records} == set(
         ops.split(",")
     )
+
+
+@eight_bits
+def test_a_server_with_8_bits_is_recorded_with_its_prompts(model, tmp_path):
+    with (
+        record(model, tmp_path / "c", ops=OP, min_seq=0, max_captures=30) as recorder,
+        sage_plugin.continuous_batching(model, cache="int8") as handle,
+    ):
+        generated(model)
+    captures = open_captures(tmp_path / "c", OP)
+    assert recorder.summary.calls_seen == handle.packed + handle.decoded == len(captures.records)
+    assert {one.shape.kind for one in captures.records} == {"mixed", "decode"}
+    for one in captures.records[:3]:
+        assert one.shape.cache_dtype == "int8"
+        replay = PAGED.captured(captures, one, "cpu")
+        assert replay.errors(Decision("fav2", "emulation"), None).rel_l1 < 0.004

@@ -22,8 +22,6 @@ from sage_plugin.errors import PatchError, UnsupportedInputError
 CACHE = "transformers.generation.continuous_batching.cache"
 FULL = "full_attention"
 """The kind of layers whose caches have tables of pages."""
-OURS = "sage_plugin_pages"
-"""Where a cache keeps what replaces its methods."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +143,6 @@ def eight_bit_cache(
     rows = 2 * allocator.cache_tensor.shape[0] // allocator.tokens_per_page
     heads = allocator.num_key_value_heads
     pages = EightBitPages(cache, torch.zeros(rows, heads, device=cache.device), is_ours)
-    setattr(cache, OURS, pages)
     cache.update, cache.perform_cache_copy = torch.compiler.disable(pages.update), pages.copy
     return cache
 

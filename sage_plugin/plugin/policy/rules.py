@@ -34,10 +34,10 @@ HOST = "sdpa"
 ATTENTION, LINEAR = "attention", "linear"
 BASELINE = "bf16"
 """The kernel of a rule that leaves a linear as it is."""
-BASELINES = {
-    ATTENTION: HOST, LINEAR: BASELINE, GROUPED_LINEAR: BASELINE, PAGED_ATTENTION: PAGED_KERNELS[0],
-}  # fmt: skip
-"""What a call is left to, by op family; pages that nothing quantizes are read as they are."""
+BASELINES = {ATTENTION: HOST, LINEAR: BASELINE, GROUPED_LINEAR: BASELINE}
+"""What a call is left to, by op family."""
+UNQUANTIZED = {**BASELINES, PAGED_ATTENTION: PAGED_KERNELS[0]}
+"""The kernel of a rule that quantizes nothing, by every op family that rules may be of."""
 LINEARS = (LINEAR, GROUPED_LINEAR)
 """Whose rules `patch` has for linears: those of grouped linears are of experts alone."""
 TUNABLE = frozenset(spec.name for spec in fields(LaunchConfig))
@@ -112,7 +112,7 @@ KERNELS_OF = {
 }  # fmt: skip
 """What rules may name besides `auto`, of ops that have a kernel for all steps."""
 
-_HIDING = {(op, op) for op in BASELINES} | {(LINEAR, GROUPED_LINEAR)}
+_HIDING = {(op, op) for op in UNQUANTIZED} | {(LINEAR, GROUPED_LINEAR)}
 """Whose rules take the calls of whose: experts are linears too."""
 
 
@@ -375,7 +375,7 @@ def _wrong_kernel(rule: Rule) -> str:
                 return str(error)
         return ""
     if rule.op not in KERNELS_OF:
-        return f"op is {rule.op!r}; choose one of {', '.join(BASELINES)}"
+        return f"op is {rule.op!r}; choose one of {', '.join(UNQUANTIZED)}"
     if rule.steps:
         why = (
             "a server has no denoising steps"
@@ -384,7 +384,7 @@ def _wrong_kernel(rule: Rule) -> str:
         )
         return (
             f"steps are {rule.steps!r}, and {why}; leave steps out, or the layers as they are "
-            f"({BASELINES[rule.op]})"
+            f"({UNQUANTIZED[rule.op]})"
         )
     plain = Rule(rule.kernel, op=rule.op)
     of_attention = (n for n in _OF_ATTENTION if getattr(rule, n) != getattr(plain, n))

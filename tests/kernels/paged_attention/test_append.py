@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels.paged_attention.api import paged_attention
 from sage_plugin.kernels.paged_attention.append import append_pages
 
 LENS, ROWS, PAGE = (37, 16, 0, 5), (21, 1, 0, 5), 16
@@ -68,9 +69,8 @@ def test_pages_hold_the_new_tokens_and_what_they_held(
         step = top / (127 if cache == torch.int8 else 14)
         assert ((out[:, page] - right[:, page]).abs() <= step * 1.1).all(), page
     # pages that were full of a sequence's own new tokens have the scale of the largest
-    top = new[:, 16:21].abs().amax((1, 3))
-    fp8 = torch.exp2((top / 448).log2().ceil())
-    torch.testing.assert_close(scales[:, 7], top / 127 if cache == torch.int8 else fp8)
+    limit = 127.0 if cache == torch.int8 else 448.0
+    torch.testing.assert_close(scales[:, 7], new[:, 16:21].abs().amax((1, 3)) / limit)
 
 
 @pytest.mark.parametrize("backend", ["emulation", "triton"])
@@ -82,7 +82,7 @@ def test_a_page_that_fills_token_by_token_is_nearly_that_which_came_at_once(
         request.getfixturevalue("interpreted")
     rng = torch.Generator().manual_seed(4)
     new = torch.randn(PAGE, 2, 16, generator=rng) * torch.linspace(1, 4, PAGE)[:, None, None]
-    held = {}
+    held, first = {}, new[0].abs().amax(-1) / (127 if cache == torch.int8 else 448)
     for step in (1, PAGE):
         caches = [torch.full((1, PAGE, 2, 16), 7.0).to(cache) for _ in "kv"]
         scales = {name: torch.full((1, 2), 99.0) for name in ("k_scale", "v_scale")}
@@ -94,11 +94,35 @@ def test_a_page_that_fills_token_by_token_is_nearly_that_which_came_at_once(
             )
         held[step] = caches[0][0].float() * scales["k_scale"][0][:, None]
         assert torch.equal(caches[0].float(), caches[1].float())
-    if cache != torch.int8:  # powers of two: nothing is rounded twice
-        assert torch.equal(held[1], held[PAGE])
-    for step, bound in ((PAGE, 1.0), (1, 2.0)):
+        growth = scales["k_scale"][0] / first
+        top = new.abs().amax((0, 2)) / new[0].abs().amax(-1)
+        if step == 1 and cache != torch.int8:  # powers of two: nothing is rounded twice
+            top = torch.exp2(top.log2().ceil())
+        torch.testing.assert_close(growth, top)
+    for step, most in ((PAGE, 1.0), (1, 2.0 if cache == torch.int8 else 1.05)):
         lost = (held[step] - new).norm() / new.norm()
-        assert lost < bound * (0.011 if cache == torch.int8 else 0.027)
+        assert lost < most * (0.011 if cache == torch.int8 else 0.027)
+
+
+@pytest.mark.parametrize("backend", ["emulation", "triton"])
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("first", [0.0, 1e-42])
+def test_a_page_that_begins_with_next_to_nothing_takes_what_comes(
+    backend: str, cache: torch.dtype, first: float, request: pytest.FixtureRequest
+) -> None:
+    if backend == "triton":
+        request.getfixturevalue("interpreted")
+    caches = [torch.zeros(1, PAGE, 2, 16).to(cache) for _ in "kv"]
+    scales = {name: torch.zeros(1, 2) for name in ("k_scale", "v_scale")}
+    for end, value in enumerate((first, 3.0), start=1):
+        rows = torch.full((1, 2, 16), value)
+        append_pages(
+            rows, rows, *caches, torch.tensor([[0]]), torch.tensor([end]), torch.tensor([0, 1]),
+            **scales, backend=backend,
+        )  # fmt: skip
+    out = caches[0][0, :2].float() * scales["k_scale"][0][:, None]
+    torch.testing.assert_close(out[1], torch.full((2, 16), 3.0))
+    assert (out[0] == 0).all()
 
 
 @pytest.mark.parametrize("backend", ["emulation", "triton"])
@@ -123,6 +147,12 @@ def test_what_is_not_finite_marks_its_page_and_head_until_that_begins_anew(
     rows = torch.ones(3, 2, 16)
     rows[1, 1, 5] = value
     assert append(rows, 3) == [False, False, False, True]  # the second head of page 1
+    out = paged_attention(
+        torch.ones(1, 2, 16), *caches, torch.tensor([[1, 0]]), torch.tensor([3]),
+        torch.tensor([0, 1]), **scales, kernel=f"fav2:{backend}",
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor)
+    assert out.isnan().all(-1).tolist() == [[False, True]]
     assert append(torch.ones(1, 2, 16), 4) == [False, False, False, True]
     assert append(torch.ones(4, 2, 16), 4) == [False] * 4
 

@@ -74,13 +74,15 @@ def _append(x, strides, number, h, token, slot, old, fresh, CONFIG: tl.constexpr
     else:
         wide = tile.to(tl.float32)
         unit = tl.max(tl.max(tl.abs(wide), 1), 0) / CONFIG.LIMIT
-        if not CONFIG.ROUND:
-            # up to a power of two, by which FP8 numbers are divided without loss
-            bits = (unit.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-            unit = bits.to(tl.float32, bitcast=True)
         scale = x.scale + number * strides.scale.page + h * strides.scale.head
         kept = tl.max(old.to(tl.int32), 0) > 0
         before = tl.where(kept, tl.load(scale), 0.0)
+        if not CONFIG.ROUND:
+            # by a power of two, by which FP8 numbers are divided without loss: the next one
+            growth = unit / tl.where(before > 0.0, before, unit)
+            bits = (growth.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+            grown = before * bits.to(tl.float32, bitcast=True)
+            unit = tl.where((growth > 1.0) & (growth < 1.2676506002282294e30), grown, unit)
         odd = tl.sum(tl.sum((~(tl.abs(wide) < float("inf"))).to(tl.int32), 1), 0)
         unit = tl.where((odd > 0) | (before != before), float("nan"), tl.maximum(unit, before))
         held = tl.load(to, mask=old[:, None] & inside, other=0.0).to(tl.float32) * before
