@@ -96,7 +96,7 @@ def test_explain_a_near_match_and_the_command_that_would_fill_it():
         "explain", "-sq", "1500", "-hq", "16", "-d", "64", "--kernel", "fav3_sage",
         "--config-dir", "c",
     )  # fmt: skip
-    assert "near match, measured at {'seq_q': 1024" in result.stdout
+    assert "near match, measured at seq_q 1024" in result.stdout
     assert "Next: sage tune --kernel fav3_sage:emulation" in result.stdout
 
 
@@ -257,4 +257,4 @@ def test_check_finds_entries_that_no_device_can_reach():
     put(samples.entry(), facts=facts)
     result = sage("check", "c")
     assert result.exit_code == 2
-    assert "1 entries unreachable" in result.stdout
+    assert "1 entry unreachable" in result.stdout

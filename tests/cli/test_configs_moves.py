@@ -49,7 +49,7 @@ def test_a_run_is_measured_alone_and_applied_later(script):
     assert "added: sage:emulation 1x256x64 bf16 bhsd: new" in applied.stdout
     (written,) = load.read(MINE).entries
     assert written.config.block_n == 64
-    again = sage("configs apply tuning_runs/mine --config-dir c")
+    again = sage("configs apply tuning_runs/mine/results.json --config-dir c")
     assert "0 added, 0 replaced, 1 kept" in again.stdout
     assert "Nothing changed" in again.stdout
     assert sage(f"{TUNE} --update-registry --config-dir c2").exit_code == 0
@@ -78,7 +78,7 @@ def test_the_difference_of_two_folders_is_a_table():
     put(entry(), samples.entry(samples.key(variant="emulation", seq_q=9)), root="d")
     shown = sage("configs diff c d")
     assert shown.exit_code == 0
-    assert "1 calls in A alone, 1 in B alone, 0 with another config, 0 with" in shown.stdout
+    assert "1 call in A alone, 1 in B alone, 0 with another config, 0 with" in shown.stdout
     other = samples.entry(entry().key, samples.config(block_m=64, smooth_v=True))
     put(other, root="e")
     text = sage("configs diff d e").stdout
@@ -94,7 +94,7 @@ def test_configs_leave_and_come_back_as_files_of_another_tuner(script):
     put(samples.entry(key, of_sage), entry())
     out = sage("configs export --format seed --config-dir c --out seeds --device cpu")
     assert out.exit_code == 0, out.stderr
-    assert "left out: 1 entries" in out.stderr
+    assert "left out: 1 entry," in out.stderr
     (path,) = Path("seeds").iterdir()
     assert path.name.startswith("best_configs_B1_H1_S256_D64_")
     assert json.loads(path.read_text())["256"]["config"]["BLOCK_SIZE_N"] == 64

@@ -9,6 +9,7 @@ import typer
 
 from sage_plugin.cli.configs.sources import files_of
 from sage_plugin.cli.console import say, stdout
+from sage_plugin.errors import number_of
 
 if TYPE_CHECKING:
     from sage_plugin.registry.compare import EntryPair
@@ -35,7 +36,7 @@ def command(first: First, second: Second) -> None:
         stdout.print(table)
     only = [sum(getattr(p, side) is None for p in shown) for side in ("second", "first")]
     say(
-        f"{only[0]} calls in A alone, {only[1]} in B alone, "
+        f"{number_of(only[0], 'call')} in A alone, {only[1]} in B alone, "
         f"{len(shown) - sum(only)} with another config, {len(renewed)} with other evidence alone"
     )
     if pairs:
@@ -50,10 +51,11 @@ def _cells(pair: EntryPair) -> tuple[str, str, str]:
 
 
 def _side(entry: AnyEntry | None, other: AnyEntry | None) -> str:
-    from sage_plugin.cli.tune_view import milliseconds
+    from sage_plugin.cli.tune_view import time_text
     from sage_plugin.registry.config_words import config_lines
 
     if entry is None:
         return "-"
     config = config_lines(entry.config, None if other is None else other.config)
-    return f"{config}\n{milliseconds(entry.evidence.time.median_ms)} {entry.evidence.stamp}".strip()
+    time = time_text(entry, entry.evidence.time)
+    return f"{config}\n{time} {entry.evidence.stamp}".strip()
