@@ -12,7 +12,7 @@ import typer
 
 from sage_plugin import files
 from sage_plugin.cli.bench.choice import short_enough
-from sage_plugin.cli.console import progress, say, say_left_out, stderr, stdout
+from sage_plugin.cli.console import progress, put, say, say_left_out, stderr, stdout
 from sage_plugin.cli.linear_options import LinearOptions
 from sage_plugin.cli.options import (
     DEFAULT_FOLDER,
@@ -245,7 +245,7 @@ def _write(
             continue
         text = text_of[kind](tables, device=facts, toolchain=devices.toolchain())
         if name == "-":
-            typer.echo(text, nl=False)
+            put(text)
         else:
             files.write_atomically(Path(name), text)
             written.append(name)
