@@ -14,6 +14,7 @@ from sage_plugin.cli.options import (
     DEFAULT_FOLDER,
     DTYPES,
     DrawnInputOptions,
+    ShapeOptions,
     dtype_name,
     lengths,
     one_of,
@@ -109,8 +110,6 @@ class PagedOptions:
         from sage_plugin.measure.inputs import DISTRIBUTIONS
         from sage_plugin.replay.inputs import ReplayInputs
 
-        if other := [option for option in drawn.given() if option not in SHARED]:
-            raise UsageError(f"{other[0]} belongs to attention: leave it out")
         distribution = one_of(
             "--inputs-distribution", drawn.inputs_distribution or "normal", DISTRIBUTIONS
         )
@@ -119,12 +118,15 @@ class PagedOptions:
             for shape in self.shapes(drawn, tp_size)
         ]  # fmt: skip
 
-    def shapes(self, drawn: DrawnInputOptions, tp_size: int = 1) -> list[PagedShape]:
+    def shapes(self, drawn: ShapeOptions, tp_size: int = 1) -> list[PagedShape]:
         """Return the shapes that are spelt out, of one of `tp_size` devices.
 
         Raises:
-            UsageError: no length, an unknown name, or heads that do not divide.
+            UsageError: no length, an unknown name, an option of attention, or heads that do not
+                divide.
         """
+        if other := [option for option in drawn.given() if option not in SHARED]:
+            raise UsageError(f"{other[0]} belongs to attention: leave it out")
         if not self.max_model_len:
             raise UsageError(
                 "--op paged_attention needs --max-model-len, as --max-model-len 8192,32768, or a "

@@ -11,6 +11,7 @@ import pytest
 from sage_plugin import device, files
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load, store
+from sage_plugin.schema import ATTENTION
 from tests.cli import program
 from tests.registry import samples
 
@@ -33,7 +34,8 @@ def entry(**changes):
 
 
 def put(*entries, root: str = "c", facts=CPU) -> Path:
-    path = load.file_path(root, facts.slug)
+    family = entries[0].key.family if entries else ATTENTION
+    path = load.file_path(root, facts.slug, family)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(path, store.text_of(samples.file(*entries, facts=facts)))
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -136,3 +137,37 @@ def test_a_space_of_the_package_is_known_by_its_name(script, monkeypatch):
         shown = sage(f"tune --seq-len 64 --kernel sage --device cpu --config-file {name} --dry-run")
         assert shown.exit_code == 0, shown.stderr
     assert sage("tune --seq-len 64 --config-file spaces/absent.json --dry-run").exit_code == 2
+
+
+def put_linears() -> None:
+    """Write an entry of attention and one of a grouped linear, both of drawn inputs."""
+    drawn = samples.evidence(synthetic=True)
+    grouped = dataclasses.replace(samples.LINEAR_KEY, kernel="bf16", groups=8)
+    of_groups = dataclasses.replace(samples.linear_entry(grouped), evidence=drawn)
+    put(samples.entry(samples.key(kernel="sage"), because=drawn), facts=samples.FACTS)
+    put(of_groups, facts=samples.FACTS)
+
+
+def test_every_family_is_measured_again_and_exported(on_gpu, monkeypatch):
+    put_linears()
+    runner = ScriptedRunner()
+    monkeypatch.setattr(subprocess_runner, "SubprocessRunner", lambda **_: runner)
+    done = sage("configs revalidate --config-dir c")
+    assert done.exit_code == 0, done.stderr
+    for family in ("attention", "grouped_linear"):
+        path = load.file_path("c", samples.FACTS.slug, family)
+        assert f"Configs: {path}" in done.stdout
+        (entry,) = load.read(path).entries
+        assert (entry.evidence.toolchain, entry.evidence.confirmed) == (device.toolchain(), True)
+    made = sage(f"configs export --format gmm --config-dir c --as {samples.FACTS.slug} --out tiles")
+    assert made.exit_code == 0, made.stderr
+    assert [path.name for path in Path("tiles").iterdir()] == ["m1024_k512_n1024_g8.json"]
+
+
+def test_what_only_recordings_can_replace_does_not_hold_up_the_others(on_gpu, script):
+    put_linears()
+    put(samples.entry(), facts=samples.FACTS)
+    done = sage("configs revalidate --config-dir c --dry-run")
+    assert done.exit_code == 0, done.stderr
+    assert "none of such a call were given" in " ".join(done.stderr.split())
+    assert "1024" in done.stdout.replace(",", "")
