@@ -74,6 +74,21 @@ def test_files_of_several_cards_are_merged_by_the_rules():
     assert sage("configs merge absent into").exit_code == 2
 
 
+def test_what_a_card_measured_is_written_for_a_sibling_and_marked():
+    h100 = samples.FACTS
+    h200 = dataclasses.replace(h100, slug="nvidia-h200", name="NVIDIA H200", memory_bytes=2**37)
+    put(samples.entry(), facts=h200)
+    put(samples.entry(samples.key(seq_q=9)), root="into", facts=h100)
+    assert sage("configs merge c into --as nvidia-h100").exit_code == 0
+    entries = load.read(load.file_path("into", h100.slug)).entries
+    marks = {entry.key.seq_q: entry.evidence.measured_on for entry in entries}
+    assert marks == {9: "", samples.KEY.seq_q: "NVIDIA H200"}
+    put(samples.entry(), root="d", facts=dataclasses.replace(h200, sm_count=78))
+    refused = sage("configs merge d into --as nvidia-h100")
+    assert "are no siblings: sm_count is 78 and 132; tune on the card" in error_of(refused)
+    assert "--as 'a100'" in error_of(sage("configs merge c into --as a100"))
+
+
 def test_the_difference_of_two_folders_is_a_table():
     put(entry(seq_q=64), entry())
     put(entry(), samples.entry(samples.key(variant="emulation", seq_q=9)), root="d")
