@@ -149,9 +149,9 @@ def test_a_log_gets_lines_now_and_then(monkeypatch):
     name = "fav3_sage 1x16x1024x64 bf16 bhsd: "
     assert [line.removeprefix(name) for line in log.lines] == [
         "8 configs, 2 from an earlier run",
-        "4/8 tried, ",
-        "6/8 tried, ",
-        "8/8 tried, ",
+        "4/8 tried",
+        "6/8 tried",
+        "8/8 tried",
         "8/8 tried, racing 3 finalists",
         "8/8 tried, tuned",
     ]

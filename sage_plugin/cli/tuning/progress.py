@@ -106,7 +106,7 @@ class ProgressView(Observer):
         if self._bars is not None and call.task is not None:
             self._bars.update(call.task, completed=call.tried, state=state)
         elif now or time.monotonic() - call.said_at >= LINE_EVERY_S:
-            self._say(call, f"{call.tried}/{call.total} tried, {state}")
+            self._say(call, f"{call.tried}/{call.total} tried" + (f", {state}" if state else ""))
 
     def _say(self, call: _Call, words: str) -> None:
         call.said_at = time.monotonic()
