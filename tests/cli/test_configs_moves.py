@@ -47,7 +47,7 @@ def test_a_run_is_measured_alone_and_applied_later(script):
     applied = sage("configs apply mine --config-dir c")
     assert applied.exit_code == 0, applied.stderr
     assert f"{MINE}: 1 added, 0 replaced, 0 kept" in applied.stdout
-    assert "added: sage:emulation 1x256x64 bf16 bhsd: new" in applied.stdout
+    assert "added: sage:emulation 1 head of 64, 256 tokens, bf16 bhsd: new" in applied.stdout
     (written,) = load.read(MINE).entries
     assert written.config.block_n == 64
     again = sage("configs apply tuning_runs/mine/results.json --config-dir c")

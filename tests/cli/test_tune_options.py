@@ -146,7 +146,7 @@ def test_a_log_gets_lines_now_and_then(monkeypatch):
             view.trial_finished(study, runner.judge(study, config))
         view.race_started(study, 3)
         view.study_finished(study, "tuned")
-    name = "fav3_sage 1x16x1024x64 bf16 bhsd: "
+    name = "fav3_sage 1x16 heads of 64, 1,024 tokens, bf16 bhsd: "
     assert [line.removeprefix(name) for line in log.lines] == [
         "8 configs, 2 from an earlier run",
         "4/8 tried",

@@ -44,9 +44,10 @@ def command(first: First, second: Second) -> None:
 
 
 def _cells(pair: EntryPair) -> tuple[str, str, str]:
-    from sage_plugin.families import describe_key
+    from sage_plugin.families import family
 
-    call = f"{describe_key(pair.key).replace(' ', chr(10), 1)}\n{pair.slug}"
+    key = pair.key
+    call = f"{key.kernel}:{key.variant}\n{family(key.family).lines(key)}\n{pair.slug}"
     return call, _side(pair.first, pair.second), _side(pair.second, pair.first)
 
 
