@@ -8,6 +8,7 @@ import errno
 import io
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,6 +96,16 @@ def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
         raise error
     text = error.object[error.start : error.end]
     return "".join(PLAIN.get(letter, "?") for letter in text), error.end
+
+
+def command_line(*words: object) -> str:
+    """Write a command of ours as a shell takes it.
+
+    Example:
+        >>> command_line("tune", "my captures")
+        "sage tune 'my captures'"
+    """
+    return shlex.join(["sage", *map(str, words)])
 
 
 def put(text: str) -> None:

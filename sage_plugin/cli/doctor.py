@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.configs.card import As, facts_of
-from sage_plugin.cli.console import say, stdout
+from sage_plugin.cli.console import command_line, say, stdout
 from sage_plugin.cli.options import Device, ShapeOptions, lengths
 from sage_plugin.errors import ConfigError, UsageError, number_of
 from sage_plugin.schema import KERNELS, DeviceFacts
@@ -78,7 +78,7 @@ def _plan(text: str, facts: DeviceFacts, seq_len: list[str], card: str | None) -
     if path.suffix != ".py":
         run_plan = _plan_of_model(path, facts, seq_len)
         say(run_plan.text())
-        say(f"Next: {_next_of(run_plan, text, seq_len, card)}")
+        say(f"Next: {_next_of(run_plan, path, seq_len, card)}")
         return
     if card is not None:
         raise UsageError(f"--as plans a model, not the script {path}, which runs here")
@@ -104,16 +104,17 @@ def _plan_of_model(path: Path, facts: DeviceFacts, seq_len: list[str]) -> RunPla
     return RunPlan(tuple(rows), facts.name)
 
 
-def _next_of(run_plan: RunPlan, text: str, seq_len: list[str], card: str | None) -> str:
+def _next_of(run_plan: RunPlan, path: Path, seq_len: list[str], card: str | None) -> str:
     """What to do about a model's plan: tune its defaults, run it, or nothing."""
     sources = {row.found.source for row in run_plan.rows if row.found is not None}
     if not any(row.kernel for row in run_plan.rows):
         return "nothing to tune; the reasons say why its own attention is used"
     if "default" not in sources:
         return "your pipeline; sage_plugin.patch(pipe) uses these configs"
-    length = "".join(f" --seq-len {one}" for one in seq_len)
+    length = [word for one in seq_len for word in ("--seq-len", one)]
     where = "" if card is None else " on that card"
-    return f"sage tune --model {text}{length}{where}, for the calls that get a default config"
+    tune = command_line("tune", "--model", path, *length)
+    return f"{tune}{where}, for the calls that get a default config"
 
 
 def _verdict(facts: DeviceFacts) -> str:

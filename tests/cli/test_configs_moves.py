@@ -74,6 +74,19 @@ def test_files_of_several_cards_are_merged_by_the_rules():
     assert sage("configs merge absent into").exit_code == 2
 
 
+def test_commands_to_run_next_are_quoted():
+    put(samples.entry(samples.key(kernel="sage", variant="emulation")), root="my configs")
+    for line, quoted in (
+        ("configs merge 'my configs' 'all of them'", "sage configs check 'all of them'"),
+        ("configs diff 'my configs' 'no configs'", "sage configs merge 'my configs' 'no configs'"),
+        ("configs export 'my configs' --out 'my files'", "sage configs import 'my files/best"),
+    ):
+        Path("no configs").mkdir(exist_ok=True)
+        put(root="no configs")
+        done = sage(line)
+        assert f"Next: {quoted}" in done.stdout, done.output
+
+
 def test_what_a_card_measured_is_written_for_a_sibling_and_marked():
     h100 = samples.FACTS
     h200 = dataclasses.replace(h100, slug="nvidia-h200", name="NVIDIA H200", memory_bytes=2**37)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.configs.sources import files_of
-from sage_plugin.cli.console import say, stdout
+from sage_plugin.cli.console import command_line, say, stdout
 from sage_plugin.errors import number_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def command(first: First, second: Second) -> None:
         f"{len(shown) - sum(only)} with another config, {len(renewed)} with other evidence alone"
     )
     if pairs:
-        say(f"Next: sage configs merge {first} {second}, which takes what wins by the rules")
+        merge = command_line("configs", "merge", first, second)
+        say(f"Next: {merge}, which takes what wins by the rules")
 
 
 def _cells(pair: EntryPair) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ import typer
 from sage_plugin import files
 from sage_plugin.cli.configs.card import As, facts_of
 from sage_plugin.cli.configs.sources import files_of
-from sage_plugin.cli.console import say
+from sage_plugin.cli.console import command_line, say
 from sage_plugin.cli.options import ConfigDir, Device, one_of
 from sage_plugin.errors import UsageError, number_of
 from sage_plugin.schema import AnyEntry, DeviceFacts
@@ -48,13 +48,14 @@ def command(
         say(f"left out: {count}, which the form has no words for", to_stderr=True)
     if not made:
         count = number_of(len(entries), "entry", "entries")
-        raise UsageError(f"none of {count} can be written in this form")
+        raise UsageError(f"{count} found, and none can be written in this form")
     with files.writing(out):
         out.mkdir(parents=True, exist_ok=True)
     for name, content in made.items():
         files.write_json(out / name, content)
         say(f"{out / name}: {number_of(1 if form == GMM else len(content), 'call')}")
-    say(f"Next: sage configs import {out / next(iter(made))}, on the card that shall use them")
+    taken = command_line("configs", "import", out / next(iter(made)))
+    say(f"Next: {taken}, on the card that shall use them")
 
 
 def _entries(path: Path | None, facts: DeviceFacts, config_dir: Path | None) -> list[AnyEntry]:

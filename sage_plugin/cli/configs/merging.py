@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.configs.sources import Runs, destination, files_of
-from sage_plugin.cli.console import say
+from sage_plugin.cli.console import command_line, say
 from sage_plugin.cli.options import ConfigDir
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import RegistryFile
@@ -70,7 +70,7 @@ def _merge(sources: list[RegistryFile], into: Path, min_gain: float) -> None:
         _say_report(path, report)
         changed += len(report.added) + len(report.replaced)
     say(
-        f"Next: sage configs check {into}"
+        f"Next: {command_line('configs', 'check', into)}"
         if changed
         else "Nothing changed. Next: sage configs list, to see what is in use"
     )
