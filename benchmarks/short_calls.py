@@ -3,9 +3,11 @@
 For each head dim, number of heads and length: the fastest SDPA backend (flash, cuDNN, memory
 efficient) and our kernels, interleaved, with warm caches as in a model. "eager" is a call as Python
 makes it, launch gaps included; "graph" is its replay in a CUDA graph. A ratio above 1 is in our
-favour.
+favour. With `--prologue` Q and K come through a norm and a rotary embedding first: torch's
+operations before SDPA, as models have them, and our pass before our kernels.
 
-    python benchmarks/short_calls.py --output short_calls.json [--causal] [--lengths 256,512,...]
+    python benchmarks/short_calls.py --output short_calls.json [--causal] [--prologue]
+        [--lengths 256,512,...]
 """
 
 from __future__ import annotations
@@ -48,7 +50,12 @@ Facts = dict[str, Any]
 def calls_of(shape: CallShape, args: argparse.Namespace) -> dict[str, Call]:
     """Every backend that takes the call, and our kernels as users call them."""
     q, k, v = synthetic(shape, device=args.device, distribution="biased")
-    plain = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=shape.causal)
+    prologue = prologue_of(shape, args.device) if args.prologue else {}
+
+    def plain() -> torch.Tensor:
+        before = rotated(q, k, **prologue) if prologue else (q, k)
+        return F.scaled_dot_product_attention(*before, v, is_causal=shape.causal)
+
     calls: dict[str, Call] = {}
     for name, backend in BACKENDS.items():
 
@@ -65,9 +72,40 @@ def calls_of(shape: CallShape, args: argparse.Namespace) -> dict[str, Call]:
     for label in args.kernels:
         kernel, variant = dispatch.parse_kernel(label)
         calls[label] = functools.partial(
-            sage_plugin.attention, q, k, v, is_causal=shape.causal, kernel=kernel, variant=variant
-        )
+            sage_plugin.attention, q, k, v, is_causal=shape.causal, kernel=kernel, variant=variant,
+            **prologue,
+        )  # fmt: skip
     return calls
+
+
+def prologue_of(shape: CallShape, device: str) -> Facts:
+    """An RMS norm for each head of Q and K, and a rotary embedding, as arguments of `attention`."""
+    half = shape.head_dim // 2
+    angles = torch.arange(shape.seq_q)[:, None] / 10_000 ** (torch.arange(half) / half)
+    weight = torch.ones(shape.head_dim, device=device, dtype=getattr(torch, shape.dtype))
+    norm = sage_plugin.QkNorm("rms", weight, eps=1e-6)
+    cos, sin = (x.to(device) for x in (angles.cos(), angles.sin()))
+    rope = sage_plugin.Rope(cos, sin, interleaved=False)
+    return {"rope": rope, "q_norm": norm, "k_norm": norm}
+
+
+def rotated(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    rope: sage_plugin.Rope,
+    q_norm: sage_plugin.QkNorm,
+    k_norm: sage_plugin.QkNorm,
+) -> tuple[torch.Tensor, ...]:
+    """Q and K by torch's operations, as the eager code of models does it."""
+    cos, sin = (torch.cat([x, x], -1) for x in (rope.cos, rope.sin))
+    found = []
+    for x, norm in ((q, q_norm), (k, k_norm)):
+        x = F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+        low, high = x.chunk(2, -1)
+        turned = torch.cat([-high, low], -1)
+        found.append((x.float() * cos + turned.float() * sin).to(x.dtype))
+    return tuple(found)
 
 
 def cell(shape: CallShape, args: argparse.Namespace) -> Facts:
@@ -108,6 +146,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=numbers, default=list(HEADS))
     add("--lengths", type=numbers, default=list(LENGTHS))
     add("--causal", action="store_true")
+    add("--prologue", action="store_true", help="norm and rotary embedding of Q and K too")
     add("--budget", type=float, default=0.25, help="seconds of timing a size and method")
     args = parser.parse_args(argv)
     if not args.budget > 0:
@@ -128,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cells.append(cell(shape, args))
                 print(line_of(cells[-1]), flush=True)
     nobody = peer_kernels.Found((), {}, ())
-    write(args.output, identity(args.device, nobody, args.commit) | {"cells": cells})
+    found = {"prologue": args.prologue, "cells": cells}
+    write(args.output, identity(args.device, nobody, args.commit) | found)
     return 0
 
 

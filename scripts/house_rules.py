@@ -95,6 +95,7 @@ def _file_breaches(name: str, text: str, tree: ast.Module) -> Iterator[tuple[int
             yield node.lineno, "an exception is swallowed: name it, or say what was done about it"
         if isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list)):
             yield from _signature_breaches(node)
+            yield from _uncarried(node.body, {})
         if "search_space" not in (path.stem, path.parent.name) and "/kernels/" in name:
             for line, knob in _tuning_numbers(node):
                 if UNTUNED_MARK not in lines[line - 1]:
@@ -168,6 +169,52 @@ def _signature_breaches(node: ast.FunctionDef) -> Iterator[tuple[int, str]]:
             node.lineno,
             f"{node.name} takes {count} parameters, at most {JIT_PARAMETER_LIMIT}: pass a tuple",
         )
+
+
+def _uncarried(body: list[ast.stmt], same: dict[str, str]) -> Iterator[tuple[int, str]]:
+    """Names that a loop of jit code forgets: `x = y` before it, and `x = y` first thing in it.
+
+    Triton walks a loop's body once to see what it carries: names that mean something else after it.
+    Such an `x` does not, and is what it was before the loop in every turn.
+
+    Args:
+        body: statements in turn.
+        same: names that mean the very value of another name so far, and that other name.
+    """
+    for statement in body:
+        if isinstance(statement, ast.For | ast.While):
+            inside = dict(same)
+            for line, x, y in _assigned(statement.body):
+                if y is not None and inside.get(x) == y:
+                    yield line, f"the loop does not carry {x}: start it with a value of its own"
+                inside = _without(inside, x)
+            yield from _uncarried(statement.body, {})
+        elif isinstance(statement, ast.If):
+            yield from _uncarried(statement.body, dict(same))
+            yield from _uncarried(statement.orelse, dict(same))
+        for _line, x, y in _assigned([statement]):
+            same = _without(same, x)
+            if y is not None and isinstance(statement, ast.Assign):
+                same[x] = y
+
+
+def _without(same: Mapping[str, str], name: str) -> dict[str, str]:
+    """Pairs of names that are equal, when one gets a new value."""
+    return {x: y for x, y in same.items() if name not in (x, y)}
+
+
+def _assigned(body: list[ast.stmt]) -> Iterator[tuple[int, str, str | None]]:
+    """Line, name, and the name that it becomes another word for, of all assignments below."""
+    for statement in body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                value = node.value if isinstance(node, ast.Assign) else None
+                for target in targets:
+                    for one in ast.walk(target):
+                        if isinstance(one, ast.Name):
+                            alias = value.id if isinstance(value, ast.Name) else None
+                            yield node.lineno, one.id, alias
 
 
 def _tuning_numbers(node: ast.AST) -> Iterator[tuple[int, str]]:

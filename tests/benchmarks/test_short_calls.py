@@ -37,7 +37,8 @@ def short_calls(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def _args(**changes: object) -> argparse.Namespace:
-    known = {"device": "cpu", "kernels": ["sage:emulation", "fav2:emulation"], "budget": 0.1}
+    known = {"device": "cpu", "kernels": ["sage:emulation", "fav2:emulation"], "budget": 0.1,
+             "prologue": False}  # fmt: skip
     return argparse.Namespace(**(known | changes))
 
 
@@ -47,6 +48,14 @@ def test_ratios_are_over_the_fastest_backend(short_calls: ModuleType) -> None:
     assert cell["us"]["graph"]["sdpa flash"] == pytest.approx(10.0)
     assert cell["auto"] == "sdpa:host"
     assert cell["ran"] == {name: name for name in ("sage:emulation", "fav2:emulation")}
+
+
+def test_both_sides_rotate_the_same_values(short_calls: ModuleType) -> None:
+    calls = short_calls.calls_of(SHAPE, _args(prologue=True, kernels=["fav2:emulation"]))
+    exact, ours = calls["sdpa"]().float(), calls["fav2:emulation"]().float()
+    without = short_calls.calls_of(SHAPE, _args(kernels=[]))["sdpa"]().float()
+    assert (ours - exact).abs().max() < 0.02 * exact.abs().max()
+    assert (without - exact).abs().max() > 0.1 * exact.abs().max()
 
 
 def test_a_backend_that_refuses_is_left_out(

@@ -130,6 +130,29 @@ def test_a_function_that_is_not_jit_takes_what_it_likes(rules: ModuleType, tmp_p
     assert rules.breaches(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("before", "inside", "lost"),
+    [
+        ("old = new", "old = new; new = f(old, i)", True),
+        ("old = new", "g(i)\n        if i > 1:\n            old = new", True),
+        ("old = new + 0", "old = new; new = f(old, i)", False),
+        ("old = new", "new = f(old, i); old = new", False),
+        ("old = new; new = 1", "old = new; new = f(old, i)", False),
+        ("old = new; old, _ = f(new, 1)", "old = new", False),
+    ],
+)
+@pytest.mark.parametrize("loop", ["for i in range(n)", "while i < n"])
+def test_a_name_that_a_loop_does_not_carry(
+    rules: ModuleType, tmp_path: Path, before: str, inside: str, loop: str, lost: bool
+) -> None:
+    """`sage` at 128 channels with `overlap` and a causal mask hung a GPU by it."""
+    code = f"@gluon.jit\ndef f(new, n):\n    {before}\n    {loop}:\n        {inside}\n"
+    write(tmp_path, kernels__row_kernel=code)
+    found = rules.breaches(tmp_path)
+    assert len(found) == lost
+    assert all("the loop does not carry old" in one for one in found)
+
+
 def test_a_large_file_is_named(rules: ModuleType, tmp_path: Path) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     small.write_bytes(b"x")

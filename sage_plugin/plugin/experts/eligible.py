@@ -56,7 +56,7 @@ def weights_of(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 def weight_named(module: nn.Module, name: str) -> torch.Tensor:
     """Return weights as `(E, N, K)`, however the module has them."""
-    weight = shard_of(getattr(module, name).detach())
+    weight = shard_of(getattr(module, name)).detach()
     return weight.transpose(1, 2) if module.is_transposed else weight
 
 

@@ -152,10 +152,14 @@ class _Shared:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Where a dense tensor lies in memory; device memory and that of the host do not overlap."""
-    if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided:
+    """Where a dense tensor lies in memory; device memory and that of the host do not overlap.
+
+    No operation runs on it: a `DTensor` allows none while its shard waits on another device.
+    """
+    own = shard_of(tensor)
+    if type(own) not in (torch.Tensor, nn.Parameter) or own.layout != torch.strided:
         return None
-    if tensor.device.type == "meta" or tensor.numel() == 0:
+    if own.device.type == "meta" or own.numel() == 0:
         return None
-    start = tensor.data_ptr()
-    return start, start + tensor.nbytes, id(tensor)
+    start = own.data_ptr()
+    return start, start + own.nbytes, id(tensor)

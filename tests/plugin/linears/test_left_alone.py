@@ -192,6 +192,26 @@ def test_hooks_that_come_later_run_the_patched_linear():
     assert torch.equal(model.run(), plain)
 
 
+class Away(torch.Tensor):
+    """As a `DTensor` whose shard waits on another device: it has facts and allows no operation."""
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        raise RuntimeError(f"{op} of a tensor whose data is elsewhere")
+
+
+def test_a_report_runs_no_operation_on_tensors_of_other_kinds():
+    model = tiny("wan")
+    with sage_plugin.patched(model.module, linears="int8_row", min_seq=1) as handle:
+        model.run()
+        away = torch.Tensor._make_wrapper_subclass(Away, (4, 4), dtype=torch.float32)
+        model.module.register_buffer("elsewhere", away)
+        report = handle.report()
+        del model.module.elsewhere
+    assert len(report.linears) == 20
+    assert "transformer.proj_out" in report.linears_left
+
+
 def test_a_linear_that_is_patched_as_a_part_of_another_model_is_refused():
     model = tiny("cogx")
     first = sage_plugin.patch(model.module, kernel="sdpa", linears="int8_row", exclude="*.1.*")

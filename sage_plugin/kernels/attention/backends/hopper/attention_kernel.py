@@ -147,10 +147,11 @@ def _pv_delayed_walk(
     L_M: gl.constexpr = m_i.type.layout
     p = gl.zeros([64, BLOCK_N], gl.float16, layout=L_QK)
     alpha = gl.full([64, 4], 1.0, gl.float32, layout=L_M)
-    v_stage = stage
-    v_phase = phase
     m_total = m_i
-    # Not `m_i`: a loop does not carry a name that its first turn leaves at what it was before.
+    # A loop does not carry a name that its first turn leaves at what it was before: not `stage`,
+    # `phase` and `m_i` themselves.
+    v_stage = stage + 0
+    v_phase = phase + 0
     m_acc = gl.full([64, 4], LOWEST, gl.float32, layout=L_M)
     # Blocks of which some rows do not see every key
     for i in range(blocks - whole):
