@@ -248,7 +248,10 @@ def _of_options() -> Iterator[None]:
 
 def _note_misplaced(script: Path, args: list[str]) -> None:
     """Say which options of ours the script got, but for those that its text names."""
-    text = script.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = script.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return  # running it says why
     given = {arg.split("=")[0] for arg in args} & OPTIONS
     if ours := sorted(option for option in given if option not in text):
         say(

@@ -67,7 +67,8 @@ def failure_summary(screens: Collection[Trial], finals: Collection[Trial]) -> st
         if trial.status != "ok":
             classes.setdefault(trial.status, []).append(trial.reason)
     told = [f"{len(reasons)} {status} ({reasons[0][:200]})" for status, reasons in classes.items()]
-    errors = [error for trial in screens if (error := error_of(trial)) is not None]
+    sound = [trial for trial in screens if trial.status == "ok"]
+    errors = [error for trial in sound if (error := error_of(trial)) is not None]
     if errors and not finals:
         told.append(f"{len(errors)} beyond --max-error (the most exact has {min(errors):.4g})")
     return ", ".join(told)
