@@ -48,6 +48,10 @@ Kernels = Annotated[
         f"{', '.join((*KERNELS, *KERNEL_ALIASES))} (default: by the device).",
     ),
 ]
+METHOD_NAMES = ("--method", "--benchmarking-method")
+OTHER_METHODS = {"amortized": "graph", "xprof": "profiler"}
+"""Timing methods by the names that a tuner of TPUs gives them."""
+
 StepRanges = Annotated[int, typer.Option(help="Ranges of denoising steps.")]
 
 
@@ -286,6 +290,11 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
             f"{option} {value!r}: allowed are {', '.join(allowed)}{did_you_mean(value, allowed)}"
         )
     return value
+
+
+def method_name(text: str | None) -> str | None:
+    """Return our name of a timing method given in either spelling."""
+    return None if text is None else OTHER_METHODS.get(text, text)
 
 
 def dtype_name(text: str) -> str:

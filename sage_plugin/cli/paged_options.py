@@ -13,6 +13,7 @@ from sage_plugin.cli.options import (
     DEFAULT_FOLDER,
     DTYPES,
     DrawnInputOptions,
+    ShapeOptions,
     dtype_name,
     given_of,
     lengths,
@@ -104,16 +105,17 @@ class PagedOptions:
         """
         from sage_plugin.families import describe
 
-        if other := [option for option in drawn.given() if option not in SHARED]:
-            raise UsageError(f"{other[0]} belongs to attention: leave it out")
         return drawn.drawn((describe(shape), shape) for shape in self.shapes(drawn, tp_size))
 
-    def shapes(self, drawn: DrawnInputOptions, tp_size: int = 1) -> list[PagedShape]:
+    def shapes(self, drawn: ShapeOptions, tp_size: int = 1) -> list[PagedShape]:
         """Return the shapes that are spelt out, of one of `tp_size` devices.
 
         Raises:
-            UsageError: no length, an unknown name, or heads that do not divide.
+            UsageError: no length, an unknown name, an option of attention, or heads that do not
+                divide.
         """
+        if other := [option for option in drawn.given() if option not in SHARED]:
+            raise UsageError(f"{other[0]} belongs to attention: leave it out")
         if not self.max_model_len:
             raise UsageError(
                 "--op paged_attention needs --max-model-len, as --max-model-len 8192,32768, or a "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from sage_plugin.errors import UsageError
-from sage_plugin.families.attention import ahead_of_time, cost, gates, labels, replay
+from sage_plugin.families.attention import ahead_of_time, cost, gates, replay
 from sage_plugin.families.family import Family
+from sage_plugin.kernels import call_words
 from sage_plugin.kernels.attention import dispatch, launch_space
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.schema import ATTENTION as NAME
@@ -60,8 +61,8 @@ ATTENTION = Family(
     drawn=replay.drawn,
     saved_shape=replay.saved_shape,
     refuse_untuned=refuse_untuned,
-    describe=labels.describe,
-    describe_key=labels.describe_key,
-    lines=labels.lines,
+    describe=call_words.describe,
+    describe_key=call_words.describe_key,
+    lines=call_words.lines,
     flops=cost.flops,
 )
