@@ -7,8 +7,10 @@ Commands import what they need when they run, so that `sage --help` is fast.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +19,7 @@ from typer.core import TyperGroup
 from sage_plugin import __version__
 from sage_plugin.cli import capture, configs, demo, doctor, policy, tune
 from sage_plugin.cli.bench import command as bench
-from sage_plugin.cli.console import fail, guarded, stderr, stdout
+from sage_plugin.cli.console import fail, guarded, keep_numbers, stderr, stdout
 from sage_plugin.cli.options import examples
 from sage_plugin.errors import SageError
 
@@ -25,14 +27,25 @@ from sage_plugin.errors import SageError
 class SageGroup(TyperGroup):
     """A command group that turns errors of ours into a sentence and an exit code."""
 
+    def make_context(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Read the words of the command line; the help and the version are printed here."""
+        with _answered():
+            return super().make_context(*args, **options)
+
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401
         """Run the command."""
-        try:
-            with guarded():
-                return super().invoke(ctx)
-        except SageError as error:
-            fail(error)
-            raise typer.Exit(error.exit_code) from error
+        with _answered():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _answered() -> Iterator[None]:
+    try:
+        with guarded():
+            yield
+    except SageError as error:
+        fail(error)
+        raise typer.Exit(error.exit_code) from error
 
 
 app = typer.Typer(
@@ -78,6 +91,7 @@ def _options(
 
 def main() -> None:
     """Entry point of `sage`, `sage-plugin` and `python -m sage_plugin`."""
+    keep_numbers()
     sys.exit(app())
 
 

@@ -13,7 +13,7 @@ import typer
 
 from sage_plugin.cli.console import counted, say, say_left_out, stderr
 from sage_plugin.cli.options import DEFAULT_FOLDER, flattened, one_of, shown_first
-from sage_plugin.errors import SageError, UsageError
+from sage_plugin.errors import SageError, UsageError, number_of
 from sage_plugin.schema import ATTENTION, LAYOUTS
 
 if TYPE_CHECKING:
@@ -216,23 +216,23 @@ def _record_script(script: Path, args: list[str], out: Path, options: CaptureOpt
     from sage_plugin.capture.recording.script import check_script, run_script
 
     check_script(script)
+    _note_misplaced(script, args)
     recorder = CaptureRecorder(out, options, on_save=_show_saved)
-    with _noting_misplaced(script, args), _recording(recorder):
+    with _recording(recorder):
         end = run_script(script, args, recorder)
     if end.traceback:
         stderr.print(end.traceback, markup=False, highlight=False, end="")
     summary = recorder.summary
     failure = f"the script {script} failed by itself (status {end.status}"
     failure += ", its own error is above)" if end.traceback else ")"
-    with _noting_misplaced(script, args):
-        if end.status and not summary.files:
-            raise UsageError(f"{failure} before anything was recorded: {summary.why_nothing()}")
-        _report(summary, out, options)
-        if end.status:
-            raise SageError(
-                f"{failure}; what was recorded until then is kept: {captures(summary.files)} in "
-                f"{out}"
-            )
+    if end.status and not summary.files:
+        raise UsageError(f"{failure} before anything was recorded: {summary.why_nothing()}")
+    _report(summary, out, options)
+    if end.status:
+        raise SageError(
+            f"{failure}; what was recorded until then is kept: "
+            f"{number_of(summary.files, 'capture')} in {out}"
+        )
 
 
 @contextlib.contextmanager
@@ -246,19 +246,19 @@ def _of_options() -> Iterator[None]:
         raise UsageError(f"{option}{colon}{rest}" if option in OPTIONS else str(error)) from None
 
 
-@contextlib.contextmanager
-def _noting_misplaced(script: Path, args: list[str]) -> Iterator[None]:
-    """Say which options of ours the script got, where something went wrong."""
+def _note_misplaced(script: Path, args: list[str]) -> None:
+    """Say which options of ours the script got, but for those that its text names."""
     try:
-        yield
-    except SageError:
-        if ours := sorted({arg.split("=")[0] for arg in args} & OPTIONS):
-            say(
-                f"note: {ours[0]} stands behind {script} and went to the script; write "
-                f"sage capture {ours[0]} ... {script}",
-                to_stderr=True,
-            )
-        raise
+        text = script.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return  # running it says why
+    given = {arg.split("=")[0] for arg in args} & OPTIONS
+    if ours := sorted(option for option in given if option not in text):
+        say(
+            f"note: {ours[0]} stands behind {script} and went to the script; where it is meant for "
+            f"sage, write sage capture {ours[0]} ... {script}",
+            to_stderr=True,
+        )
 
 
 @contextlib.contextmanager
@@ -271,7 +271,7 @@ def _recording(recorder: CaptureRecorder) -> Iterator[None]:
         except KeyboardInterrupt:
             summary = recorder.summary
             if summary.files:
-                kept = captures(summary.files)
+                kept = number_of(summary.files, "capture")
                 say(f"interrupted: {kept} kept in {summary.folder}", to_stderr=True)
             raise
 
@@ -280,17 +280,12 @@ def _show_saved(record: CaptureRecord) -> None:
     logger.info("saved %s: %s, step %d", record.file, record.layer, record.step)
 
 
-def captures(count: int) -> str:
-    """Write a number of captures."""
-    return "1 capture" if count == 1 else f"{count} captures"
-
-
 def _report(summary: CaptureSummary, out: Path, options: CaptureOptions) -> None:
     """What came out, where it is, and what to run next."""
     if not summary.files:
         raise UsageError(f"nothing was recorded: {summary.why_nothing()}")
     lines = [
-        f"Recorded {captures(summary.files)} ({summary.bytes / 1e6:.1f} MB) in {out}: "
+        f"Recorded {number_of(summary.files, 'capture')} ({summary.bytes / 1e6:.1f} MB) in {out}: "
         f"{len(summary.layers_saved)} of {len(summary.layers)} layers, "
         f"{len(summary.steps_saved)} of {max(summary.steps.values())} steps",
         f"Counted {summary.calls_seen} {summary.words} calls",
@@ -312,8 +307,9 @@ def _parts(out: Path, options: CaptureOptions) -> list[str]:
     paged = [one for one in every if isinstance(one, PagedCapture)]
     if drawn := [one for one in paged if not one.holds_pages]:
         lines.append(
-            f"{captures(len(drawn))} of {len(paged)} of paged attention hold no pages, which are "
-            "larger than --max-bytes leaves for one: they are drawn by recorded mean and deviation"
+            f"{number_of(len(drawn), 'capture')} of {len(paged)} of paged attention hold no pages, "
+            "which are larger than --max-bytes leaves for one: they are drawn by recorded mean and "
+            "deviation"
         )
     records = [one for one in every if isinstance(one, AttentionCapture)]
     if not records:
@@ -345,6 +341,7 @@ def _linear_parts(records: Sequence[LinearCapture]) -> Iterator[str]:
         )
     if lone := [one for one in records if not one.weight_file]:
         yield (
-            f"{captures(len(lone))} of linears have no weight beside them and cannot be replayed, "
-            f"first {lone[0].layer}: weights are larger than --max-bytes leaves for one capture"
+            f"{number_of(len(lone), 'capture')} of linears have no weight beside them and cannot "
+            f"be replayed, first {lone[0].layer}: weights are larger than --max-bytes leaves for "
+            "one capture"
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import io
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console as RichConsole
 
@@ -22,7 +25,13 @@ PLAIN = {"±": "+-", "×": "x", "…": "...", "–": "-", "→": "->", "≤": "<
 
 
 class Console(RichConsole):
-    """A console that leaves what a closed pipe means to `guarded`."""
+    """A console that leaves what a closed pipe, or standard output, means to `guarded`."""
+
+    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401
+        """Print as rich does, which takes a closed standard output for somebody who reads."""
+        if not self.stderr:
+            _check_open()
+        super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
         """Raise what rich caught."""
@@ -41,21 +50,41 @@ def guarded() -> Iterator[None]:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="sage_plugin.plain")
     try:
-        yield
-        sys.stdout.flush()
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except SageError:
         raise
     except BrokenPipeError:
         _drop_stdout()
         raise SystemExit(CLOSED_PIPE) from None
+    except SystemExit as end:  # of the console that typer prints help with
+        closed = isinstance(end.__context__, BrokenPipeError)
+        raise SystemExit(CLOSED_PIPE if closed else end.code) from None
     except OSError as error:
         _drop_stdout()
         what = error.filename or "standard output"
         raise OutputError(f"{what}: cannot be written ({error.strerror or error})") from None
 
 
+def keep_numbers() -> None:
+    """Keep the numbers of closed standard streams from files, into which others would print."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+
+
+def _check_open() -> None:
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, "it is closed")
+
+
 def _drop_stdout() -> None:
     """Send the rest nowhere, so that the interpreter does not try to print it when it ends."""
+    if sys.stdout is None:
+        return
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -67,6 +96,22 @@ def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
         raise error
     text = error.object[error.start : error.end]
     return "".join(PLAIN.get(letter, "?") for letter in text), error.end
+
+
+def command_line(*words: object) -> str:
+    """Write a command of ours as a shell takes it.
+
+    Example:
+        >>> command_line("tune", "my captures")
+        "sage tune 'my captures'"
+    """
+    return shlex.join(["sage", *map(str, words)])
+
+
+def put(text: str) -> None:
+    """Write a text to standard output as it is."""
+    _check_open()
+    sys.stdout.write(text)
 
 
 def say(*sentences: str, to_stderr: bool = False, style: str | None = None) -> None:
@@ -82,8 +127,9 @@ def say_left_out(reasons: tuple[str, ...] | list[str]) -> None:
 
 
 def fail(error: BaseException) -> None:
-    """Print what went wrong, in one sentence on stderr."""
-    say(f"error: {error}", to_stderr=True, style="bold red")
+    """Print what went wrong, in one sentence on stderr; a full one changes no exit code."""
+    with contextlib.suppress(OSError):
+        say(f"error: {error}", to_stderr=True, style="bold red")
 
 
 @contextlib.contextmanager

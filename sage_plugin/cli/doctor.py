@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.configs.card import As, facts_of
-from sage_plugin.cli.console import say, stdout
+from sage_plugin.cli.console import command_line, say, stdout
 from sage_plugin.cli.options import Device, ShapeOptions, lengths
-from sage_plugin.errors import ConfigError, UsageError
+from sage_plugin.errors import ConfigError, UsageError, number_of
 from sage_plugin.schema import KERNELS, DeviceFacts
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def command(
     """Print what is here and what each kernel can do with it; paste it into a report of a fault."""
     facts = facts_of(device, card, None)
     if plan is not None:
-        _plan(plan, facts, seq_len or [], here=card is None)
+        _plan(plan, facts, seq_len or [], card)
         return
     if seq_len:
         raise UsageError("--seq-len is of a model: add --plan MODEL")
@@ -68,7 +68,7 @@ def command(
     say("Next: sage demo, the whole path on a small embedded model")
 
 
-def _plan(text: str, facts: DeviceFacts, seq_len: list[str], *, here: bool) -> None:
+def _plan(text: str, facts: DeviceFacts, seq_len: list[str], card: str | None) -> None:
     """Show what the modules of a script or model will run on."""
     try:
         words = shlex.split(text)
@@ -76,10 +76,11 @@ def _plan(text: str, facts: DeviceFacts, seq_len: list[str], *, here: bool) -> N
         raise UsageError(f"--plan {text}: {error}") from None
     path = Path(words[0] if words else "")
     if path.suffix != ".py":
-        say(_plan_of_model(path, facts, seq_len).text())
-        say("Next: sage tune --model, for the calls that get a default config")
+        run_plan = _plan_of_model(path, facts, seq_len)
+        say(run_plan.text())
+        say(f"Next: {_next_of(run_plan, path, seq_len, card)}")
         return
-    if not here:
+    if card is not None:
         raise UsageError(f"--as plans a model, not the script {path}, which runs here")
     from sage_plugin.capture.recording.script_plan import plan_script
 
@@ -101,6 +102,19 @@ def _plan_of_model(path: Path, facts: DeviceFacts, seq_len: list[str]) -> RunPla
         for row in planned(f"{call.kind}.{number}", call.shape, options, facts)
     ]
     return RunPlan(tuple(rows), facts.name)
+
+
+def _next_of(run_plan: RunPlan, path: Path, seq_len: list[str], card: str | None) -> str:
+    """What to do about a model's plan: tune its defaults, run it, or nothing."""
+    sources = {row.found.source for row in run_plan.rows if row.found is not None}
+    if not any(row.kernel for row in run_plan.rows):
+        return "nothing to tune; the reasons say why its own attention is used"
+    if "default" not in sources:
+        return "your pipeline; sage_plugin.patch(pipe) uses these configs"
+    length = [word for one in seq_len for word in ("--seq-len", one)]
+    where = "" if card is None else " on that card"
+    tune = command_line("tune", "--model", path, *length)
+    return f"{tune}{where}, for the calls that get a default config"
 
 
 def _verdict(facts: DeviceFacts) -> str:
@@ -166,7 +180,7 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
             yield f"{label}: not readable: {error}"
             continue
         kernels = sorted({f"{one.key.kernel}:{one.key.variant}" for one in entries})
-        calls = "1 tuned call" if len(entries) == 1 else f"{len(entries)} tuned calls"
+        calls = number_of(len(entries), "tuned call")
         stale = sum(bool(staleness.changes(one, devices.toolchain())) for one in entries)
         other = f", {stale} with other software" if stale else ""
         yield f"{label}: {calls} of {', '.join(kernels)}{other} ({path})"

@@ -104,7 +104,7 @@ def command(
         kernels=tuple(kernel or linears.kernels()),
         device=device,
         gpus=place.chosen_gpus(),
-        method=search.method,
+        method=search.timing_method(),
         shard=place.part(),
         space=search.space_file(linears.op),
         config_dir=config_dir,
@@ -175,9 +175,17 @@ def _inputs(
             "nothing to tune on: give a folder of captures (sage capture records one), "
             "--preset NAME, or --seq-len N"
         )
+    if folder is not None and _is_model(folder):
+        raise UsageError(f"{folder} is a model, not captures: --model {folder} tunes its calls")
     return tuning_inputs.from_captures(
         folder or DEFAULT_FOLDER, family=family(linears.op), max_per_key=max_per_key
     )
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a path holds the configuration of a model."""
+    inside = [path / name for name in ("config.json", "model_index.json")]
+    return any(file.is_file() for file in (path, *inside) if file.suffix == ".json")
 
 
 def follow(plan: TuningPlan, place: PlaceOptions, *, dry_run: bool) -> None:
@@ -201,9 +209,9 @@ def _run_plan(plan: TuningPlan, place: PlaceOptions) -> TuneReport:
     from sage_plugin.tune.configs.session import tune
 
     say_left_out(plan.notes)
+    first, *more = place.lanes(plan)
     expected = forecast(plan, num_workers=place.num_workers or default_workers())
     say(f"Tune: {expected.text()}. Ctrl-C keeps what is known.", to_stderr=True)
-    first, *more = place.lanes(plan)
     with ProgressView(stderr) as view:
         return tune(plan, first, view, argv=sys.argv, more_lanes=more)
 

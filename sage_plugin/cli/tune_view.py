@@ -12,10 +12,10 @@ from sage_plugin.bench.rows import EMULATION_NOTE
 from sage_plugin.cli import tables
 from sage_plugin.families import describe
 from sage_plugin.registry.config_words import config_lines
-from sage_plugin.schema import AnyEntry, AnyLaunch
+from sage_plugin.schema import NO_SPEEDS, AnyEntry, AnyLaunch, Timing
+from sage_plugin.tune.configs.outcome import Outcome, with_fronts
 
 if TYPE_CHECKING:
-    from sage_plugin.tune.configs.outcome import Outcome
     from sage_plugin.tune.configs.plan import TuningPlan
     from sage_plugin.tune.configs.simulate import SimulationResult
     from sage_plugin.tune.run.study import Study
@@ -33,8 +33,8 @@ def outcome_table(outcomes: Sequence[Outcome], *, width: int) -> Group:
         return lambda outcome: "-" if outcome.entry is None else cell(outcome.entry)
 
     times: list[tables.Column[Outcome]] = [
-        ("default", of_entry(lambda e: milliseconds(e.evidence.baseline_time.median_ms))),
-        ("best", of_entry(lambda e: milliseconds(e.evidence.time.median_ms))),
+        ("default", of_entry(lambda e: time_text(e, e.evidence.baseline_time))),
+        ("best", of_entry(lambda e: time_text(e, e.evidence.time))),
         ("gain", of_entry(gain_text)),
     ]
     found: list[tables.Column[Outcome]] = [
@@ -71,11 +71,11 @@ def outcome_notes(outcomes: Sequence[Outcome], *, min_gain: float) -> list[str]:
         notes += [f"{where}: {note}" for note in outcome.notes]
         if outcome.written.startswith("kept") and not outcome.written.endswith("already there"):
             notes.append(f"{where}: {outcome.written}")
-        emulated = outcome.study.key.variant == "emulation"
+        emulated = outcome.study.key.variant in NO_SPEEDS
         stamp = outcome.entry.evidence.stamp if outcome.entry is not None else ""
         if stamp not in ("", "clean") and not emulated:
             notes.append(f"{where}: times are {stamp}")
-    if any(outcome.study.key.variant == "emulation" for outcome in outcomes):
+    if any(outcome.study.key.variant in NO_SPEEDS for outcome in outcomes):
         notes.append(EMULATION_NOTE)
     return notes
 
@@ -83,9 +83,7 @@ def outcome_notes(outcomes: Sequence[Outcome], *, min_gain: float) -> list[str]:
 def front_lines(outcomes: Sequence[Outcome]) -> list[str]:
     """Write what a loss of exactness would buy: the front of time and error of each call."""
     lines = []
-    for outcome in outcomes:
-        if len(outcome.front) < 2:
-            continue
+    for outcome in with_fronts(outcomes):
         study = outcome.study
         lines.append(f"{study.kernel} {describe(study.timed.shape)}: time and error")
         for point in outcome.front:
@@ -103,6 +101,10 @@ def best_lines(unfinished: Sequence[Outcome]) -> list[str]:
         where = f"{study.kernel} {describe(study.timed.shape)}"
         if outcome.best is None:
             lines.append(f"{where}: nothing valid among {tried} so far")
+            continue
+        if study.key.variant in NO_SPEEDS:
+            valid = outcome.trials.get("ok", 0)
+            lines.append(f"{where}: {valid} of {tried} so far are valid")
             continue
         config, ratio = outcome.best
         changes = changes_text(config, study.default)
@@ -157,12 +159,17 @@ def changes_text(config: AnyLaunch, default: AnyLaunch) -> str:
 def gain_text(entry: AnyEntry) -> str:
     """Write the gain over the default with its sure part, or why there is none."""
     evidence = entry.evidence
-    if evidence.confirmed:
+    if evidence.confirmed or entry.key.variant in NO_SPEEDS:
         return "-"
     if evidence.baseline.startswith("unusable"):
         return "default\nunusable"
     gain = 1 - evidence.time.median_ms / evidence.baseline_time.median_ms
     return f"{gain:.1%}\nsure {evidence.gain_low:.1%}"
+
+
+def time_text(entry: AnyEntry, time: Timing) -> str:
+    """Write a time of an entry; an emulation has none."""
+    return "-" if entry.key.variant in NO_SPEEDS else milliseconds(time.median_ms)
 
 
 def milliseconds(value: float) -> str:

@@ -10,6 +10,7 @@ from typing import Self
 
 from torch import nn
 
+from sage_plugin.errors import number_of
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.experts.layer import ExpertsLayer
 from sage_plugin.plugin.hosts.diffusers import attention_modules
@@ -129,7 +130,7 @@ def _lines(handle: PatchHandle, compiled: dict[str, list[nn.Module]]) -> Iterato
     for part in handle._parts:
         options, name = part.state.options, part.state.component
         by = f"kernel {options.kernel!r}" if options.policy is None else "the policy's rules"
-        attention = _count(len(part.layers), "attention layer")
+        attention = number_of(len(part.layers), "attention layer")
         yield f"{name} ({type(part.module).__name__}): {attention} on {by}"
         yield f"  linears: {_taken(part)}"
         blocks = Counter(type(block).__name__ for block in compiled.get(name, ()))
@@ -150,7 +151,3 @@ def _taken(part: Component) -> str:
     left = Counter(part.linears_left().values())
     why = ", ".join(f"{count} left: {reason}" for reason, count in left.items())
     return f"{told}; {why}" if why else told
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -21,7 +21,7 @@ from torch import nn
 from sage_plugin.kernels.attention.call import KernelRequest
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
-from sage_plugin.kernels.linear.call import LinearRequest
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.policy.rules import LINEARS, Policy
 from sage_plugin.plugin.prologue.unfused import Unfused
@@ -107,7 +107,7 @@ class PatchOptions:
     linears: str | None = None
     keep_originals: bool = True
     requests: tuple[KernelRequest, KernelRequest] = field(init=False, compare=False, repr=False)
-    of_linears: LinearRequest = field(init=False, compare=False, repr=False)
+    of_linears: BackendRequest = field(init=False, compare=False, repr=False)
 
     @property
     def has_linears(self) -> bool:
@@ -120,7 +120,7 @@ class PatchOptions:
         ask = functools.partial(KernelRequest, self.kernel, self.variant, None, self.config_dir)
         requests = (ask(let_through=(self.min_seq, grouped)) for grouped in (False, True))
         object.__setattr__(self, "requests", tuple(requests))
-        object.__setattr__(self, "of_linears", LinearRequest(config_dir=self.config_dir))
+        object.__setattr__(self, "of_linears", BackendRequest(config_dir=self.config_dir))
 
 
 @dataclass(eq=False)  # no slots: traced code reads it

@@ -162,18 +162,20 @@ def _near_words(match: Match, key: AnyKey) -> str:
     """At what a near match was measured, and what is known of the loss."""
     if match.source == "exact":
         return ""
-    measured = match.entry.key
-    numbers = dict(zip(measured.NUMBERS, measured.numbers(), strict=True))
-    forms = {n: value for n, value in measured.to_json().items() if n not in numbers}
-    other = {n: form for n, form in forms.items() if form != getattr(key, n)}
+    numbers = key.NUMBERS
+    measured = [
+        f"{name} {value}"
+        for name, value in match.entry.key.to_json().items()
+        if name in numbers or value != getattr(key, name)
+    ]
     if match.nearness != distance.Nearness.MEASURED:
         loss = f"within {distance.REACH} times its lengths, loss not measured"
     elif match.entry.regret is None:
-        loss = "between measured lengths"
+        loss = "between measured lengths, loss not measured (`sage configs regions` prices it)"
     else:
         loss = f"inside its region, where at most {match.entry.regret:.1%} is lost"
     where = f" on {match.entry.evidence.measured_on}" if match.entry.evidence.measured_on else ""
-    return f", measured at {numbers | other}{where}; {loss}"
+    return f", measured at {', '.join(measured)}{where}; {loss}"
 
 
 def _rank(key: AnyKey, facts: DeviceFacts, config_dir: str | Path | None) -> tuple[Match, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
-from sage_plugin.registry import load, lookup, regions, store
+from sage_plugin.registry import load, lookup, regions, staleness, store
 from sage_plugin.registry.distance import REACH
 from sage_plugin.registry.entries import lengths, ranges, with_ranges
 from sage_plugin.schema import (
@@ -133,14 +133,23 @@ def _merged(
         if refusal := _refusal(entry, old, min_gain):
             kept.append((entry.key, refusal))
             continue
-        merged[entry.key] = entry
+        same = old is not None and old.config == entry.config
+        merged[entry.key] = _with_region(entry, old) if same and old is not None else entry
         if old is None:
             added.append((entry.key, "confirmed" if entry.evidence.confirmed else "new"))
         else:
-            same = old.config == entry.config
             replaced.append((entry.key, "evidence renewed" if same else "another config won"))
     report = MergeReport(tuple(added), tuple(replaced), tuple(kept))
     return list(merged.values()), report
+
+
+def _with_region(entry: AnyEntry, old: AnyEntry) -> AnyEntry:
+    """Keep the region that was priced for the same config, if the software is the same."""
+    if old.regret is None or entry.regret is not None:
+        return entry
+    if staleness.changes(old, entry.evidence.toolchain):
+        return entry
+    return with_ranges(entry, ranges(old), regret=old.regret)
 
 
 def _refusal(entry: AnyEntry, old: AnyEntry | None, min_gain: float) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sage_plugin.errors import ConfigError
+from sage_plugin.errors import ConfigError, number_of
 from sage_plugin.paged_records import (
     PAGED_ATTENTION,
     PAGED_BACKENDS,
@@ -76,7 +76,7 @@ def _header_problems(file: RegistryFile, path: Path, facts: DeviceFacts | None) 
 
     found = []
     where = path.resolve()
-    unreachable = f"{len(file.entries)} entries unreachable"
+    unreachable = f"{number_of(len(file.entries), 'entry', 'entries')} unreachable"
     if slug(file.device.name) != file.device.slug:
         found.append(
             f"{unreachable}: a device named {file.device.name!r} looks for "

@@ -12,7 +12,7 @@ import torch
 from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.capture.store.manifest import CallCounts
 from sage_plugin.capture.store.writer import CaptureWriter
-from sage_plugin.families.attention.labels import describe
+from sage_plugin.kernels.call_words import describe
 from sage_plugin.measure.inputs import self_attention, synthetic
 from sage_plugin.replay.inputs import ReplayInputs
 from sage_plugin.schema import SCHEMA_VERSION, CallShape

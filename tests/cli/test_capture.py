@@ -115,6 +115,10 @@ def test_options_behind_the_script_get_a_hint(out, tmp_path):
     assert answer.exit_code == 2
     assert "note: --max-captures stands behind" in answer.stderr
     assert f"sage capture --max-captures ... {mine}" in answer.stderr
+    mine.write_text("import sys; assert '--max-captures' in sys.argv")
+    assert "stands behind" not in record("-o", "x", mine, "--max-captures", "3").stderr
+    mine.write_text("import sys; assert sys.argv[1:]")
+    assert "stands behind" in record("-o", "x", mine, "--max-captures", "3").stderr
 
 
 LANGUAGE_SCRIPT = """

@@ -11,6 +11,7 @@ import pytest
 from sage_plugin import device, files
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.registry import load, store
+from sage_plugin.schema import ATTENTION
 from tests.cli import program
 from tests.registry import samples
 
@@ -33,7 +34,8 @@ def entry(**changes):
 
 
 def put(*entries, root: str = "c", facts=CPU) -> Path:
-    path = load.file_path(root, facts.slug)
+    family = entries[0].key.family if entries else ATTENTION
+    path = load.file_path(root, facts.slug, family)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(path, store.text_of(samples.file(*entries, facts=facts)))
     return path
@@ -96,7 +98,7 @@ def test_explain_a_near_match_and_the_command_that_would_fill_it():
         "explain", "-sq", "1500", "-hq", "16", "-d", "64", "--kernel", "fav3_sage",
         "--config-dir", "c",
     )  # fmt: skip
-    assert "near match, measured at {'seq_q': 1024" in result.stdout
+    assert "near match, measured at seq_q 1024" in result.stdout
     assert "Next: sage tune --kernel fav3_sage:emulation" in result.stdout
 
 
@@ -266,4 +268,4 @@ def test_check_finds_entries_that_no_device_can_reach():
     put(samples.entry(), facts=facts)
     result = sage("check", "c")
     assert result.exit_code == 2
-    assert "1 entries unreachable" in result.stdout
+    assert "1 entry unreachable" in result.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -46,10 +47,10 @@ def test_a_run_is_measured_alone_and_applied_later(script):
     applied = sage("configs apply mine --config-dir c")
     assert applied.exit_code == 0, applied.stderr
     assert f"{MINE}: 1 added, 0 replaced, 0 kept" in applied.stdout
-    assert "added: sage:emulation 1x256x64 bf16 bhsd: new" in applied.stdout
+    assert "added: sage:emulation 1 head of 64, 256 tokens, bf16 bhsd: new" in applied.stdout
     (written,) = load.read(MINE).entries
     assert written.config.block_n == 64
-    again = sage("configs apply tuning_runs/mine --config-dir c")
+    again = sage("configs apply tuning_runs/mine/results.json --config-dir c")
     assert "0 added, 0 replaced, 1 kept" in again.stdout
     assert "Nothing changed" in again.stdout
     assert sage(f"{TUNE} --update-registry --config-dir c2").exit_code == 0
@@ -73,12 +74,40 @@ def test_files_of_several_cards_are_merged_by_the_rules():
     assert sage("configs merge absent into").exit_code == 2
 
 
+def test_commands_to_run_next_are_quoted():
+    put(samples.entry(samples.key(kernel="sage", variant="emulation")), root="my configs")
+    for line, quoted in (
+        ("configs merge 'my configs' 'all of them'", "sage configs check 'all of them'"),
+        ("configs diff 'my configs' 'no configs'", "sage configs merge 'my configs' 'no configs'"),
+        ("configs export 'my configs' --out 'my files'", "sage configs import 'my files/best"),
+    ):
+        Path("no configs").mkdir(exist_ok=True)
+        put(root="no configs")
+        done = sage(line)
+        assert f"Next: {quoted}" in done.stdout, done.output
+
+
+def test_what_a_card_measured_is_written_for_a_sibling_and_marked():
+    h100 = samples.FACTS
+    h200 = dataclasses.replace(h100, slug="nvidia-h200", name="NVIDIA H200", memory_bytes=2**37)
+    put(samples.entry(), facts=h200)
+    put(samples.entry(samples.key(seq_q=9)), root="into", facts=h100)
+    assert sage("configs merge c into --as nvidia-h100").exit_code == 0
+    entries = load.read(load.file_path("into", h100.slug)).entries
+    marks = {entry.key.seq_q: entry.evidence.measured_on for entry in entries}
+    assert marks == {9: "", samples.KEY.seq_q: "NVIDIA H200"}
+    put(samples.entry(), root="d", facts=dataclasses.replace(h200, sm_count=78))
+    refused = sage("configs merge d into --as nvidia-h100")
+    assert "are no siblings: sm_count is 78 and 132; tune on the card" in error_of(refused)
+    assert "--as 'a100'" in error_of(sage("configs merge c into --as a100"))
+
+
 def test_the_difference_of_two_folders_is_a_table():
     put(entry(seq_q=64), entry())
     put(entry(), samples.entry(samples.key(variant="emulation", seq_q=9)), root="d")
     shown = sage("configs diff c d")
     assert shown.exit_code == 0
-    assert "1 calls in A alone, 1 in B alone, 0 with another config, 0 with" in shown.stdout
+    assert "1 call in A alone, 1 in B alone, 0 with another config, 0 with" in shown.stdout
     other = samples.entry(entry().key, samples.config(block_m=64, smooth_v=True))
     put(other, root="e")
     text = sage("configs diff d e").stdout
@@ -94,7 +123,7 @@ def test_configs_leave_and_come_back_as_files_of_another_tuner(script):
     put(samples.entry(key, of_sage), entry())
     out = sage("configs export --format seed --config-dir c --out seeds --device cpu")
     assert out.exit_code == 0, out.stderr
-    assert "left out: 1 entries" in out.stderr
+    assert "left out: 1 entry," in out.stderr
     (path,) = Path("seeds").iterdir()
     assert path.name.startswith("best_configs_B1_H1_S256_D64_")
     assert json.loads(path.read_text())["256"]["config"]["BLOCK_SIZE_N"] == 64
@@ -136,3 +165,37 @@ def test_a_space_of_the_package_is_known_by_its_name(script, monkeypatch):
         shown = sage(f"tune --seq-len 64 --kernel sage --device cpu --config-file {name} --dry-run")
         assert shown.exit_code == 0, shown.stderr
     assert sage("tune --seq-len 64 --config-file spaces/absent.json --dry-run").exit_code == 2
+
+
+def put_linears() -> None:
+    """Write an entry of attention and one of a grouped linear, both of drawn inputs."""
+    drawn = samples.evidence(synthetic=True)
+    grouped = dataclasses.replace(samples.LINEAR_KEY, kernel="bf16", groups=8)
+    of_groups = dataclasses.replace(samples.linear_entry(grouped), evidence=drawn)
+    put(samples.entry(samples.key(kernel="sage"), because=drawn), facts=samples.FACTS)
+    put(of_groups, facts=samples.FACTS)
+
+
+def test_every_family_is_measured_again_and_exported(on_gpu, monkeypatch):
+    put_linears()
+    runner = ScriptedRunner()
+    monkeypatch.setattr(subprocess_runner, "SubprocessRunner", lambda **_: runner)
+    done = sage("configs revalidate --config-dir c")
+    assert done.exit_code == 0, done.stderr
+    for family in ("attention", "grouped_linear"):
+        path = load.file_path("c", samples.FACTS.slug, family)
+        assert f"Configs: {path}" in done.stdout
+        (entry,) = load.read(path).entries
+        assert (entry.evidence.toolchain, entry.evidence.confirmed) == (device.toolchain(), True)
+    made = sage(f"configs export --format gmm --config-dir c --as {samples.FACTS.slug} --out tiles")
+    assert made.exit_code == 0, made.stderr
+    assert [path.name for path in Path("tiles").iterdir()] == ["m1024_k512_n1024_g8.json"]
+
+
+def test_what_only_recordings_can_replace_does_not_hold_up_the_others(on_gpu, script):
+    put_linears()
+    put(samples.entry(), facts=samples.FACTS)
+    done = sage("configs revalidate --config-dir c --dry-run")
+    assert done.exit_code == 0, done.stderr
+    assert "none of such a call were given" in " ".join(done.stderr.split())
+    assert "1024" in done.stdout.replace(",", "")

@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from sage_plugin import device as devices
 from sage_plugin.cli.linear_options import LinearOptions
 from sage_plugin.cli.options import DrawnInputOptions
 from sage_plugin.registry import load
 from sage_plugin.schema import LinearLaunch
-from sage_plugin.tune.configs import subprocess_runner
 from tests.capture.toys import SCRIPT
 from tests.cli.program import sage
 from tests.registry.samples import FACTS
@@ -66,11 +63,9 @@ def test_shapes_are_those_of_one_device(changes, features) -> None:
     ]
 
 
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let commands work for a card that is not here, with a scripted runner in place of it."""
-    monkeypatch.setattr(devices, "chosen", lambda _: (torch.device("cuda:0"), FACTS))
-    monkeypatch.setattr(subprocess_runner, "SubprocessRunner", lambda **_: ScriptedRunner(speed))
+@pytest.fixture(autouse=True)
+def _runner(script) -> None:
+    script(ScriptedRunner(speed))
 
 
 def speed(config: LinearLaunch) -> float:
@@ -106,7 +101,7 @@ def test_what_was_tuned_is_shown_listed_and_explained(on_gpu) -> None:
     assert sage("configs", "check", path).exit_code == 0
     about = ("--config-dir", "c", "--as", FACTS.slug, "--op", "linear", "--batch-sizes", "20")
     told = sage("configs", "explain", *about, "--out-in-features", "4096/4096", *INT8)
-    assert "near match, measured at {'rows': 16}" in " ".join(told.stdout.split())
+    assert "near match, measured at rows 16;" in " ".join(told.stdout.split())
     assert "It gets 64x32x128 w4" in told.stdout
     other = sage("configs", "explain", *about, "--out-in-features", "1024/4096", *INT8).stdout
     assert "out_features is 4096 there, 1024 here" in " ".join(other.split())

@@ -120,6 +120,10 @@ MISTAKES = [
     (f"tune {SHAPE} --max-error-ratio 0.9", 2, "--max-error-ratio 0.9: must be at least 1"),
     (f"tune {SHAPE} --max-error 0", 2, "--max-error 0.0: must be above 0"),
     (f"tune {SHAPE} --method graph", 2, "timing method 'graph' on cpu"),
+    (f"tune {SHAPE} --benchmarking-method amortized", 2, "timing method 'graph' on cpu"),
+    (f"bench {SHAPE} --benchmarking-method xprof", 2, "timing method 'profiler' on cpu"),
+    ("tune model", 2, "model is a model, not captures: --model model tunes its calls"),
+    ("configs apply absent/results.json", 2, "absent/results.json: no such file or folder"),
     (f"tune {SHAPE} --shard 5/4", 2, "--shard 5/4: count from 1/N to N/N"),
     (f"tune {SHAPE} --shard first", 2, "--shard 'first': write it as 1/4"),
     (f"tune {SHAPE} --gpus all", 3, "no GPU that torch can use"),
@@ -229,8 +233,9 @@ def theirs(tmp_path_factory) -> Path:
     recordings.write(folder / "captured_inputs")
     recordings.times(folder / "times.json")
     (folder / "theirs.py").write_text(SCRIPT.format(patch="", end=""))
-    for name in ("empty", "foreign"):
+    for name in ("empty", "foreign", "model"):
         (folder / name).mkdir()
+    (folder / "model" / "config.json").write_text("{}")
     (folder / "foreign" / "photo.jpg").write_text("years of work")
     far = {"rules": [{"kernel": "sage", "layers": ["*blocks.29.*"]}]}
     wan = {"rules": [{"kernel": "sage"}], "model": "WanTransformer3DModel"}

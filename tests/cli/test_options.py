@@ -9,7 +9,7 @@ import torch
 
 from sage_plugin.cli.options import DrawnInputOptions, ShapeOptions
 from sage_plugin.errors import UsageError
-from sage_plugin.families.attention.labels import describe
+from sage_plugin.kernels.call_words import describe
 from sage_plugin.measure.inputs import presets, self_attention
 from sage_plugin.measure.masks import synthetic_mask
 
@@ -23,7 +23,7 @@ def test_a_shape_has_the_defaults_of_its_query_side():
     )  # fmt: skip
     first, second = options.shapes()
     assert (first.seq_q, second.seq_q, second.seq_k, second.heads_k) == (16, 32, 8, 2)
-    assert describe(first) == "2x4:2x16:8x32 fp16 bshd causal dense"
+    assert describe(first) == "2x4:2 heads of 32, 16:8 tokens, fp16 bshd causal dense"
     assert describe(dataclasses.replace(first, causal=False, mask_kind="none")).endswith("bshd")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
@@ -73,3 +74,17 @@ def test_a_device_of_two_is_compared_with_half_of_the_heads() -> None:
     assert done.exit_code == 0, done.stderr
     (table,) = json.loads(done.stdout)["tables"]
     assert (table["shape"]["heads_q"], table["shape"]["heads_k"]) == (2, 1)
+
+
+def test_explain_says_what_a_batch_gets_and_the_command_that_would_fill_it() -> None:
+    words = ("--op", "paged_attention", "--max-model-len", "8192", "--kind", "decode")
+    told = sage("configs", "explain", *words, "--as", "nvidia-h200")
+    assert told.exit_code == 0, told.stderr
+    assert "fav2:triton on NVIDIA H200: decode 35 of" in told.stdout
+    assert "(default: default of sm_90)" in told.stdout
+    name, *command = shlex.split(told.stdout.rpartition("Next: ")[2])
+    filled = sage(*command, "--dry-run")
+    assert name == "sage"
+    assert "tuned on a GPU only" in error_of(filled), "the command is one that tune takes"
+    wrong = sage("configs", "explain", *words, "--seq-len", "64")
+    assert "--seq-len belongs to attention" in error_of(wrong)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import IO
 
 import click
 import pytest
@@ -137,32 +138,69 @@ def test_an_error_is_one_sentence_and_its_exit_code(error, monkeypatch, tmp_path
 
 SCRIPT = """
 import sys
+from typing import IO
 from sage_plugin.cli import main
 sys.argv = ["sage", *{words!r}]
 main()
 """
 
 
+PRINTED = ("doctor", "--help", "tune --help", "--version")
+"""Commands that print in ways of their own: a command's tables, typer's help, a callback."""
+
+
+def answered(words: str, stdout: int | IO[str]) -> tuple[int, str]:
+    """Exit code of a command, and what it says on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(words=words.split())],
+        stdout=stdout, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_standard_output_is_one_sentence():
+@pytest.mark.parametrize("words", PRINTED)
+def test_a_full_standard_output_is_one_sentence(words):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT.format(words=["doctor"])],
-            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
-    assert done.returncode == 3
-    assert done.stderr == "error: standard output: cannot be written (No space left on device)\n"
+        found = answered(words, full)
+    says = "error: standard output: cannot be written (No space left on device)\n"
+    assert found == (3, says)
 
 
-def test_a_closed_pipe_is_no_failed_gate_and_says_nothing():
+@pytest.mark.parametrize("words", PRINTED)
+def test_a_closed_pipe_is_no_failed_gate_and_says_nothing(words):
     read_end, write_end = os.pipe()
     os.close(read_end)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(words=["doctor"])],
-        stdout=write_end, stderr=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
+    found = answered(words, write_end)
     os.close(write_end)
-    assert (done.returncode, done.stderr) == (141, "")
+    assert found == (141, "")
+
+
+CLOSED = """
+import os, subprocess, sys
+os.close(1)
+os._exit(subprocess.run([sys.executable, "-c", {script!r}], close_fds=False).returncode)
+"""
+OPENED = """
+import os
+from sage_plugin.cli.console import keep_numbers
+keep_numbers()
+raise SystemExit(os.open(os.devnull, os.O_RDONLY))
+"""
+
+
+def without_stdout(script: str) -> tuple[int, str]:
+    """Exit code of a program that has no standard output, and what it says on stderr."""
+    program = [sys.executable, "-c", CLOSED.format(script=script)]
+    done = subprocess.run(program, stderr=subprocess.PIPE, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_closed_standard_output_is_one_sentence_and_lends_no_file_its_number():
+    says = "error: standard output: cannot be written (it is closed)\n"
+    assert without_stdout(SCRIPT.format(words=["doctor"])) == (3, says)
+    number, said = without_stdout(OPENED)
+    assert number > 2, said
 
 
 def test_letters_that_a_terminal_has_not_are_spelt_out():

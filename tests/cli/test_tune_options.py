@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,9 @@ from tests.tune.captures import GROUPED, SELF
 from tests.tune.scripted import ScriptedRunner
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("-sq", "64", "-hq", "1", "-d", "32", "--device", "cpu", "--config-dir", "c")
+CALL = ("-sq", "64", "-hq", "1", "-d", "32", "--config-dir", "c")
+SMALL = (*CALL, "--device", "cpu")
+OF_CARD = (*CALL, "--kernel", "sage:portable", "--space", "two.json")
 
 
 def sage(*words: object):
@@ -31,7 +34,8 @@ def sage(*words: object):
 
 
 def small_tiles_are_fast_and_inexact() -> ScriptedRunner:
-    """Of the emulation's tiles, that of 64 keys takes half the time with half more error."""
+    """Of two tiles, that of 64 keys takes half the time with half more error."""
+    Path("two.json").write_text('{"block_n": [64, 128]}')
 
     def errors(config):
         error = samples.ERRORS.centred_rel_l1 * (1.5 if config.block_n == 64 else 1.0)
@@ -48,9 +52,9 @@ def small_tiles_are_fast_and_inexact() -> ScriptedRunner:
         (["--max-error-ratio", "1.6", "--max-error", "1e-9"], "failed"),
     ],
 )
-def test_the_error_of_a_winner_is_limited_and_the_front_is_shown(script, words, verdict):
+def test_the_error_of_a_winner_is_limited_and_the_front_is_shown(on_gpu, script, words, verdict):
     script(small_tiles_are_fast_and_inexact())
-    result = sage(*SMALL, *words, "--run-name", "r")
+    result = sage(*OF_CARD, *words, "--run-name", "r")
     assert result.exit_code == (1 if verdict == "failed" else 0), result.stderr
     results = json.loads(Path("tuning_runs/r/results.json").read_text())["results"]
     assert [one["verdict"] for one in results] == [verdict]
@@ -61,6 +65,21 @@ def test_the_error_of_a_winner_is_limited_and_the_front_is_shown(script, words, 
         assert "time and error" in result.stdout
         assert ("too inexact to win" in result.stdout) == (verdict == "confirmed")
         assert (Path("tuning_runs/r") / run_folder.FRONT).stat().st_size > 1000
+    else:
+        exact = samples.ERRORS.centred_rel_l1
+        assert f"2 beyond --max-error (the most exact has {exact:.4g})" in result.stderr
+
+
+def test_an_emulation_shows_no_times_and_sells_no_exactness(script):
+    script(small_tiles_are_fast_and_inexact())
+    result = sage(*SMALL, "--run-name", "r", "--max-error-ratio", "1.6")
+    assert result.exit_code == 0, result.stderr
+    assert "tuned" in result.stdout
+    listed = program.sage("configs", "list", "--device", "cpu", "--config-dir", "c").stdout
+    for shown in (result.stdout, result.stderr, listed):
+        assert re.search(r"\d ms\b|\d %", shown) is None, shown
+    assert "time and error" not in result.stdout
+    assert not (Path("tuning_runs/r") / run_folder.FRONT).exists()
 
 
 def test_a_shard_tunes_its_part_into_a_folder_of_its_own(script, tmp_path):
@@ -83,19 +102,24 @@ def test_what_is_about_to_happen_is_said_before_it_does(script):
     script(ScriptedRunner())
     result = sage(*SMALL)
     assert "Tune: about" in result.stderr
-    assert "3 configs of 1 calls. Ctrl-C keeps what is known." in result.stderr
+    assert "3 configs of 1 call. Ctrl-C keeps what is known." in result.stderr
 
 
-def test_ctrl_c_shows_the_best_so_far_and_the_command_that_goes_on(script):
+@pytest.mark.parametrize("device", [[], ["--device", "cpu"]])
+def test_ctrl_c_shows_the_best_so_far_and_the_command_that_goes_on(script, device, request):
     def press(count: int) -> None:
         if count == 9:
             raise KeyboardInterrupt
 
+    if not device:
+        request.getfixturevalue("on_gpu")
     Path("space.json").write_text('{"block_n": [64, 128, 256], "num_warps": [1, 2, 4, 8]}')
     script(ScriptedRunner(before=press))
-    result = sage(*SMALL, "--space", "space.json")
+    kernel = ("--kernel", "sage:emulation" if device else "sage:portable")
+    result = sage(*CALL, *device, *kernel, "--space", "space.json")
     assert result.exit_code == 130
-    assert "best of 9 so far takes 1.000 of the default: the default" in result.stdout
+    best = "best of 9 so far takes 1.000 of the default: the default"
+    assert ("9 of 9 so far are valid" if device else best) in result.stdout
     assert "Stopped with 1 of 1 calls to go. Next: sage" in result.stdout
 
 
@@ -122,12 +146,12 @@ def test_a_log_gets_lines_now_and_then(monkeypatch):
             view.trial_finished(study, runner.judge(study, config))
         view.race_started(study, 3)
         view.study_finished(study, "tuned")
-    name = "fav3_sage 1x16x1024x64 bf16 bhsd: "
+    name = "fav3_sage 1x16 heads of 64, 1,024 tokens, bf16 bhsd: "
     assert [line.removeprefix(name) for line in log.lines] == [
         "8 configs, 2 from an earlier run",
-        "4/8 tried, ",
-        "6/8 tried, ",
-        "8/8 tried, ",
+        "4/8 tried",
+        "6/8 tried",
+        "8/8 tried",
         "8/8 tried, racing 3 finalists",
         "8/8 tried, tuned",
     ]
@@ -163,6 +187,6 @@ def test_a_real_signal_ends_the_children_and_names_the_command_that_goes_on(sent
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Next: sage tune -sq 64" in out
-    assert "so far takes" in out
+    assert "so far are valid" in out
     assert 2 <= len(Ledger(ledger).all()) < 16
     assert not (Path("tuning_runs/r") / run_folder.CRASH_MARKER).exists()

@@ -60,7 +60,7 @@ def test_why_an_entry_serves_or_does_not(put) -> None:
         return lookup.explain(key(**changes), facts=FACTS, config_dir=root)[0]
 
     assert "linear.json: exact match" in why()
-    assert "near match, measured at {'rows': 1024}" in why(rows=1100)
+    assert "near match, measured at rows 1024;" in why(rows=1100)
     assert "out_features is 1024 there, 512 here" in why(out_features=512)
     assert "rows 9000 is over 2 times from its measured range 1024..1024" in why(rows=9000)
 

@@ -271,10 +271,12 @@ def test_explain_names_range_legality_and_match(put):
         put, samples.key(seq_q=19_000), wide(1024, 32)
     )
     reached = explain(put, samples.key(seq_q=9000, layout="bshd"), wide(1024, 32))
-    assert "'layout': 'bhsd'}; within 2 times its lengths, loss not measured" in reached
+    assert "layout bhsd, seq_q 1024, seq_k 1024, batch_heads 16; within 2 times its" in reached
+    assert "its lengths, loss not measured" in reached
     assert "exact match" in explain(put, samples.KEY, samples.entry())
     near = explain(put, samples.key(seq_q=2000), wide(1024, 32))
-    assert "near match, measured at {'seq_q': 1024" in near
+    assert "near match, measured at seq_q 1024, seq_k 1024" in near
+    assert "between measured lengths, loss not measured (`sage configs regions`" in near
     assert "none legal" in explain(put, samples.KEY, samples.entry(), is_legal=lambda _: False)
     assert "no entries" in explain(put, samples.KEY)
 

@@ -146,6 +146,29 @@ def test_regions_are_written_found_and_explained(path, tmp_path):
     assert kept[4096] == (2048, 16_384), "a new neighbor does not widen what was measured"
 
 
+@pytest.mark.parametrize(
+    ("config", "torch", "region"),
+    [(C, "2.13.1", (2048, 16_384)), (C, "2.14.0", (2048, 4096)), (A, "2.13.1", (2048, 4096))],
+    ids=["measured again", "with other software", "another config"],
+)
+def test_a_region_stays_with_its_config_and_software(path, config, torch, region):
+    tools = dataclasses.replace(samples.TOOLCHAIN, torch="2.13.0")
+    old = [held(1024, A), held(2048, B), held(4096, C)]
+    merged(path, *(with_tools(entry, tools) for entry in old))
+    price(path, BY_KEY, limit=0.02, drop=False)
+    merged(path, with_tools(held(4096, config), dataclasses.replace(tools, torch=torch)))
+    found = {e.key.seq_q: (e.seq_q_range, e.regret) for e in load.read(path).entries}
+    kept = region[1] == 16_384
+    assert found[4096][0] == region
+    assert (found[4096][1] is not None) == kept
+
+
+def with_tools(entry, tools):
+    """An entry as other software measured it."""
+    evidence = dataclasses.replace(entry.evidence, toolchain=tools)
+    return dataclasses.replace(entry, evidence=evidence)
+
+
 def test_entries_that_others_cover_go_if_asked(path):
     merged(path, held(1024, A), held(2048, B), held(4096, C))
     changed = price(path, BY_KEY, limit=0.02, drop=True)

@@ -30,7 +30,7 @@ def test_a_sound_file_has_no_problem(path_of):
 def test_wrong_device_facts_make_entries_unreachable(path_of):
     path = path_of(samples.entry(), facts=dataclasses.replace(FACTS, sm_count=80))
     (sentence,) = problems(path, FACTS)
-    assert "1 entries unreachable: sm_count is 80 there, 132 on this device" in sentence
+    assert "1 entry unreachable: sm_count is 80 there, 132 on this device" in sentence
     assert problems(path) == [], "without a device at hand there is nothing to compare with"
 
 

@@ -118,6 +118,8 @@ def _load(path: Path) -> Mapping[str, Any] | str:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of the unpickler, the archive or the disk
         first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        if type(error).__name__ == "UnpicklingError":  # whose text tells how to run what it holds
+            first = "it holds something else, or is damaged; nothing of it was run"
         return f"cannot be read as tensors and plain values alone ({first})"
     if not isinstance(content, dict):
         return f"holds a {type(content).__name__}, expected a dict of q, k and v"

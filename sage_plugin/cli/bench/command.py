@@ -12,10 +12,11 @@ import typer
 
 from sage_plugin import files
 from sage_plugin.cli.bench.choice import short_enough
-from sage_plugin.cli.console import progress, say, say_left_out, stderr, stdout
+from sage_plugin.cli.console import progress, put, say, say_left_out, stderr, stdout
 from sage_plugin.cli.linear_options import LinearOptions
 from sage_plugin.cli.options import (
     DEFAULT_FOLDER,
+    METHOD_NAMES,
     SOME_FAILED,
     ConfigDir,
     Device,
@@ -25,6 +26,7 @@ from sage_plugin.cli.options import (
     check_config_dir,
     flattened,
     folder_of,
+    method_name,
     named_kernels,
     one_of,
     shown_first,
@@ -71,7 +73,9 @@ Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write JSON there, or to stdout (-).")
 ]
 MaxInputs = Annotated[int | None, typer.Option(min=1, help="Captures to use, spread over layers.")]
-Method = Annotated[str | None, typer.Option(help="events, graph, profiler; wall on a CPU.")]
+Method = Annotated[
+    str | None, typer.Option(*METHOD_NAMES, help="events, graph, profiler; wall on a CPU.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Run on a CPU however long it takes.")]
 
 
@@ -108,6 +112,7 @@ def command(
     from sage_plugin.families import family
     from sage_plugin.measure.timers import check_method
 
+    method = method_name(method)
     outputs = {"csv": csv, "json": json, "markdown": markdown}
     _check_outputs(outputs)
     check_config_dir(config_dir)
@@ -240,7 +245,7 @@ def _write(
             continue
         text = text_of[kind](tables, device=facts, toolchain=devices.toolchain())
         if name == "-":
-            typer.echo(text, nl=False)
+            put(text)
         else:
             files.write_atomically(Path(name), text)
             written.append(name)

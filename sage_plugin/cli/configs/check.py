@@ -12,7 +12,7 @@ import typer
 
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import ConfigDir, Device
-from sage_plugin.errors import ConfigError, UsageError
+from sage_plugin.errors import ConfigError, UsageError, number_of
 from sage_plugin.schema import AnyKey, AnyLaunch, DeviceFacts
 
 STALE, PROBLEMS = 1, 2
@@ -36,10 +36,9 @@ def command(
     found = [sentence for file in files for sentence in _problems_of(file, facts)]
     if found:
         say(*found)
-        count = f"{len(found)} problem{'s' * (len(found) > 1)}"
         say(
-            f"{count} in {len(files)} file{'s' * (len(files) > 1)}. Next: mend or delete what is "
-            "named, tune again"
+            f"{number_of(len(found), 'problem')} in {number_of(len(files), 'file')}. Next: mend or "
+            "delete what is named, tune again"
         )
         raise typer.Exit(PROBLEMS)
     names = ", ".join(map(str, files)) or "no file is in use"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.configs.sources import files_of
-from sage_plugin.cli.console import say, stdout
+from sage_plugin.cli.console import command_line, say, stdout
+from sage_plugin.errors import number_of
 
 if TYPE_CHECKING:
     from sage_plugin.registry.compare import EntryPair
@@ -35,25 +36,28 @@ def command(first: First, second: Second) -> None:
         stdout.print(table)
     only = [sum(getattr(p, side) is None for p in shown) for side in ("second", "first")]
     say(
-        f"{only[0]} calls in A alone, {only[1]} in B alone, "
+        f"{number_of(only[0], 'call')} in A alone, {only[1]} in B alone, "
         f"{len(shown) - sum(only)} with another config, {len(renewed)} with other evidence alone"
     )
     if pairs:
-        say(f"Next: sage configs merge {first} {second}, which takes what wins by the rules")
+        merge = command_line("configs", "merge", first, second)
+        say(f"Next: {merge}, which takes what wins by the rules")
 
 
 def _cells(pair: EntryPair) -> tuple[str, str, str]:
-    from sage_plugin.families import describe_key
+    from sage_plugin.families import family
 
-    call = f"{describe_key(pair.key).replace(' ', chr(10), 1)}\n{pair.slug}"
+    key = pair.key
+    call = f"{key.kernel}:{key.variant}\n{family(key.family).lines(key)}\n{pair.slug}"
     return call, _side(pair.first, pair.second), _side(pair.second, pair.first)
 
 
 def _side(entry: AnyEntry | None, other: AnyEntry | None) -> str:
-    from sage_plugin.cli.tune_view import milliseconds
+    from sage_plugin.cli.tune_view import time_text
     from sage_plugin.registry.config_words import config_lines
 
     if entry is None:
         return "-"
     config = config_lines(entry.config, None if other is None else other.config)
-    return f"{config}\n{milliseconds(entry.evidence.time.median_ms)} {entry.evidence.stamp}".strip()
+    time = time_text(entry, entry.evidence.time)
+    return f"{config}\n{time} {entry.evidence.stamp}".strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +19,10 @@ from sage_plugin.cli.options import (
     check_config_dir,
     flattened,
 )
+from sage_plugin.cli.paged_options import PagedOptions
 from sage_plugin.errors import UsageError
+from sage_plugin.paged_records import PagedShape
 from sage_plugin.schema import (
-    ATTENTION,
     AnyKey,
     AnyShape,
     CallShape,
@@ -40,6 +42,7 @@ Kernel = Annotated[str, typer.Option(help="Kernel, or kernel:variant.")]
 def command(
     shape: ShapeOptions,
     linears: LinearOptions,
+    paged: PagedOptions,
     kernel: Kernel = "auto",
     config_dir: ConfigDir = None,
     device: Device = None,
@@ -48,14 +51,23 @@ def command(
     """Say why a call gets its launch config, place by place."""
     from sage_plugin.families import family
 
-    if not linears.chosen and not shape.seq_len:
-        raise UsageError("which call? Give its length (--seq-len), heads (-hq) and channels (-d)")
     check_config_dir(config_dir)
     facts = facts_of(device, card, config_dir)
-    calls = linears.shapes(shape) if linears.chosen else shape.shapes()
+    calls = _calls(shape, linears, paged)
     named = linears.kernels()[0] if kernel == "auto" and linears.kernels() else kernel
     for call in calls:
         _explain_call(family(linears.op), call, named, facts, config_dir)
+
+
+def _calls(shape: ShapeOptions, linears: LinearOptions, paged: PagedOptions) -> Sequence[AnyShape]:
+    """The calls that are spelt out, of the family that is named."""
+    if linears.chosen:
+        return linears.shapes(shape)
+    if paged.chosen(linears.op):
+        return paged.shapes(shape, linears.tp_size)
+    if not shape.seq_len:
+        raise UsageError("which call? Give its length (--seq-len), heads (-hq) and channels (-d)")
+    return shape.shapes()
 
 
 def _explain_call(
@@ -76,10 +88,11 @@ def _explain_call(
 def _explain_key(
     family: Family, key: AnyKey, facts: DeviceFacts, config_dir: Path | None, shape: AnyShape
 ) -> None:
+    from sage_plugin.kernels import launch_config
     from sage_plugin.registry import lookup
     from sage_plugin.registry.config_words import config_text
 
-    family.forget()
+    launch_config.forget()
     say(f"{key.kernel}:{key.variant} on {facts.name}: {family.describe(shape)}")
     sentences = lookup.explain(
         key,
@@ -101,9 +114,9 @@ def _explain_key(
     say(*(f"  stale: {change}" for change in found.stale))
     reason = family.illegal_reason(found.config, key, facts)
     say("  legal on this device" if reason is None else f"  illegal on this device: {reason}")
-    if found.stale and key.family == ATTENTION:
+    if found.stale:
         say("Next: sage configs revalidate, which measures it again")
-    elif found.source in ("exact", "env") and not found.stale:
+    elif found.source in ("exact", "env"):
         say("Next: sage bench, to see what it is worth")
     else:
         say(f"Next: {_tune_command(key, shape, config_dir)}")
@@ -116,6 +129,8 @@ def _tune_command(key: AnyKey, shape: AnyShape, config_dir: Path | None) -> str:
         words += _linear_words(shape)
     elif isinstance(shape, CallShape):
         words += _attention_words(shape)
+    else:
+        words += _paged_words(shape)
     words += ["--config-dir", str(config_dir)] if config_dir is not None else []
     return shlex.join(words)
 
@@ -125,6 +140,15 @@ def _linear_words(shape: LinearShape) -> list[str]:
     return [
         "--op", shape.family, "--out-in-features", features, "--batch-sizes", str(shape.rows),
         "--dtype", shape.dtype, *(("--groups", str(shape.groups)) if shape.groups else ()),
+    ]  # fmt: skip
+
+
+def _paged_words(shape: PagedShape) -> list[str]:
+    return [
+        "--op", shape.family, "--kind", shape.kind, "--page-size", str(shape.page_size),
+        "--num-q-heads", str(shape.heads_q), "--num-kv-heads", str(shape.heads_k),
+        "--max-model-len", str(shape.max_keys), "--num-sequences", str(len(shape.q_lens)),
+        "--head-dim", str(shape.head_dim), "--dtype", shape.dtype, "--kv-dtype", shape.cache_dtype,
     ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import typer
 from sage_plugin.cli.configs.card import As, facts_of
 from sage_plugin.cli.console import say, stdout
 from sage_plugin.cli.options import ConfigDir, Device, check_config_dir
-from sage_plugin.errors import ConfigError
+from sage_plugin.errors import ConfigError, number_of
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -54,7 +54,7 @@ def _show_file(label: str, path: Path) -> None:
         say(f"{label}: {error}")
         return
     count = len(file.entries)
-    say(f"{label}: {path}: {file.device.name}, {count} {'entry' if count == 1 else 'entries'}")
+    say(f"{label}: {path}: {file.device.name}, {number_of(count, 'entry', 'entries')}")
     if file.entries:
         stdout.print(_table(file))
 
@@ -64,7 +64,7 @@ def _table(file: RegistryFile) -> Group:
 
     from sage_plugin import device as devices
     from sage_plugin.cli.tables import Column, fitted
-    from sage_plugin.cli.tune_view import gain_text, milliseconds
+    from sage_plugin.cli.tune_view import gain_text, time_text
     from sage_plugin.families import family
     from sage_plugin.registry import staleness
     from sage_plugin.registry.config_words import config_lines
@@ -86,7 +86,7 @@ def _table(file: RegistryFile) -> Group:
     )
     columns: list[Column[AnyEntry]] = [
         ("config", lambda entry: config_lines(entry.config, _default(entry, file))),
-        ("time", lambda entry: milliseconds(entry.evidence.time.median_ms)),
+        ("time", lambda entry: time_text(entry, entry.evidence.time)),
         ("gain", gain),
         ("tuned on", origin),
     ]

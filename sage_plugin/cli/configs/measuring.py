@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.console import say
+from sage_plugin.cli.console import say, say_left_out
 from sage_plugin.cli.options import ConfigDir, Device, dtype_name, flattened, one_of
 from sage_plugin.cli.tuning.options import PlaceOptions, seconds
-from sage_plugin.schema import LAYOUTS, DeviceFacts, LinearShape, RegistryEntry
+from sage_plugin.errors import CaptureError
+from sage_plugin.schema import LAYOUTS, DeviceFacts, LinearShape
 
 if TYPE_CHECKING:
+    from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
     from sage_plugin.tune.held.recheck import Believed
 
 
@@ -37,23 +39,54 @@ class MeasureOptions:
     ] = False
 
     def measure(self, believed: Sequence[Believed], name: str) -> None:
-        """Measure each config against the default, and keep what wins."""
-        from sage_plugin.cli import tune
+        """Measure each config against the default, an op family after the other; keep what wins."""
+        from sage_plugin.tune.held import recheck
+
+        groups: dict[str, list[Believed]] = {}
+        for one in believed:
+            groups.setdefault(one.shape.family, []).append(one)
+        plans, missing = [], []
+        for family, own in groups.items():
+            try:
+                plans.append(recheck.build(own, self._request(family), name))
+            except CaptureError as error:
+                missing.append(error)
+        if not plans:
+            raise missing[0]
+        say_left_out([str(error) for error in missing])
+        if codes := [code for plan in plans if (code := self._follow(plan))]:
+            raise typer.Exit(max(codes))
+
+    def _request(self, family: str) -> TuningRequest:
+        from sage_plugin import families
+        from sage_plugin.capture.store.reader import open_captures
         from sage_plugin.tune.configs import inputs
         from sage_plugin.tune.configs.plan import TuningRequest
-        from sage_plugin.tune.held import recheck
         from sage_plugin.tune.search.search import SearchLimits
 
-        folder = self.captures
-        request = TuningRequest(
-            inputs=inputs.TuningInputs(()) if folder is None else inputs.from_captures(folder),
+        found = inputs.TuningInputs(())
+        records = open_captures(self.captures).records if self.captures else ()
+        if self.captures and any(record.shape.family == family for record in records):
+            found = inputs.from_captures(self.captures, family=families.family(family))
+        return TuningRequest(
+            inputs=found,
             device=self.device,
             config_dir=self.config_dir,
             min_gain=self.min_gain,
             limits=SearchLimits(budget_s=None if self.budget is None else seconds(self.budget)),
         )
-        plan = recheck.build(believed, request, name)
-        tune.follow(plan, PlaceOptions(), dry_run=self.dry_run)
+
+    def _follow(self, plan: TuningPlan) -> int:
+        """Measure what a plan says; return the exit code, but for that of Ctrl-C."""
+        from sage_plugin.cli import tune
+
+        try:
+            tune.follow(plan, PlaceOptions(), dry_run=self.dry_run)
+        except typer.Exit as done:
+            if done.exit_code == tune.INTERRUPTED:
+                raise
+            return done.exit_code
+        return 0
 
 
 Stale = Annotated[
@@ -129,9 +162,9 @@ def _in_use(facts: DeviceFacts, config_dir: Path | None, stale: bool) -> Iterato
     from sage_plugin.tune.held.recheck import held
 
     seen = set()
-    for _, path in load.search_path(facts.slug, config_dir=config_dir):
-        for entry in load.read(path).entries if path.exists() else ():
-            if entry.key in seen or not isinstance(entry, RegistryEntry):
+    for _, path in load.files_in_use(facts.slug, config_dir):
+        for entry in load.read(path).entries:
+            if entry.key in seen:
                 continue
             seen.add(entry.key)
             if not stale or staleness.changes(entry, devices.toolchain()):

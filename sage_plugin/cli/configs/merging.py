@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sage_plugin.cli.configs.sources import Runs, destination, files_of
-from sage_plugin.cli.console import say
+from sage_plugin.cli.console import command_line, say
 from sage_plugin.cli.options import ConfigDir
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import RegistryFile
@@ -23,6 +23,12 @@ Paths = Annotated[
         help="Files, folders of configs or of runs; the last is the folder that takes them.",
     ),
 ]
+Sibling = Annotated[
+    str | None,
+    typer.Option(
+        "--as", metavar="CARD", help="Write them for this card, whose chip is the same; marked so."
+    ),
+]
 MinGain = Annotated[float, typer.Option(min=0, help="Smallest sure gain worth an entry.")]
 
 
@@ -32,14 +38,21 @@ def apply(run: Runs, config_dir: ConfigDir = None, min_gain: MinGain = 0.01) -> 
     _merge(sources, destination(config_dir), min_gain)
 
 
-def merge(paths: Paths, min_gain: MinGain = 0.0) -> None:
+def merge(paths: Paths, min_gain: MinGain = 0.0, card: Sibling = None) -> None:
     """Merge tuned configs into a folder; an entry replaces another only by the rules of tuning."""
+    from sage_plugin.registry import cards
+    from sage_plugin.registry.siblings import for_sibling
+
     *sources, into = paths
     if not sources:
         raise UsageError(f"merge {into} into what? Give a folder of configs as the last word")
     if into.is_file():
         raise UsageError(f"{into} is a file: give the folder that holds <card>/<family>.json")
-    _merge([file for path in sources for file in files_of(path)], into, min_gain)
+    found = [file for path in sources for file in files_of(path)]
+    if card is not None:
+        sibling = cards.recorded(card, into)
+        found = [for_sibling(file, sibling) for file in found]
+    _merge(found, into, min_gain)
 
 
 def _merge(sources: list[RegistryFile], into: Path, min_gain: float) -> None:
@@ -57,7 +70,7 @@ def _merge(sources: list[RegistryFile], into: Path, min_gain: float) -> None:
         _say_report(path, report)
         changed += len(report.added) + len(report.replaced)
     say(
-        f"Next: sage configs check {into}"
+        f"Next: {command_line('configs', 'check', into)}"
         if changed
         else "Nothing changed. Next: sage configs list, to see what is in use"
     )

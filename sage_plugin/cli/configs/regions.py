@@ -9,7 +9,7 @@ import typer
 from sage_plugin.cli.configs.sources import Runs, destination
 from sage_plugin.cli.console import say
 from sage_plugin.cli.options import ConfigDir
-from sage_plugin.errors import UsageError
+from sage_plugin.errors import UsageError, number_of
 from sage_plugin.schema import ATTENTION
 
 MaxLoss = Annotated[float, typer.Option(min=0, help="Loss that a region may have; 0.01 is 1 %.")]
@@ -46,5 +46,5 @@ def command(
         heads = f", batch x heads {spans['batch_heads']}" if "batch_heads" in spans else ""
         served = spans[key.LENGTHS[0]] + heads
         say(f"{describe_key(key)}: {served}, at most {entries[key].regret:.1%} lost")
-    say(f"{path}: {len(changed)} entries changed, {len(entries)} are held")
+    say(f"{path}: {number_of(len(changed), 'entry', 'entries')} changed, {len(entries)} are held")
     say("Next: sage configs explain, for a length between")

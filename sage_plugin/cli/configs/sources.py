@@ -11,18 +11,23 @@ from sage_plugin.errors import UsageError
 from sage_plugin.schema import RegistryFile
 
 Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Names in tuning_runs, or folders of runs.")
+    list[Path],
+    typer.Argument(
+        metavar="RUN...", help="Names in tuning_runs, folders of runs, or their results.json."
+    ),
 ]
 
 
 def files_of(path: Path) -> list[RegistryFile]:
-    """Read all tuned configs of a path; the name of a run in `tuning_runs` is one too."""
+    """Read all tuned configs of a path: a run, by its name or its results, or files of configs."""
     from sage_plugin.registry import load
     from sage_plugin.registry.validate import registry_files
     from sage_plugin.tune.configs.plan import RUNS
     from sage_plugin.tune.held import results
+    from sage_plugin.tune.run.run_folder import RESULTS
 
-    for folder in (path, RUNS / path):
+    run = path.parent if path.name == RESULTS else path
+    for folder in (run, RUNS / run):
         if results.is_run(folder):
             return [results.read(folder)]
     return [load.read(file) for file in registry_files(path)]

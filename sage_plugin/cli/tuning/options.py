@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sage_plugin.cli.options import METHOD_NAMES, method_name
 from sage_plugin.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,8 +55,14 @@ class SearchOptions:
     ] = False
     method: Annotated[
         str | None,
-        typer.Option(help="Timing: events (default on a GPU), graph, profiler or wall."),
+        typer.Option(
+            *METHOD_NAMES, help="Timing: events (default on a GPU), graph, profiler or wall."
+        ),
     ] = None
+
+    def timing_method(self) -> str | None:
+        """Return how times are taken, by our name."""
+        return method_name(self.method)
 
     def limits(self) -> SearchLimits:
         """Return when a search ends."""

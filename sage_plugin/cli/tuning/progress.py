@@ -17,8 +17,9 @@ from rich.progress import (
 )
 
 from sage_plugin.cli.tune_view import RESULT_WORDS, milliseconds
+from sage_plugin.errors import number_of
 from sage_plugin.families import describe
-from sage_plugin.schema import Trial
+from sage_plugin.schema import NO_SPEEDS, Trial
 from sage_plugin.tune.run.observer import Observer
 from sage_plugin.tune.run.study import Study
 
@@ -77,7 +78,7 @@ class ProgressView(Observer):
             if self._bars is not None:
                 call.task = self._bars.add_task(call.name, total=total, completed=done, state=state)
             else:
-                self._say(call, f"{total} configs" + (f", {state}" if state else ""))
+                self._say(call, number_of(total, "config") + (f", {state}" if state else ""))
 
     def trial_finished(self, study: Study, trial: Trial) -> None:
         """Count a trial, and show the best time."""
@@ -85,14 +86,16 @@ class ProgressView(Observer):
             call = self._calls[study.id]
             call.tried += 1
             call.failed += trial.status != "ok"
-            if trial.time is not None:
+            if trial.time is not None and study.key.variant not in NO_SPEEDS:
                 call.best = min(call.best, trial.time.median_ms)
             self._update(call, call.state(), now=False)
 
     def race_started(self, study: Study, finalists: int) -> None:
         """Say that the finalists are being timed."""
         with self._lock:
-            self._update(self._calls[study.id], f"racing {finalists} finalists", now=True)
+            self._update(
+                self._calls[study.id], f"racing {number_of(finalists, 'finalist')}", now=True
+            )
 
     def study_finished(self, study: Study, verdict: str) -> None:
         """End the line with the verdict."""
@@ -103,7 +106,7 @@ class ProgressView(Observer):
         if self._bars is not None and call.task is not None:
             self._bars.update(call.task, completed=call.tried, state=state)
         elif now or time.monotonic() - call.said_at >= LINE_EVERY_S:
-            self._say(call, f"{call.tried}/{call.total} tried, {state}")
+            self._say(call, f"{call.tried}/{call.total} tried" + (f", {state}" if state else ""))
 
     def _say(self, call: _Call, words: str) -> None:
         call.said_at = time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sage_plugin.families.attention.labels import short_dtype
+from sage_plugin.kernels.call_words import short_dtype
 from sage_plugin.schema import LinearKey, LinearShape
 
 

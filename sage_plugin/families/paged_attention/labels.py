@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sage_plugin.families.attention.labels import short_dtype
+from sage_plugin.kernels.call_words import short_dtype
 from sage_plugin.paged_records import PagedKey, PagedShape
 
 SHORT = {"float8_e4m3fn": "fp8", "float8_e4m3fnuz": "fp8"}

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin import settings
-from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
+from sage_plugin.errors import UnsupportedInputError, check_name
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.validate import FP8
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import NO_FP8, device_reason
 from sage_plugin.paged_records import PAGED_BACKENDS, PAGED_KERNELS
 from sage_plugin.schema import DeviceFacts
@@ -33,19 +33,12 @@ def parse_kernel(text: str) -> tuple[str, str]:
     """
     kernel, _, backend = text.partition(":")
     backend = backend or "auto"
-    for word, name, known in (
-        ("kernel", kernel, PAGED_KERNELS),
-        ("backend", backend, PAGED_BACKENDS),
-    ):
-        if name not in ("auto", *known):
-            raise UnknownKernelError(
-                f"{word} {name!r} of paged attention is not known; choose one of auto, "
-                f"{', '.join(known)}"
-            )
+    check_name("kernel", kernel, PAGED_KERNELS, " of paged attention")
+    check_name("backend", backend, PAGED_BACKENDS, " of paged attention")
     return kernel, backend
 
 
-def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decision:
+def decide(call: PagedCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     """Return which kernel and backend a call runs on.
 
     Args:
@@ -66,11 +59,6 @@ def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decisi
         )
     if backend == "emulation" or (backend == "auto" and facts.kind == "cpu"):
         return Decision(kernel, "emulation")
-    if facts.kind == "cpu" and not settings.triton_interpreted():
-        raise UnsupportedInputError(
-            f"kernel {kernel}:triton needs a GPU and the tensors are on the CPU; use "
-            f"kernel='{kernel}:emulation', or set TRITON_INTERPRET=1 before Triton is imported"
-        )
     reason = device_reason(kernel, facts) or cache_reason(cache, facts)
     if reason is not None:
         raise UnsupportedInputError(

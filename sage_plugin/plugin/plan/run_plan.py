@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sage_plugin.errors import UsageError
+from sage_plugin.kernels import call_words
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
 from sage_plugin.plugin import report_text
@@ -189,14 +190,7 @@ def _wrapped(text: str, indent: int = 0) -> list[str]:
 
 
 def _shape_words(shape: CallShape | None) -> str:
-    if shape is None:
-        return "shapes not known before a run"
-    heads, seq = (
-        f"{q}" if q == k else f"{q}:{k}"
-        for q, k in ((shape.heads_q, shape.heads_k), (shape.seq_q, shape.seq_k))
-    )
-    causal = " causal" if shape.causal else ""
-    return f"{shape.batch}x{heads}x{seq}x{shape.head_dim} {shape.dtype} {shape.layout}{causal}"
+    return "shapes not known before a run" if shape is None else call_words.describe(shape)
 
 
 def _words(row: PlannedCall) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sage_plugin.errors import number_of
 from sage_plugin.measure.cpu_rate import matmul_flops_per_s
 from sage_plugin.tune.configs.plan import TuningPlan
 from sage_plugin.tune.run.study import Study
@@ -47,7 +48,9 @@ class Forecast:
         """Say it in one sentence."""
         minutes = self.seconds / 60
         time = f"{minutes:.0f} minutes" if minutes >= 1.5 else f"{max(5, self.seconds):.0f} seconds"
-        return f"about {time}: {self.configs} configs of {self.calls} calls"
+        return (
+            f"about {time}: {number_of(self.configs, 'config')} of {number_of(self.calls, 'call')}"
+        )
 
 
 def forecast(plan: TuningPlan, *, num_workers: int, flops_per_s: float | None = None) -> Forecast:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sage_plugin import files
-from sage_plugin.schema import AnyEntry, AnyLaunch, Trial
+from sage_plugin.schema import NO_SPEEDS, AnyEntry, AnyLaunch, Trial
 from sage_plugin.tune.configs import promote
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest
 from sage_plugin.tune.run import run_folder
@@ -156,10 +156,15 @@ def write_results(
     run_folder.write_trials(folder / run_folder.TRIALS, plan.studies, ledger.all())
 
 
+def with_fronts(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """List the outcomes where exactness could be sold for time; an emulation has no times."""
+    return [o for o in outcomes if len(o.front) > 1 and o.study.key.variant not in NO_SPEEDS]
+
+
 def save_fronts(report: TuneReport) -> str:
     """Plot the fronts of all studies with more than one point; return why there is no plot."""
     every = {f"{o.study.kernel} {o.study.timed.family.describe(o.study.timed.shape)}": o
-             for o in report.outcomes if len(o.front) > 1}  # fmt: skip
+             for o in with_fronts(report.outcomes)}  # fmt: skip
     if not every:
         return ""
     points = {name: outcome.front for name, outcome in every.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -11,6 +11,7 @@ from sage_plugin.measure.clocks import stamp
 from sage_plugin.registry.entries import entry_of
 from sage_plugin.schema import AnyEntry, AnyLaunch, EntryEvidence, Trial
 from sage_plugin.tune.run.study import Study
+from sage_plugin.tune.search.search import error_of
 
 TUNED, CONFIRMED, FAILED = "tuned", "confirmed", "failed"
 NO_BASELINE_GAIN = 1.0
@@ -48,7 +49,7 @@ def decide(
     """
     raced = [trial for trial in finals.values() if trial.status == "ok" and trial.time]
     if not raced:
-        return StudyVerdict(FAILED, reason=failure_summary([*screens.values(), *finals.values()]))
+        return StudyVerdict(FAILED, reason=failure_summary(screens.values(), finals.values()))
     default = finals.get(study.default)
     if default is None or default.status != "ok":
         return StudyVerdict(TUNED, _entry(study, _fastest(raced), None, screens, run))
@@ -59,15 +60,18 @@ def decide(
     return StudyVerdict(TUNED, _entry(study, _prefer_incumbent(better), default, screens, run))
 
 
-def failure_summary(trials: list[Trial]) -> str:
-    """Sum up the failures of a study by class with counts, and one example of each."""
+def failure_summary(screens: Collection[Trial], finals: Collection[Trial]) -> str:
+    """Sum up why no config of a study may win: failures by class with counts and an example."""
     classes: dict[str, list[str]] = {}
-    for trial in trials:
+    for trial in (*screens, *finals):
         if trial.status != "ok":
             classes.setdefault(trial.status, []).append(trial.reason)
-    return ", ".join(
-        f"{len(reasons)} {status} ({reasons[0][:200]})" for status, reasons in classes.items()
-    )
+    told = [f"{len(reasons)} {status} ({reasons[0][:200]})" for status, reasons in classes.items()]
+    sound = [trial for trial in screens if trial.status == "ok"]
+    errors = [error for trial in sound if (error := error_of(trial)) is not None]
+    if errors and not finals:
+        told.append(f"{len(errors)} beyond --max-error (the most exact has {min(errors):.4g})")
+    return ", ".join(told)
 
 
 def _fastest(trials: list[Trial]) -> Trial:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,6 @@ from sage_plugin.schema import (
     LaunchConfig,
     LinearLaunch,
 )
-
-logger = logging.getLogger(__name__)
 
 MAX_CONFIGS = 100_000
 MAX_FILE_BYTES = 2**20
@@ -79,7 +76,6 @@ def read(path: str | Path, family: str = ATTENTION) -> SpaceFile:
     for key, values in data.items():
         if key.lower() in IGNORED:
             notes.append(f"{path}: {key!r} is ignored: {IGNORED[key.lower()]}")
-            logger.warning(notes[-1])
             continue
         name = _field(path, key, RECORDS[family])
         if name in axes:

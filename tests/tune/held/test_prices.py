@@ -70,6 +70,8 @@ def test_the_command_writes_regions_and_drops_what_they_cover(tmp_path, monkeypa
     runs = [f"r{seq}" for seq in TIMES]
     done = sage("configs", "regions", *runs, "--config-dir", "c", "--max-loss", "0.02", "--fewest")
     assert done.exit_code == 0, done.stderr
-    assert "dropped: fav3_sage:portable 16x2048x64 bf16 bhsd" in done.stdout
-    assert "16x4096x64 bf16 bhsd: 2048 to 16384, at most 0.8% lost" in done.stdout
+    assert "dropped: fav3_sage:portable 16 heads of 64, 2,048 tokens, bf16 bhsd" in done.stdout
+    assert (
+        "16 heads of 64, 4,096 tokens, bf16 bhsd: 2048 to 16384, at most 0.8% lost" in done.stdout
+    )
     assert [entry.key.seq_q for entry in load.read(path).entries] == [1024, 4096]
