@@ -26,8 +26,8 @@ from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
 from sage_plugin.kernels.grouped_linear.executor import run
 from sage_plugin.kernels.grouped_linear.weight import quantize_weights
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.quantizer import quantizer_of
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.measure.timing import measure
 from sage_plugin.schema import LinearShape
 
@@ -96,7 +96,7 @@ def _of_tokens(call: GroupedReplay, choices: int) -> Calls:
     def ours() -> torch.Tensor:
         made = quantize(tokens, quantized.row_format, copies=places)
         product = GroupedLinearCall(made, quantized, sizes, None, call.dtype)
-        return run(product, LinearRequest())
+        return run(product, BackendRequest())
 
     return {"tokens, bf16": stock, "tokens, fp8_row": ours}
 

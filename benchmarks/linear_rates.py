@@ -23,7 +23,7 @@ from gpu_options import gpu_parser, on_gpu
 from sage_plugin import device
 from sage_plugin.families import LINEAR_FAMILY
 from sage_plugin.families.linear.replay import LinearReplay, drawn
-from sage_plugin.kernels.linear.fused import fused_linear
+from sage_plugin.kernels.linear.api import apply
 from sage_plugin.kernels.linear.rows.prologue import Prologue
 from sage_plugin.kernels.linear.weight import quantize_weight
 from sage_plugin.measure.timing import measure
@@ -63,7 +63,7 @@ def calls_of(call: LinearReplay, kernels: Sequence[str]) -> Calls:
         parts = call.split(decision, None, facts)
         found |= {kernel: parts.whole, f"{kernel} alone": parts.alone}
         quantized = quantize_weight(weight, kernel)
-        found[f"gelu, {kernel}"] = functools.partial(fused_linear, x, GELU, quantized, bias)
+        found[f"gelu, {kernel}"] = functools.partial(apply, x, quantized, bias, prologue=GELU)
     if importlib.util.find_spec("torchao") is not None:
         found["torchao"] = _torchao(call)
     return found

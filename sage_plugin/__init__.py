@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "accelerate": "sage_plugin.plugin.accelerate",
+    "Prologue": "sage_plugin.kernels.linear.rows.prologue",
     "QkNorm": "sage_plugin.kernels.attention.prologue.record",
     "Rope": "sage_plugin.kernels.attention.prologue.record",
     "attention": "sage_plugin.kernels.attention.api",
@@ -22,6 +23,7 @@ _HOME = {
     "grouped_linear": "sage_plugin.kernels.grouped_linear.api",
     "launch": "sage_plugin.kernels.attention.prepare",
     "linear": "sage_plugin.kernels.linear.api",
+    "normalized": "sage_plugin.kernels.linear.api",
     "paged_attention": "sage_plugin.kernels.paged_attention.api",
     "patch": "sage_plugin.plugin.patch",
     "patched": "sage_plugin.plugin.patch",
@@ -32,10 +34,12 @@ _HOME = {
     "refresh": "sage_plugin.plugin.patch",
     "register": "sage_plugin.plugin.hosts.registration",
     "report": "sage_plugin.plugin.report",
+    "smoothing": "sage_plugin.kernels.linear.weight",
     "unpatch": "sage_plugin.plugin.patch",
 }
 
 __all__ = [
+    "Prologue",
     "QkNorm",
     "Rope",
     "__version__",
@@ -47,6 +51,7 @@ __all__ = [
     "grouped_linear",
     "launch",
     "linear",
+    "normalized",
     "paged_attention",
     "patch",
     "patched",
@@ -57,6 +62,7 @@ __all__ = [
     "refresh",
     "register",
     "report",
+    "smoothing",
     "unpatch",
 ]
 
@@ -68,8 +74,9 @@ if TYPE_CHECKING:
     from sage_plugin.kernels.attention.varlen import attention_varlen
     from sage_plugin.kernels.grouped_linear.api import grouped_linear
     from sage_plugin.kernels.grouped_linear.weight import quantize_weights
-    from sage_plugin.kernels.linear.api import linear
-    from sage_plugin.kernels.linear.weight import quantize_weight
+    from sage_plugin.kernels.linear.api import linear, normalized
+    from sage_plugin.kernels.linear.rows.prologue import Prologue
+    from sage_plugin.kernels.linear.weight import quantize_weight, smoothing
     from sage_plugin.kernels.paged_attention.api import paged_attention
     from sage_plugin.plugin.accelerate import accelerate
     from sage_plugin.plugin.hosts.continuous_batching import continuous_batching

@@ -74,6 +74,25 @@ class DemoError(SageError, RuntimeError):
     exit_code = 3
 
 
+def check_name(what: str, name: str, known: Iterable[str], of: str = "") -> None:
+    """Raise unless a name is `"auto"` or known.
+
+    Args:
+        what: what it names, `"kernel"` or `"backend"`.
+        name: the name.
+        known: those that there are.
+        of: what it belongs to, for the sentence.
+
+    Raises:
+        UnknownKernelError: it is not.
+    """
+    known = tuple(known)
+    if name not in ("auto", *known):
+        raise UnknownKernelError(
+            f"{what} {name!r}{of} is not known; choose one of auto, {', '.join(known)}"
+        )
+
+
 def number_of(number: int, one: str, several: str = "") -> str:
     """Write a number of things, in the singular for one.
 

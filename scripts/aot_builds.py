@@ -28,6 +28,8 @@ from sage_plugin import device
 from sage_plugin.kernels.attention import dispatch, launch_space
 from sage_plugin.kernels.attention.call import shape_of
 from sage_plugin.kernels.attention.mask import mask_kind
+from sage_plugin.kernels.attention.prologue.pair import QkPair
+from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream
 from sage_plugin.kernels.contract import AttentionParams, Decision, Packed
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 from scripts.aot_linears import LinearBuild, facts_of
@@ -66,6 +68,7 @@ class Call:
         form: `""`; `"all"` for a window, a soft cap and sinks at once; `"packed"`.
         launch: fields changed in the default launch config.
         variant: `"portable"` or `"hopper"`.
+        prologue: whether Q and K have a norm to come, and no LSE is wanted.
     """
 
     kernel: str
@@ -79,6 +82,7 @@ class Call:
     launch: dict[str, Any] = field(default_factory=dict)
     variant: str = "portable"
     seq: int = 512
+    prologue: bool = False
 
     def facts(self) -> DeviceFacts:
         """The device."""
@@ -110,6 +114,7 @@ class Call:
             softcap=30.0 if every else 0.0,
             sinks=torch.zeros(4) if every else None,
             packed=packed if self.form == "packed" else None,
+            lse=not self.prologue,
         )
 
     def key(self) -> CallKey:
@@ -147,7 +152,13 @@ class Call:
     def run(self) -> None:
         """Launch."""
         built = self.load()
-        operands = built.prepare(*self.tensors(), problem=self.problem(), launch=self.config())
+        q, k, v = self.tensors()
+        given: dict[str, Any] = {"problem": self.problem(), "launch": self.config()}
+        if self.prologue:
+            pair = QkPair(*((QkStream(x.transpose(1, 2), QkNorm("rms")),) for x in (q, k)))
+            operands = built.prepare_unmade(pair, *pair.unmade("bhsd"), v, **given)
+        else:
+            operands = built.prepare(q, k, v, **given)
         built.launch(operands, return_lse=self.return_lse)
 
 

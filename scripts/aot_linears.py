@@ -74,7 +74,7 @@ class LinearBuild:
 
     def load(self) -> None:
         """Import what launches."""
-        importlib.import_module("sage_plugin.kernels.linear.backends.triton.backend")
+        importlib.import_module("sage_plugin.kernels.linear.backends.triton.products")
         importlib.import_module("sage_plugin.kernels.linear.backends.triton.rows")
         for name in ("products", "routing_kernel", "combine_kernel"):
             importlib.import_module(f"sage_plugin.kernels.grouped_linear.backends.triton.{name}")
@@ -84,7 +84,7 @@ class LinearBuild:
         if self.groups:
             self._run_groups()
             return
-        from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
+        from sage_plugin.kernels.linear.backends.triton.products import TritonProducts
         from sage_plugin.kernels.linear.backends.triton.rows import quantize_rows_triton
         from sage_plugin.kernels.linear.rows.prologue import NORMS, Prologue
         from sage_plugin.kernels.linear.weight import quantize_weight

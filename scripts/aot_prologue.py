@@ -2,11 +2,13 @@
 
     TRITON_INTERPRET=0 python -m scripts.aot_prologue sm_90 gfx942
 
-prints one line of JSON for each form on each architecture, with registers and spills on NVIDIA's.
+prints one line of JSON for each form on each architecture, with registers and spills on NVIDIA's:
+as a pass of its own, and with Q quantized as kernels there do.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from sage_plugin.kernels.attention.prologue import launch
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream, Rope
+from sage_plugin.kernels.quantize.triton.launch import padded_head_dim
 from scripts.aot_builds import Launch, Recorder, compile_launch, facts_of, resources
 
 
@@ -51,8 +55,8 @@ class Form:
         q, k = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))
         return QkStream(q, norm, rope), QkStream(k, norm, rope)
 
-    def launches(self) -> list[Launch]:
-        """What it launches."""
+    def launches(self, number: torch.dtype | None) -> list[Launch]:
+        """What it launches, with Q in 16 bits or quantized."""
         kept: list[Launch] = []
         stock, launch.prologue_kernel = (
             launch.prologue_kernel,
@@ -60,10 +64,26 @@ class Form:
         )
         try:
             q, k = self.streams()
-            launch.joined_pair([q], [k])
+            if number is None:
+                launch.joined_pair([q], [k])
+            else:
+                launch.quantized_pair(QkPair((q,), (k,)), _rows(q, number))
         finally:
             launch.prologue_kernel = stock
         return kept
+
+
+def _rows(q: QkStream, number: torch.dtype) -> launch.QueryRows:
+    batch, tokens, heads, head_dim = q.source.shape
+    values = torch.zeros(batch, heads, tokens, padded_head_dim(head_dim), dtype=number)
+    largest = 127.0 if number == torch.int8 else torch.finfo(number).max
+    return launch.QueryRows(values, torch.zeros(batch, heads, tokens), 0.125, largest)
+
+
+def numbers_of(arch: str) -> list[torch.dtype | None]:
+    """What Q becomes on an architecture."""
+    fp8 = facts_of(arch).fp8_dtype
+    return [None, torch.int8, *([] if fp8 is None else [getattr(torch, fp8)])]
 
 
 FORMS = {
@@ -80,10 +100,11 @@ FORMS = {
 def main(architectures: list[str]) -> None:
     """Compile every form for some architectures; one line each."""
     for arch in architectures:
-        for name, form in FORMS.items():
-            [one] = form.launches()
+        for (name, form), number in itertools.product(FORMS.items(), numbers_of(arch)):
+            [one] = form.launches(number)
             built = compile_launch(one, arch)
-            told = {"arch": arch, "form": name, "smem_bytes": built.metadata.shared}
+            told = {"arch": arch, "form": name, "q": str(number or torch.bfloat16).split(".")[-1]}
+            told["smem_bytes"] = built.metadata.shared
             told["limit_bytes"] = facts_of(arch).smem_bytes
             told |= resources(built.asm["ptx" if arch.startswith("sm_") else "amdgcn"])
             sys.stdout.write(json.dumps(told) + "\n")

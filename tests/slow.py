@@ -8,6 +8,7 @@ from __future__ import annotations
 
 SLOW = (
     # Pages, demo, examples and benchmarks: whole runs of a small model, 20 s a page at most.
+    "tests/benchmarks/test_continuous_batching.py",
     "tests/benchmarks/test_paged_llm.py",
     "tests/benchmarks/test_step_times.py",
     "tests/cli/test_demo.py",
@@ -23,6 +24,7 @@ SLOW = (
     "tests/kernels/test_aot",
     # Triton's interpreter, 10 to 20 s each; the matrix has `INTERPRETED`.
     "tests/kernels/test_fallback.py",
+    "tests/kernels/test_fused_prologue.py",
     "tests/kernels/test_prepass.py",
     "tests/kernels/test_launch_graph.py",
     "tests/kernels/paged_attention/test_triton.py",
@@ -57,6 +59,7 @@ SLOW = (
     "tests/plugin/test_continuous_batching.py",
     "tests/plugin/test_families.py",
     "tests/plugin/prologue/test_families.py",
+    "tests/plugin/prologue/test_quantized.py",
     "tests/plugin/test_owners.py",
     "tests/plugin/test_parallel.py",
     "tests/plugin/test_retarget.py::test_every_processor_of_diffusers_can_be_redirected",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sage_plugin.errors import UsageError
+from sage_plugin.errors import UnknownKernelError, UsageError
 from sage_plugin.schema import ErrorMetrics, JsonRecord
 
 
@@ -28,6 +28,19 @@ class Gate(JsonRecord):
     max_worst_head_rel_l1: float | None = None
     max_centred_rel_l1: float | None = None
     max_bad_values: int = 0
+
+
+def gate_of(gates: Mapping[str, Gate], kernel: str) -> Gate:
+    """Return the gate of a kernel.
+
+    Raises:
+        UnknownKernelError: no kernel has this name.
+    """
+    if kernel not in gates:
+        raise UnknownKernelError(
+            f"kernel {kernel!r} is not known; choose one of {', '.join(gates)}"
+        )
+    return gates[kernel]
 
 
 def failures(gate: Gate, metrics: ErrorMetrics) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 
 from sage_plugin.kernels.attention.mask import mask_kind
 from sage_plugin.kernels.contract import bhsd
+from sage_plugin.kernels.fallback import Fallback
 from sage_plugin.plugin.context import CallEvent
 from sage_plugin.schema import CallShape
 
@@ -41,7 +42,10 @@ def canonical(event: CallEvent) -> CanonicalCall | str:
     """The call in canonical form, or the reason why it cannot be recorded.
 
     K and V whose heads are one head expanded (stride 0) come back as that one head.
+    Sequences that are packed without a mask are attention of each, which tensors alone do not tell.
     """
+    if event.blocked is not None and event.blocked.cause is Fallback.PACKED_BY_HOST:
+        return str(event.blocked)
     tensors = (event.q, event.k, event.v)
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
         return "tensor subclass"

@@ -14,6 +14,7 @@ from sage_plugin.cli.options import (
     DrawnInputOptions,
     ShapeOptions,
     dtype_name,
+    given_of,
     lengths,
     one_of,
 )
@@ -63,11 +64,7 @@ class LinearCallOptions:
 
     def given(self) -> list[str]:
         """List the options of linears that were given, by their names."""
-        return [
-            f"--{field.name.replace('_', '-')}"
-            for field in dataclasses.fields(self)
-            if field.name != "op" and getattr(self, field.name) != field.default
-        ]
+        return given_of(self, "op")
 
     @property
     def chosen(self) -> bool:
@@ -134,18 +131,9 @@ class LinearOptions(LinearCallOptions):
         """Return the inputs to draw."""
         from sage_plugin.families import describe
         from sage_plugin.families.grouped_linear.routing import SKEWED
-        from sage_plugin.measure.inputs import DISTRIBUTIONS
-        from sage_plugin.replay.inputs import ReplayInputs
 
         grouped = (SKEWED,) if self.op == GROUPED_LINEAR else ()
-        distribution = one_of(
-            "--inputs-distribution", drawn.inputs_distribution or "normal",
-            (*DISTRIBUTIONS, *grouped),
-        )  # fmt: skip
-        return [
-            ReplayInputs(shape, describe(shape), distribution=distribution, seed=drawn.seed)
-            for shape in self.shapes(drawn)
-        ]
+        return drawn.drawn(((describe(shape), shape) for shape in self.shapes(drawn)), *grouped)
 
     def shapes(self, others: ShapeOptions) -> list[LinearShape]:
         """Return the shapes that are spelt out, of the dtype that is shared with attention."""

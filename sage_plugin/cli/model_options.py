@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.options import DrawnInputOptions, check_seed, dtype_name, lengths, one_of
+from sage_plugin.cli.options import DrawnInputOptions, dtype_name, given_of, lengths
 from sage_plugin.errors import UsageError
 from sage_plugin.schema import GROUPED_LINEAR
 
@@ -80,38 +80,20 @@ class ModelOptions:
 
     def refuse_with_captures(self) -> None:
         """Refuse what would change captures, which are replayed as they are."""
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) != field.default:
-                option = f"--{field.name.replace('_', '-')}"
-                raise UsageError(
-                    f"{option} does not change captures: leave it out, or the captures"
-                )
+        for option in given_of(self):
+            raise UsageError(f"{option} does not change captures: leave it out, or the captures")
 
     def _of_model(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
         from sage_plugin.families import ATTENTION
-        from sage_plugin.measure.inputs import DISTRIBUTIONS
         from sage_plugin.plugin.plan.model_calls import calls_of, read_config
-        from sage_plugin.replay.inputs import ReplayInputs
 
         assert self.model is not None
         if wrong := [option for option in drawn.given() if option not in WITH_MODEL]:
             raise UsageError(f"--model has its own shapes: leave {wrong[0]} out")
-        check_seed(drawn.seed)
         if drawn.batch_size is not None and drawn.batch_size < 1:
             raise UsageError(f"-b {drawn.batch_size}: must be at least 1")
-        distribution = one_of(
-            "--inputs-distribution", drawn.inputs_distribution or "normal", DISTRIBUTIONS
-        )
         calls = calls_of(read_config(self.model), self.wishes(drawn))
-        return [
-            ReplayInputs(
-                call.shape,
-                f"{call.kind} {ATTENTION.describe(call.shape)}",
-                distribution=distribution,
-                seed=drawn.seed,
-            )
-            for call in calls
-        ]
+        return drawn.drawn((f"{c.kind} {ATTENTION.describe(c.shape)}", c.shape) for c in calls)
 
     def _spelt_out(self, drawn: DrawnInputOptions) -> list[ReplayInputs]:
         for name, value in (("image_size", self.image_size), ("num_frames", self.num_frames)):

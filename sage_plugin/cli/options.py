@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -21,7 +21,7 @@ from sage_plugin.schema import KERNEL_ALIASES, KERNELS, LAYOUTS, MASK_KINDS, Cal
 if TYPE_CHECKING:
     from sage_plugin.families import Family
     from sage_plugin.replay.inputs import ReplayInputs
-    from sage_plugin.schema import DeviceFacts
+    from sage_plugin.schema import AnyShape, DeviceFacts
 
 DEFAULT_FOLDER = Path("captured_inputs")
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -154,11 +154,7 @@ class ShapeOptions:
 
     def given(self) -> list[str]:
         """List the options that were given, by their long names."""
-        return [
-            f"--{f.name.replace('_', '-')}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) not in (None, False, []) and f.name != "seed"
-        ]
+        return given_of(self, "seed")
 
     def shapes(self) -> list[CallShape]:
         """Return the shape of each length; key heads, lengths and V's channels default to Q's."""
@@ -210,15 +206,10 @@ class DrawnInputOptions(ShapeOptions):
     def inputs(self) -> list[ReplayInputs]:
         """Return the inputs to draw; empty if no shape is spelt out or named."""
         from sage_plugin.families import ATTENTION
-        from sage_plugin.measure.inputs import DISTRIBUTIONS, presets
-        from sage_plugin.replay.inputs import ReplayInputs
+        from sage_plugin.measure.inputs import presets
 
-        check_seed(self.seed)
         of_values = ("--dtype", "--mask", "--inputs-distribution", "--preset")
         sizes = [option for option in self.given() if option not in of_values]
-        distribution = one_of(
-            "--inputs-distribution", self.inputs_distribution or "normal", DISTRIBUTIONS
-        )
         if self.preset and sizes:
             raise UsageError(f"--preset names whole shapes: leave {sizes[0]} out")
         if self.preset:
@@ -239,9 +230,25 @@ class DrawnInputOptions(ShapeOptions):
                     f"-dv {shape.dv} differs from -d {shape.head_dim}: the kernels here need V as "
                     "wide as Q and K; leave -dv out"
                 )
+        return self.drawn(named.items())
+
+    def drawn(self, named: Iterable[tuple[str, AnyShape]], *more: str) -> list[ReplayInputs]:
+        """Return inputs with drawn values.
+
+        Args:
+            named: shapes, each with a name before it.
+            more: distributions that are allowed beside the usual ones.
+        """
+        from sage_plugin.measure.inputs import DISTRIBUTIONS
+        from sage_plugin.replay.inputs import ReplayInputs
+
+        check_seed(self.seed)
+        distribution = one_of(
+            "--inputs-distribution", self.inputs_distribution or "normal", (*DISTRIBUTIONS, *more)
+        )
         return [
             ReplayInputs(shape, name, distribution=distribution, seed=self.seed)
-            for name, shape in named.items()
+            for name, shape in named
         ]
 
     def refuse_with_captures(self) -> None:
@@ -249,6 +256,15 @@ class DrawnInputOptions(ShapeOptions):
         check_seed(self.seed)
         if given := self.given():
             raise UsageError(f"{given[0]} does not change captures: leave it out, or the captures")
+
+
+def given_of(record: Any, *others: str) -> list[str]:  # noqa: ANN401
+    """List the options of a record that were given, by their long names, but for some fields."""
+    return [
+        f"--{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(record)
+        if field.name not in others and getattr(record, field.name) not in (field.default, [])
+    ]
 
 
 def folder_of(words: Sequence[str] | None, inputs: DrawnInputOptions) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from sage_plugin.cli.options import (
     DrawnInputOptions,
     ShapeOptions,
     dtype_name,
+    given_of,
     lengths,
     one_of,
 )
@@ -75,10 +75,8 @@ class PagedOptions:
         """
         if op == PAGED_ATTENTION:
             return True
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) is not None:
-                option = f"--{field.name.replace('_', '-')}"
-                raise UsageError(f"{option} belongs to paged attention: add --op paged_attention")
+        for option in given_of(self):
+            raise UsageError(f"{option} belongs to paged attention: add --op paged_attention")
         return False
 
     def draws(self, recorded: Path | None) -> bool:
@@ -90,10 +88,9 @@ class PagedOptions:
         Raises:
             UsageError: both.
         """
-        given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not None]
+        given = given_of(self)
         if given and recorded is not None:
-            option = f"--{given[0].replace('_', '-')}"
-            raise UsageError(f"{option} draws batches: leave it out, or the captures {recorded}")
+            raise UsageError(f"{given[0]} draws batches: leave it out, or the captures {recorded}")
         return bool(given) or (recorded is None and not DEFAULT_FOLDER.exists())
 
     def inputs(self, drawn: DrawnInputOptions, tp_size: int = 1) -> list[ReplayInputs]:
@@ -107,16 +104,8 @@ class PagedOptions:
             UsageError: no length, an option of attention, or heads that do not divide.
         """
         from sage_plugin.families import describe
-        from sage_plugin.measure.inputs import DISTRIBUTIONS
-        from sage_plugin.replay.inputs import ReplayInputs
 
-        distribution = one_of(
-            "--inputs-distribution", drawn.inputs_distribution or "normal", DISTRIBUTIONS
-        )
-        return [
-            ReplayInputs(shape, describe(shape), distribution=distribution, seed=drawn.seed)
-            for shape in self.shapes(drawn, tp_size)
-        ]  # fmt: skip
+        return drawn.drawn((describe(shape), shape) for shape in self.shapes(drawn, tp_size))
 
     def shapes(self, drawn: ShapeOptions, tp_size: int = 1) -> list[PagedShape]:
         """Return the shapes that are spelt out, of one of `tp_size` devices.

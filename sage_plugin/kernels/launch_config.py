@@ -6,8 +6,9 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from sage_plugin import device, files, settings
 from sage_plugin.errors import ConfigError
@@ -44,22 +45,43 @@ OVERRIDES = {
 Answer = TypeVar("Answer")
 
 
-class LaunchRules(NamedTuple):
-    """What the look-up asks of an op family.
+@dataclass(frozen=True, slots=True)
+class LaunchRules:
+    """The launch configs of an op family.
 
     Attributes:
         default: the architecture's default config of a key.
+        search: configs to search for a key, legal or not, the default first.
         illegal_reason: why a config cannot run a key on a device, or `None`.
         tune_command: the `sage tune` command that fills a miss.
         words: what a call is, for logs, the most telling first.
-        fill: what a command fills, for the warning.
+        emulation: how a caller asks for the emulation of `{kernel}`.
+        counted: whether reports of patched models count calls without a tuned config.
     """
 
     default: Callable[[Any, DeviceFacts], Any]
+    search: Callable[[Any, DeviceFacts], tuple[Any, ...]]
     illegal_reason: Callable[[Any, Any, DeviceFacts], str | None]
     tune_command: Callable[[Any], str]
     words: Callable[[Any], tuple[str, ...]]
-    fill: Callable[[Any], str]
+    emulation: str
+    counted: bool = False
+
+    def find(
+        self, key: AnyKey, facts: DeviceFacts, *, config_dir: str | None = None
+    ) -> ResolvedConfig:
+        """Return the launch config of a call, see `find`.
+
+        Raises:
+            ConfigError: the environment's launch config cannot be read, or is not legal.
+        """
+        return find(key, facts, self, config_dir=config_dir)
+
+    def fill(self, key: AnyKey) -> str:
+        """Return which command fills a miss and others like it."""
+        if self.counted:
+            return f"`{fill_command(key.family)}` fills all, report() counts them"
+        return f"`{self.tune_command(key)}` tunes it, and others alike"
 
 
 class Memo(dict[tuple[object, ...], Answer]):

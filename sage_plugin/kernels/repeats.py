@@ -31,12 +31,17 @@ class Repeats:
         self.recorded: LaunchGraph | None = None
         self._calls = 0
 
+    def forget(self) -> None:
+        """Forget the launches, which other calls follow from now on."""
+        self.recorded, self._calls = None, 0
+
     def repeat(
         self,
         inputs: Sequence[torch.Tensor | None],
         device: torch.device,
         anew: Callable[..., Outputs],
         *args: object,
+        keyed: Sequence[torch.Tensor] = (),
     ) -> Outputs:
         """Run a call: the first as it is, the second recorded, all others replayed.
 
@@ -45,11 +50,14 @@ class Repeats:
             device: where they are.
             anew: runs the call with `args`.
             args: what it takes.
+            keyed: further inputs, whose alignment this kind of call has in its key.
         """
         addresses = [0 if t is None else t.data_ptr() for t in inputs]
         if self._calls == 0 or has_launch_hooks() or not aligned(addresses):
             self._calls = max(1, self._calls)
             return anew(*args)
+        if keyed:
+            inputs, addresses = [*inputs, *keyed], [*addresses, *(t.data_ptr() for t in keyed)]
         if self.recorded is not None:
             with on_device(device):
                 return self.recorded.replay(addresses)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from sage_plugin.schema import LaunchConfig
+from sage_plugin.schema import AnyLaunch, LaunchConfig
 
 Value = int | bool | str
 Axes = Mapping[str, tuple[Value, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+Config = TypeVar("Config", bound=AnyLaunch)
+
+
+class Tile(NamedTuple):
     """The part of a launch config that is chosen together: rows, keys and warps."""
 
     block_m: int
@@ -25,42 +27,60 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """Default and search axes of one class of hardware, head dim, element size and mask.
+class Region(Generic[Config]):
+    """Default and search axes of one class of hardware and of calls.
 
     Attributes:
         arch: glob over `DeviceFacts.arch`; `"emulation"` for the emulation.
-        max_head_dim: largest head dim that the region serves.
+        most: largest head dim, or most rows of a linear, that the region serves.
         default: the launch config without a registry entry.
-        tiles: tiles to search.
+        tiles: tiles to search, each the values of the same few fields.
         axes: further fields to search, each with its values; the default's value is implied.
-        element_bytes: largest element size of the inputs that the region serves.
+        element_bytes: largest element size of the inputs, or of paged caches, that it serves.
         mask_kinds: kinds of masks that it serves; a dense one costs registers.
         variant: the variant whose configs these are; the emulation takes the portable one's.
+        kinds: kinds of paged calls that it serves, none for all.
     """
 
     arch: str
-    max_head_dim: int
-    default: LaunchConfig
-    tiles: tuple[Tile, ...] = ()
+    most: int
+    default: Config
+    tiles: tuple[tuple[int, ...], ...] = ()
     axes: Axes = field(default_factory=dict)
     element_bytes: int = 4
     mask_kinds: tuple[str, ...] = ("none", "key_bias", "dense")
     variant: str = "portable"
+    kinds: tuple[str, ...] = ()
 
-    def candidates(self, recipe: Axes | None = None) -> tuple[LaunchConfig, ...]:
+    def serves(
+        self, arch: str, size: int, element_bytes: int = 0, mask_kind: str = "none", kind: str = ""
+    ) -> bool:
+        """Return whether the region serves such a call on an architecture."""
+        return (
+            size <= self.most
+            and element_bytes <= self.element_bytes
+            and mask_kind in self.mask_kinds
+            and kind in (self.kinds or (kind,))
+            and fnmatchcase(arch, self.arch)
+        )
+
+    def candidates(
+        self, recipe: Axes | None = None, tile: Sequence[str] = Tile._fields
+    ) -> tuple[Config, ...]:
         """The default first, then every other combination of tiles and axes, in a fixed order.
 
         Args:
             recipe: further axes, of fields that change errors; the default's value is added.
+            tile: the fields that tiles are values of.
         """
         found = dict.fromkeys([self.default])
         axes = dict(self.axes)
         for name, values in (recipe or {}).items():
             axes[name] = tuple(dict.fromkeys((getattr(self.default, name), *values)))
-        for tile in self.tiles:
+        for one in self.tiles:
             first = {name: values[0] for name, values in axes.items()}
-            own = self.default.replaced(**dataclasses.asdict(tile), **first)  # checks their names
+            # Which checks the names.
+            own: Config = self.default.replaced(**dict(zip(tile, one, strict=True)), **first)  # type: ignore[assignment]
             for combination in itertools.product(*axes.values()):
                 changes: dict[str, Any] = dict(zip(axes, combination, strict=True))
                 found[dataclasses.replace(own, **changes)] = None
@@ -77,7 +97,7 @@ class Space:
             rotation, granules, flush, exponent form. They are searched in every region.
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[Region[LaunchConfig], ...]
     recipes: Mapping[str, Axes] = field(default_factory=dict)
 
     def region(
@@ -87,12 +107,10 @@ class Space:
         element_bytes: int,
         mask_kind: str = "none",
         variant: str = "portable",
-    ) -> Region | None:
+    ) -> Region[LaunchConfig] | None:
         """The first region that serves such a call on an architecture, or `None`."""
         for region in self.regions:
-            serves = head_dim <= region.max_head_dim and element_bytes <= region.element_bytes
-            if variant != region.variant and arch != "emulation":
-                continue
-            if serves and mask_kind in region.mask_kinds and fnmatchcase(arch, region.arch):
+            own = arch == "emulation" or variant == region.variant
+            if own and region.serves(arch, head_dim, element_bytes, mask_kind):
                 return region
         return None

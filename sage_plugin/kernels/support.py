@@ -44,7 +44,10 @@ TRITON_KERNELS = {
 """Variants that are built, by kernel."""
 
 ON_GPUS = ("portable", "hopper")
-"""Variants that are written in Triton."""
+"""Variants of attention that are written in Triton."""
+
+IN_TRITON = ("triton", *ON_GPUS)
+"""Backends of all op families that are."""
 
 
 @dataclass(frozen=True, slots=True)

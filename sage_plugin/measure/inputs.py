@@ -28,6 +28,7 @@ _PRESETS = {
 }
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Drawer = Callable[..., torch.Tensor]
 
 
 def presets() -> dict[str, CallShape]:
@@ -85,15 +86,7 @@ def synthetic(
         >>> q.shape, v.dtype
         (torch.Size([1, 2, 16, 8]), torch.bfloat16)
     """
-    if distribution not in DISTRIBUTIONS:
-        raise UsageError(
-            f"input distribution {distribution!r}: allowed are {', '.join(DISTRIBUTIONS)}"
-        )
-    dtype = torch_dtype(shape.dtype)
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device=device, generator=generator, dtype=torch.float32)
+    dtype, draw = torch_dtype(shape.dtype), drawer(device, seed, distribution)
 
     def make(
         heads: int, seq: int, width: int, change: Callable[[torch.Tensor], torch.Tensor]
@@ -107,9 +100,21 @@ def synthetic(
     return q, k, v
 
 
-def _k_change(
-    distribution: str, draw: Callable[..., torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def drawer(device: torch.device | str, seed: int, distribution: str) -> Drawer:
+    """Return what draws N(0, 1) in fp32, of a size, one tensor after another.
+
+    Raises:
+        UsageError: the distribution that this is for is unknown.
+    """
+    if distribution not in DISTRIBUTIONS:
+        raise UsageError(
+            f"input distribution {distribution!r}: allowed are {', '.join(DISTRIBUTIONS)}"
+        )
+    generator = torch.Generator(device).manual_seed(seed)
+    return lambda *size: torch.randn(*size, device=device, generator=generator, dtype=torch.float32)
+
+
+def _k_change(distribution: str, draw: Drawer) -> Callable[[torch.Tensor], torch.Tensor]:
     if distribution == "biased":
         return lambda x: x + K_CHANNEL_BIAS * draw(1, x.shape[-1])
     if distribution == "outlier":
@@ -122,9 +127,7 @@ def _k_change(
     return lambda x: x
 
 
-def _v_change(
-    distribution: str, draw: Callable[..., torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _v_change(distribution: str, draw: Drawer) -> Callable[[torch.Tensor], torch.Tensor]:
     if distribution == "biased":
         return lambda x: x + draw(1, x.shape[-1])
     if distribution == "drift":

@@ -17,7 +17,7 @@ from sage_plugin.plugin.hosts.diffusers import attention_modules
 from sage_plugin.plugin.linears.layer import LinearLayer
 from sage_plugin.plugin.linears.roles import blocks_of
 from sage_plugin.plugin.patch import PatchHandle, patch
-from sage_plugin.plugin.policy.rules import LINEAR, Policy
+from sage_plugin.plugin.policy.rules import LINEARS, Policy
 from sage_plugin.plugin.policy.rules import chosen as chosen_policy
 from sage_plugin.plugin.report import PluginReport
 
@@ -104,7 +104,7 @@ def accelerate(
           linears: none taken; 4 left: projections into and out of the blocks stay in 16 bit
     """
     rules = None if policy is None else chosen_policy(policy)
-    ruled = rules is not None and any(rule.op == LINEAR for rule in rules.rules)
+    ruled = rules is not None and any(rule.op in LINEARS for rule in rules.rules)
     handle = patch(obj, policy=rules, linears=None if ruled else "auto")
     compiled = {}
     if compile:

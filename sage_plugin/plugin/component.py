@@ -22,6 +22,7 @@ from sage_plugin.plugin.experts.part import ExpertsPart
 from sage_plugin.plugin.hosts import diffusers, transformers
 from sage_plugin.plugin.hosts.diffusers import attention_modules
 from sage_plugin.plugin.linears.part import LinearPart
+from sage_plugin.plugin.policy.rules import LINEARS
 from sage_plugin.plugin.twin import layer_of, original_class, original_of
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Component:
         self.skipped: dict[str, str] = {}
         self.linears = LinearPart(state)
         self.experts = ExpertsPart(
-            state, lambda path: self.linears.kernel_at(path, self.state.options)
+            state, lambda path: self.linears.kernel_at(path, self.state.options, LINEARS)
         )
         self._released = False
         self._hooks: list[RemovableHandle] = []

@@ -21,9 +21,9 @@ from torch import nn
 from sage_plugin.kernels.attention.call import KernelRequest
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
-from sage_plugin.kernels.linear.call import LinearRequest
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.plugin.counts import LayerCounts
-from sage_plugin.plugin.policy.rules import LINEAR, Policy
+from sage_plugin.plugin.policy.rules import LINEARS, Policy
 from sage_plugin.plugin.prologue.unfused import Unfused
 from sage_plugin.plugin.steps.forward import ForwardCounter
 from sage_plugin.plugin.steps.tracker import StepTracker
@@ -53,6 +53,7 @@ class CallEvent:
         scale: factor of the scores, `None` for the default.
         layout: `"bhsd"` or `"bshd"`.
         decision: where the call is about to run.
+        blocked: why no kernel could take it, whatever was asked for, as far as its arguments tell.
     """
 
     family: ClassVar[str] = ATTENTION
@@ -68,6 +69,7 @@ class CallEvent:
     scale: float | None
     layout: str
     decision: Decision
+    blocked: FallbackReason | None = None
 
 
 Listener = Callable[[CallEvent], None]
@@ -105,12 +107,12 @@ class PatchOptions:
     linears: str | None = None
     keep_originals: bool = True
     requests: tuple[KernelRequest, KernelRequest] = field(init=False, compare=False, repr=False)
-    of_linears: LinearRequest = field(init=False, compare=False, repr=False)
+    of_linears: BackendRequest = field(init=False, compare=False, repr=False)
 
     @property
     def has_linears(self) -> bool:
         """Whether linears are patched, by their own option or by the policy."""
-        ruled = self.policy is not None and any(r.op == LINEAR for r in self.policy.rules)
+        ruled = self.policy is not None and any(r.op in LINEARS for r in self.policy.rules)
         return self.linears is not None or ruled
 
     def __post_init__(self) -> None:
@@ -118,7 +120,7 @@ class PatchOptions:
         ask = functools.partial(KernelRequest, self.kernel, self.variant, None, self.config_dir)
         requests = (ask(let_through=(self.min_seq, grouped)) for grouped in (False, True))
         object.__setattr__(self, "requests", tuple(requests))
-        object.__setattr__(self, "of_linears", LinearRequest(config_dir=self.config_dir))
+        object.__setattr__(self, "of_linears", BackendRequest(config_dir=self.config_dir))
 
 
 @dataclass(eq=False)  # no slots: traced code reads it

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from sage_plugin.kernels.attention.prologue.one_pass import OnePass
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.plugin.prologue.unfused import Unfused
 
@@ -24,6 +25,8 @@ class LayerCounts:
         rule_steps: the denoising steps of those calls, by rule.
         fused: calls whose norm and rotary embedding of Q and K were one kernel.
         unfused: calls where they were the model's own, by reason.
+        in_quantization: calls that quantized Q in the pass of its norm and embedding.
+        one_pass: calls where that was a pass of its own, by reason.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -35,6 +38,8 @@ class LayerCounts:
     rule_steps: dict[int, set[int]] = field(default_factory=dict)
     fused: int = 0
     unfused: Counter[Unfused] = field(default_factory=Counter)
+    in_quantization: int = 0
+    one_pass: Counter[OnePass] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)

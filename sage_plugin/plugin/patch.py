@@ -24,11 +24,13 @@ from sage_plugin.plugin.hosts.diffusers import choose
 from sage_plugin.plugin.linears.options import checked_linears
 from sage_plugin.plugin.owners import modules_of, part_of, parts_of
 from sage_plugin.plugin.plan.run_plan import RunPlan, plan_of
+from sage_plugin.plugin.policy.fit import fitting_rules
 from sage_plugin.plugin.policy.rules import ATTENTION, LINEAR, Policy
 from sage_plugin.plugin.policy.rules import chosen as chosen_policy
 from sage_plugin.plugin.report import PluginReport, joined, report_of
 from sage_plugin.plugin.steps.caller import schedulers_of
 from sage_plugin.plugin.steps.tracker import StepTracker
+from sage_plugin.schema import GROUPED_LINEAR
 
 logger = logging.getLogger(__name__)
 
@@ -459,20 +461,14 @@ def _check_policy_of(parts: list[Component], policy: Policy | None) -> None:
     """
     if policy is None:
         return
-    kinds = sorted({type(part.module).__name__ for part in parts})
-    if policy.model and policy.model not in kinds:
-        raise ConfigError(f"the policy is for {policy.model}, and this is {', '.join(kinds)}")
-    of_op = {
+    experts = [name for part in parts for name in part.experts.names()]
+    names = {
         ATTENTION: [layer.name for part in parts for layer in part.layers.values()],
-        LINEAR: [name for part in parts for name in (*part.linears.names(), *part.experts.names())],
+        LINEAR: [name for part in parts for name in part.linears.names()] + experts,
+        GROUPED_LINEAR: experts,
     }
-    for number, rule in enumerate(policy.rules, start=1):
-        names = of_op[rule.op]
-        if not any(map(rule.names, names)):
-            raise ConfigError(
-                f"rule {number} of the policy names no layer of this model with "
-                f"{', '.join(rule.layers)}; its layers are such as {next(iter(names), 'none')}"
-            )
+    models = (type(part.module).__name__ for part in parts)
+    fitting_rules(policy, models, names, others="sage_plugin.continuous_batching()")
 
 
 def _globs(patterns: str | Iterable[str]) -> tuple[str, ...]:

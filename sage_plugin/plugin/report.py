@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sage_plugin.errors import PatchError
+from sage_plugin.kernels.attention.prologue.one_pass import OnePass
 from sage_plugin.kernels.fallback import FallbackReason
+from sage_plugin.paged_records import PAGED_ATTENTION
 from sage_plugin.plugin import report_text
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.context import LayerContext
@@ -35,6 +37,8 @@ class LayerReport:
         rule_steps: the denoising steps of those calls, by rule.
         fused: calls whose norm and rotary embedding of Q and K were one kernel.
         unfused: calls where they were the model's own, by reason.
+        in_quantization: calls that quantized Q in the pass of its norm and embedding.
+        one_pass: calls where that was a pass of its own, by reason.
     """
 
     layer: str
@@ -47,6 +51,8 @@ class LayerReport:
     rule_steps: dict[int, tuple[int, ...]] = field(default_factory=dict)
     fused: int = 0
     unfused: dict[Unfused, int] = field(default_factory=dict)
+    in_quantization: int = 0
+    one_pass: dict[OnePass, int] = field(default_factory=dict)
 
     def total_calls(self) -> int:
         """All calls of the layer."""
@@ -148,6 +154,8 @@ def row_of(layer: LayerContext) -> LayerReport:
         {rule: tuple(sorted(steps)) for rule, steps in counts.rule_steps.items()},
         counts.fused,
         dict(counts.unfused),
+        counts.in_quantization,
+        dict(counts.one_pass),
     )
 
 
@@ -187,7 +195,7 @@ def _idle_rules(parts: list[Component]) -> Iterator[str]:
             for number in counts.rules
         }
         for number, rule in enumerate(policy.rules, start=1):
-            if number not in met:
+            if number not in met and rule.op != PAGED_ATTENTION:
                 steps = f" at steps {rule.steps}" if rule.steps else ""
                 yield f"rule {number} ({rule.kernel} on {', '.join(rule.layers)}{steps})"
 

@@ -161,6 +161,12 @@ def _what_ran(rows: Sequence[LayerReport]) -> str:
         parts.append(f"rule {rule} x{count}{at}" + (" (not on a kernel)" if rule in left else ""))
     if fused := sum(row.fused for row in rows):
         parts.append(f"norm and RoPE in one kernel x{fused}")
+    if quantized := sum(row.in_quantization for row in rows):
+        parts.append(f"which quantized Q x{quantized}")
+    one_pass = sum((Counter(row.one_pass) for row in rows), Counter())
+    parts += [
+        f"which did not quantize Q x{n}: {why.value}" for why, n in one_pass.items() if why.is_told
+    ]
     unfused = sum((Counter(row.unfused) for row in rows), Counter())
     parts += [
         f"norm and RoPE as they were x{n}: {why.value}" for why, n in unfused.items() if why.is_told
@@ -192,6 +198,8 @@ def _counts(row: LayerReport) -> tuple[object, ...]:
         tuple(row.rule_steps.items()),
         row.fused,
         tuple(row.unfused.items()),
+        row.in_quantization,
+        tuple(row.one_pass.items()),
     )
 
 

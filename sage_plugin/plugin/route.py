@@ -12,18 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils._device import DeviceContext
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.api import run_op
 from sage_plugin.kernels.attention.call import (
-    TENSOR_SUBCLASS,
     AttentionCall,
     KernelRequest,
     is_plain,
 )
 from sage_plugin.kernels.attention.executor import Executor, decide, known, resolve
-from sage_plugin.kernels.attention.validate import FLOATS
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
@@ -31,7 +28,8 @@ from sage_plugin.kernels.notice import warn_once
 from sage_plugin.kernels.surroundings import can_bypass_dispatcher, wants_gradient
 from sage_plugin.plugin.context import STACK, CallEvent, Frame, LayerContext, PatchState
 from sage_plugin.plugin.hosts import parallel
-from sage_plugin.plugin.prologue.settle import settled
+from sage_plugin.plugin.obstacle import SHAPE, fits, obstacle
+from sage_plugin.plugin.prologue.settle import compared, settled
 from sage_plugin.plugin.request import Choice, choice_of
 
 logger = logging.getLogger(__name__)
@@ -39,10 +37,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-DISABLED = FallbackReason(Fallback.DISABLED)
-FUNCTION_MODE = FallbackReason(Fallback.FUNCTION_MODE)
-SHAPE = FallbackReason(Fallback.SHAPE)
-CAUSAL = FallbackReason(Fallback.CAUSAL_ALIGNMENT)
 NOT_FINITE = FallbackReason(Fallback.NOT_FINITE)
 BAD_INPUT = FallbackReason(Fallback.INPUT_NOT_FINITE)
 PARALLEL = FallbackReason(Fallback.PARALLEL)
@@ -50,7 +44,6 @@ GRADIENT = FallbackReason(Fallback.GRADIENT)
 ARGUMENTS = FallbackReason(Fallback.ARGUMENTS)
 BY_POLICY = "policy"
 """Where a launch config with fields of a rule came from."""
-DEVICES = ("cpu", "cuda")
 
 
 def sdpa(
@@ -69,8 +62,9 @@ def sdpa(
     )
 
     def host() -> torch.Tensor:
+        made = call.made()
         return torch.nn.functional.scaled_dot_product_attention(
-            call.q, call.k, call.v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            made.q, made.k, made.v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
             scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
 
@@ -105,13 +99,15 @@ def dispatch_instead_of(
         )
 
         def host() -> torch.Tensor:
+            made = call.made()
             return original(
-                call.q, call.k, call.v, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                made.q, made.k, made.v, attn_mask, dropout_p, is_causal, scale, enable_gqa,
                 attention_kwargs, backend=backend, parallel_config=parallel_config, **unknown,
             )  # fmt: skip
 
         blocked = ARGUMENTS if attention_kwargs or unknown else None
         if parallel_config is not None:
+            call = call.made()
             return attend_in_parallel(host, call, blocked, original, parallel_config)
         return attend(host, call, blocked)
 
@@ -139,6 +135,8 @@ def attend(
         frame.index += 1
         result = _run_resolved(layer, call, executor, watched=False)
         return host() if result is None else cast("torch.Tensor", result)
+    if call.prologue is not None and _is_read(layer.state, call):
+        call = call.made()
     if eager and layer.broken is not None:
         blocked = layer.broken
     if layer.state.options.policy is not None and not eager:
@@ -147,7 +145,7 @@ def attend(
     resolved, mask = _resolve(layer, call, blocked, choice)
     decision = _decision_of(resolved)
     if eager:
-        _tell(frame, layer, call, decision)
+        _tell(frame, layer, call, decision, blocked)
         _note_rule(layer, choice)
     if decision.reason is not None:
         _give_way(layer, decision.reason)
@@ -239,7 +237,7 @@ def _later(
     host: Callable[[], T], layer: LayerContext, call: AttentionCall, blocked: FallbackReason | None
 ) -> torch.Tensor | T:
     """A call in a graph whose kernel a policy chooses anew each time that the graph runs."""
-    mask = call.host_mask() if _fits(call) else SHAPE
+    mask = call.host_mask() if fits(call) else SHAPE
     plain_call = blocked is None and is_plain(call.q) and is_plain(call.k) and is_plain(call.v)
     beyond = call.softcap > 0.0 or call.sinks is not None or call.return_lse
     needs_grad = wants_gradient(call.q, call.k, call.v, call.attn_mask)
@@ -275,7 +273,7 @@ def _resolve(
     """
     if choice.kernel == "sdpa" and choice.reason is None:
         return Decision("sdpa", HOST), None
-    blocked = blocked or choice.reason or _obstacle(layer.state, call)
+    blocked = blocked or choice.reason or obstacle(layer.state, call)
     if blocked is not None:
         return blocked, None
     mask = call.host_mask()
@@ -325,7 +323,7 @@ def _known(layer: LayerContext, call: AttentionCall) -> Executor | None:
         or state.listeners
         or layer.broken is not None
         or call.attn_mask is not None
-        or not can_bypass_dispatcher(call.q, call.k, call.v, call.sinks)
+        or not can_bypass_dispatcher(*call.tensors())
         or torch.is_autocast_enabled(call.q.device.type)
     ):
         return None
@@ -351,10 +349,13 @@ def _run_resolved(
         watched: whether something may watch what is done with these tensors.
     """
     try:
-        if not watched or can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):
+        if call.prologue is not None:
+            call = compared(layer, executor, call)
+        if not watched or can_bypass_dispatcher(*call.tensors()):
             out, lse = executor.run(call)
             result = out if lse is None else (out, lse)
         else:
+            call = call.made()
             launch = executor.launch if changes else None
             result = run_op(
                 executor.decision, call, call.attn_mask, launch, layer.state.options.config_dir
@@ -380,62 +381,19 @@ def _run_resolved(
     return result
 
 
-def _obstacle(state: PatchState, call: AttentionCall) -> FallbackReason | None:
-    """Why a call cannot or shall not leave the host, as far as no kernel needs to be known."""
-    q, k, v, options = call.q, call.k, call.v, state.options
-    if state.disabled:
-        return DISABLED
-    if not torch.compiler.is_compiling() and _watched():
-        return FUNCTION_MODE
-    if not (is_plain(q) and is_plain(k) and is_plain(v)):
-        return TENSOR_SUBCLASS
-    if q.device.type not in DEVICES:
-        return FallbackReason(Fallback.DEVICE, q.device.type)
-    if not _fits(call):
-        return SHAPE
-    for tensor in (q, k, v):
-        if tensor.dtype not in FLOATS:
-            return FallbackReason(Fallback.DTYPE, str(tensor.dtype).removeprefix("torch."))
-    seq = 2 if call.layout == "bhsd" else 1
-    if not (_surely(q.shape[seq] >= options.min_seq) and _surely(k.shape[seq] >= options.min_seq)):
-        return FallbackReason(Fallback.SHORTER_THAN_MIN_SEQ, options.min_seq)
-    return CAUSAL if call.is_causal and not _surely(q.shape[seq] == k.shape[seq]) else None
+def _is_read(state: PatchState, call: AttentionCall) -> bool:
+    """Whether more than a kernel reads Q and K."""
+    looked_at = bool(state.listeners) or state.options.check_finite
+    return looked_at or torch.is_autocast_enabled(call.v.device.type)
 
 
-def _watched() -> bool:
-    modes = torch.overrides._get_current_function_mode_stack()
-    return any(not isinstance(mode, DeviceContext) for mode in modes)
-
-
-def _fits(call: AttentionCall) -> bool:
-    """Whether SDPA would neither broadcast nor refuse these shapes."""
-    q, k, v = call.q, call.k, call.v
-    if not (q.dim() == k.dim() == v.dim() == 4):
-        return False
-    heads, seq = (1, 2) if call.layout == "bhsd" else (2, 1)
-    grouped = call.enable_gqa and k.shape[heads] > 0 and q.shape[heads] % k.shape[heads] == 0
-    return (
-        _surely(q.shape[0] == k.shape[0])
-        and _surely(k.shape[0] == v.shape[0])
-        and (_surely(q.shape[heads] == k.shape[heads]) or grouped)
-        and _surely(k.shape[heads] == v.shape[heads])
-        and _surely(k.shape[seq] == v.shape[seq])
-        and _surely(q.shape[3] == k.shape[3])
-        and q.device == k.device == v.device
-        and (call.sinks is None or call.sinks.shape == (q.shape[heads],))
-    )
-
-
-def _surely(condition: bool) -> bool:
-    """Whether sizes compare so; no, where a graph cannot tell, since they follow from data."""
-    if not torch.compiler.is_compiling():
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # which imports sympy
-
-    return guard_or_false(condition)
-
-
-def _tell(frame: Frame, layer: LayerContext, call: AttentionCall, decision: Decision) -> None:
+def _tell(
+    frame: Frame,
+    layer: LayerContext,
+    call: AttentionCall,
+    decision: Decision,
+    blocked: FallbackReason | None,
+) -> None:
     """Tell the listeners of a call before it runs."""
     frame.index += 1
     if not layer.state.listeners:
@@ -443,6 +401,7 @@ def _tell(frame: Frame, layer: LayerContext, call: AttentionCall, decision: Deci
     event = CallEvent(
         layer.state.component, layer.name, frame.index - 1, call.q, call.k, call.v, call.attn_mask,
         call.is_causal, call.scale, call.layout, decision,
+        blocked,
     )  # fmt: skip
     for listener in layer.state.listeners:
         listener(event)

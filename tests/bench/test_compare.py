@@ -11,12 +11,12 @@ from sage_plugin.bench import compare
 from sage_plugin.bench.compare import BenchPlan, run_case
 from sage_plugin.bench.suite import captured
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.families import ATTENTION
 from sage_plugin.families.attention import replay
 from sage_plugin.families.attention.cost import flops
 from sage_plugin.families.attention.replay import AttentionReplay
 from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import AttentionParams
+from sage_plugin.kernels.launch_config import LaunchRules
 from sage_plugin.measure.inputs import self_attention
 from sage_plugin.measure.timing import Samples
 from sage_plugin.replay.inputs import ReplayInputs
@@ -230,12 +230,11 @@ def test_the_config_of_the_runtime_is_judged_and_timed(scripted, monkeypatch):
     config = LaunchConfig(64, 32, 4, 1, "pointer", True, True, 1)
     seen = []
 
-    def found(key, facts, *, config_dir):
+    def found(rules, key, facts, *, config_dir):
         seen.append(config_dir)
         return dispatch.ResolvedConfig(config, "exact", "a file")
 
-    patched = dataclasses.replace(ATTENTION, find_launch=found)
-    monkeypatch.setattr(ReplayInputs, "family", property(lambda inputs: patched))
+    monkeypatch.setattr(LaunchRules, "find", found)
     plan = BenchPlan(kernels=(("sage", "auto"),), config_dir="somewhere")
     row = run_case(case_of(), plan, device=CPU).rows[0]
     assert (row.config, row.config_source, seen) == (config, "exact", ["somewhere"])

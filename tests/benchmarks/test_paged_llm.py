@@ -20,23 +20,24 @@ def paged_llm() -> ModuleType:
     return importlib.import_module("paged_llm")
 
 
-def test_pages_are_read_again_behind_what_they_hold(paged_llm: ModuleType) -> None:
+@pytest.mark.parametrize("kernel", ["fav2", "gathered"])
+def test_pages_are_read_again_behind_what_they_hold(paged_llm: ModuleType, kernel: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     network = tiny("llama").module
-    ids = torch.randint(1, 60, (1, 50), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, 60, (1, 90), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = network(input_ids=ids).logits[0]
-    pages = paged_llm.Pages(None, "fav2", 64)
+    pages = paged_llm.Pages(None, kernel, 128)
     AttentionInterface.register(paged_llm.NAME, pages.attention)
     AttentionMaskInterface.register(paged_llm.NAME, AttentionMaskInterface()["sdpa"])
     network.set_attn_implementation(paged_llm.NAME)
-    first = paged_llm.logits_of(network, pages, ids[:, :40])
-    torch.testing.assert_close(first, expected[:40], rtol=1e-4, atol=1e-4)
-    pages.seen = 40
+    first = paged_llm.logits_of(network, pages, ids[:, :70])
+    torch.testing.assert_close(first, expected[:70], rtol=1e-4, atol=1e-4)
+    pages.seen = 70
     for _ in range(2):  # what is asked twice is written over
-        rest = paged_llm.logits_of(network, pages, ids[:, 40:])
-        torch.testing.assert_close(rest, expected[40:], rtol=1e-4, atol=1e-4)
+        rest = paged_llm.logits_of(network, pages, ids[:, 70:])
+        torch.testing.assert_close(rest, expected[70:], rtol=1e-4, atol=1e-4)
 
 
 def test_numbers_are_spread_over_the_text(paged_llm: ModuleType) -> None:

@@ -16,9 +16,10 @@ from sage_plugin.capture.store.reader import open_captures
 from sage_plugin.errors import CaptureError
 from sage_plugin.families import family
 from sage_plugin.kernels.contract import HOST, Decision
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.paged_attention.append import append_pages
 from tests.cli.program import error_of, sage
-from tests.plugin.test_continuous_batching import PROMPTS, generated, model
+from tests.plugin.test_continuous_batching import PROMPTS, eight_bits, generated, model
 
 __all__ = ["model"]  # a fixture
 
@@ -210,5 +211,38 @@ def test_a_server_is_recorded_layer_by_layer(model, tmp_path, patched):
         lens = sorted((len(prompt) + step for prompt in PROMPTS), reverse=True)
         assert sorted(one.shape.kv_lens, reverse=True)[:3] == lens
         assert (one.shape.tokens, one.rows, one.holds_pages) == (3, 3, True)
+        replay = PAGED.captured(captures, one, "cpu")
+        assert replay.errors(Decision("fav2", "emulation"), None).rel_l1 < 0.004
+
+
+def test_packed_prompts_are_no_attention_of_one_sequence(model, tmp_path):
+    ops = "attention,paged_attention"
+    with record(model, tmp_path / "c", ops=ops, min_seq=0) as recorder:
+        with sage_plugin.continuous_batching(model):
+            generated(model)
+        inside = recorder.summary
+        generated(model)  # by transformers' own, whose masks tell what belongs together
+    packed = FallbackReason(Fallback.PACKED_BY_HOST, "sage_plugin_flash")
+    calls = 2 * 12  # layers and tokens; pages were read in all but the first
+    assert inside.skipped[str(packed)] == calls
+    records = open_captures(tmp_path / "c", "attention").records
+    assert {record.shape.mask_kind for record in records} == {"dense"}
+    assert {record.family for record in open_captures(tmp_path / "c").records} == set(
+        ops.split(",")
+    )
+
+
+@eight_bits
+def test_a_server_with_8_bits_is_recorded_with_its_prompts(model, tmp_path):
+    with (
+        record(model, tmp_path / "c", ops=OP, min_seq=0, max_captures=30) as recorder,
+        sage_plugin.continuous_batching(model, cache="int8") as handle,
+    ):
+        generated(model)
+    captures = open_captures(tmp_path / "c", OP)
+    assert recorder.summary.calls_seen == handle.packed + handle.decoded == len(captures.records)
+    assert {one.shape.kind for one in captures.records} == {"mixed", "decode"}
+    for one in captures.records[:3]:
+        assert one.shape.cache_dtype == "int8"
         replay = PAGED.captured(captures, one, "cpu")
         assert replay.errors(Decision("fav2", "emulation"), None).rel_l1 < 0.004

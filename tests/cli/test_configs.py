@@ -179,12 +179,21 @@ def test_check_names_every_problem_and_exits_2():
     assert "NaN" in damaged.stdout
 
 
-def test_check_takes_policies_too(tmp_path):
+@pytest.mark.parametrize(
+    ("rule", "next_step"),
+    [
+        ('"kernel": "sage", "steps": ":20%"', "patch(pipe, policy="),
+        ('"kernel": "bf16", "op": "grouped_linear"', "patch(pipe, policy="),
+        ('"kernel": "qk_int8", "op": "paged_attention"', "continuous_batching(model, policy="),
+    ],
+)
+def test_check_takes_policies_too(tmp_path, rule, next_step):
     path = tmp_path / "policy.json"
-    path.write_text('{"schema_version": 1, "rules": [{"kernel": "sage", "steps": ":20%"}]}')
+    path.write_text(f'{{"schema_version": 1, "rules": [{{{rule}}}]}}')
     result = sage("check", path)
     assert result.exit_code == 0, result.stdout
     assert f"Sound: {path}" in result.stdout.replace("\n", "")
+    assert next_step in result.stdout.replace("\n", " ")
     path.write_text('{"schema_version": 1, "rules": [{"kernel": "sage"}, {"kernel": "auto"}]}')
     result = sage("check", path)
     assert result.exit_code == 2

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles
 CODE = textwrap.dedent("""
     import json
     from sage_plugin.kernels import absent_device
-    from sage_plugin.families.attention import ahead_of_time
+    from sage_plugin.families import ATTENTION
     from sage_plugin.kernels.attention import launch_space
     from sage_plugin.kernels.attention.dispatch import call_key
     from sage_plugin.kernels.contract import Decision
@@ -32,7 +32,7 @@ CODE = textwrap.dedent("""
     config = launch_space.default_launch(call_key(shape, decision), where)
     compiled = []
     knobs.compilation.listener = lambda **told: compiled.append(told["cache_hit"])
-    (built,) = ahead_of_time.compile_call(shape, decision, config, where)
+    (built,) = ATTENTION.compile_call(shape, decision, config, where)
     print(json.dumps([built.name, built.smem_bytes, built.registers, built.spill_bytes, compiled]))
 """)
 

@@ -165,4 +165,5 @@ def test_memory_of_a_repeated_call_is_that_of_the_call(relaunched):
     assert relaunched == []
     assert peak() <= 1.02 * first
     assert relaunched
-    assert any(isinstance(e, executor.Executor) and e.recorded for e in executor._resolved.values())
+    answers = executor.resolver.answers.values()
+    assert any(isinstance(e, executor.Executor) and e.recorded for e in answers)

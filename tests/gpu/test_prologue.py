@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
+from sage_plugin.kernels.attention.executor import resolve
 from sage_plugin.kernels.attention.prologue import apply, emulation
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream, Rope
 from sage_plugin.plugin.patch import patch
+from tests.gpu.variants import PAIRS, each, skip_what_is_left
+from tests.kernels.calls import QUANTIZED
 from tests.kernels.test_prologue import LIMITS, ROWS, error, oracle
 
 pytestmark = [
@@ -46,6 +51,37 @@ def test_the_kernel_is_the_emulation_each_time(name):
                 assert error(made.cpu(), expected.double()) <= apart
 
 
+QUANTIZING = [pair for pair in PAIRS if pair[0] in QUANTIZED]
+LONG = (
+    replace(ROWS["ltx2"], head_dim=72, tokens=150),
+    replace(ROWS["flux"], head_dim=64, heads=5, tokens=150),
+    replace(ROWS["cogvideox"], tokens=301, turned=(40, 301)),
+)
+
+
+@each(QUANTIZING)
+def test_q_is_quantized_as_in_two_passes(kernel, variant):
+    """Launched, recorded and replayed; a form for each kernel."""
+    row = LONG[QUANTIZING.index((kernel, variant)) % len(LONG)]
+    skip_what_is_left(kernel, variant, row.head_dim)
+    request, ran = KernelRequest(kernel, variant), None
+    for seed in range(4):
+        torch.manual_seed(seed)
+        rope = row.rope()
+        q, k = ([on_device(x) for x in row.streams(torch.bfloat16, rope)] for _ in range(2))
+        pair = QkPair(tuple(q), tuple(k))
+        unmade = pair.unmade("bhsd")
+        v = torch.randn(unmade[0].shape, device="cuda").bfloat16()
+        call = AttentionCall(*unmade, v, prologue=pair)
+        ran = ran or resolve(call, request)
+        if seed == 0:
+            ran.compare(call)
+        found, apart = ran.run(call)[0], resolve(call.made(), request).run(call.made())[0]
+        assert error(found, apart.double()) < 0.01  # a number may round either way
+    assert ran.one_pass is None
+    assert ran.recorded is not None
+
+
 def test_offsets_are_64_bit():
     """The last of 2**31 values and more."""
     tokens, heads, width = 2**17 + 3, 64, 128
@@ -60,7 +96,8 @@ def test_offsets_are_64_bit():
     torch.testing.assert_close(found, emulation.joined([last]), rtol=0.02, atol=0.02)
 
 
-def test_a_patched_layer_runs_fused_and_near():
+@pytest.mark.parametrize("kernel", ["fav2", "sage"])
+def test_a_patched_layer_runs_fused_and_near(kernel):
     pytest.importorskip("diffusers")
     from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0
 
@@ -77,9 +114,10 @@ def test_a_patched_layer_runs_fused_and_near():
 
     with torch.no_grad():
         before = run()
-        handle = patch(layer, kernel="fav2")
+        handle = patch(layer, kernel=kernel)
         for _ in range(3):
             after = run()
         handle.unpatch()
     assert handle.report().fused_calls() == 3
-    assert error(after, before.double()) < 0.01
+    assert [row.in_quantization for row in handle.report().rows] == [2 * (kernel == "sage")]
+    assert error(after, before.double()) < {"fav2": 0.01, "sage": 0.03}[kernel]

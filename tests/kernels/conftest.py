@@ -10,6 +10,7 @@ import torch
 LOWEST = "2.11."
 LEFT_TO_NEWER_TORCH = (
     "_scaled_mm only supports per-tensor scaling for CPU",
+    "torch has no product of fp8_row on",
     "Only bf16 high precision output types are supported",
     "can't reconstruct arbitrary frozen dataclass instances",
 )

@@ -135,6 +135,15 @@ def test_the_quantizers_compile_without_spills(arch):
     assert made["products"] == []
 
 
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=sweep), "sm_90"])
+def test_they_compile_without_queries_whose_norm_is_to_come(arch):
+    kernel = "sage" if arch == "sm_80" else "fav3_sage"
+    made = compiled(of(kernel, arch, 128, **QUANTIZERS, with_resources=True, prologue=True))
+    spills = {one["name"]: one["spill_bytes"] for one in made}
+    assert spills == {"prologue_kernel": 0, "prepass_kernel": 0}
+    assert len(made) == 3  # grouped heads: Q and K are launched apart
+
+
 @pytest.mark.parametrize("arch", ["sm_89", pytest.param("sm_90", marks=sweep)])
 def test_no_fp8_number_is_read_from_the_stack_pointer(arch):
     """Two ways to write the quantisers that ptxas builds wrong, without a word."""

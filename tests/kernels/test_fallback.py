@@ -283,7 +283,8 @@ def test_other_problems_are_prepared_as_the_portable_variant_does(parts):
 @pytest.fixture
 def on_an_h100(monkeypatch, unconfigured):
     """CPU tensors that are taken for an H100's, whose Gluon cannot build."""
-    monkeypatch.setattr(dispatch, "facts_of", lambda *_: FACTS)
+    for module in (dispatch, device):
+        monkeypatch.setattr(module, "facts_of", lambda *_: FACTS)
     monkeypatch.setattr(device, "triton_version", lambda: "3.6.0")
     implementation.cache_clear()
     failing = Failing(FAILURES["RuntimeError"])

@@ -14,7 +14,7 @@ from sage_plugin.kernels.attention.backends.sdpa import HostKernel
 from sage_plugin.kernels.attention.oracle import OracleKernel
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams
-from sage_plugin.kernels.support import TRITON_KERNELS
+from sage_plugin.kernels.support import ON_GPUS, TRITON_KERNELS
 from sage_plugin.schema import KERNELS, VARIANTS
 from tests.kernels.calls import QUANTIZED, Shape, draw, launch
 
@@ -121,3 +121,7 @@ def test_all_have_the_two_steps_of_the_contract(kernel, variant):
     prepare, run = inspect.signature(built.prepare), inspect.signature(built.launch)
     assert list(prepare.parameters) == ["q", "k", "v", "problem", "launch"]
     assert list(run.parameters) == ["operands", "out_dtype", "return_lse"]
+    unmade = getattr(built, "prepare_unmade", None)
+    assert (unmade is not None) == (kernel in QUANTIZED and variant in ON_GPUS)
+    if unmade is not None:
+        assert list(inspect.signature(unmade).parameters) == ["pair", *prepare.parameters]

@@ -17,6 +17,8 @@ from sage_plugin.kernels.attention import dispatch, executor, validate
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest, shape_of
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
+from sage_plugin.kernels.launch_config import LaunchRules
+from sage_plugin.kernels.resolver import Resolver
 from sage_plugin.registry import load
 from tests.kernels.calls import Shape, draw, launch
 from tests.registry.samples import entry, merged
@@ -32,13 +34,13 @@ def _alone(unconfigured):
 @pytest.fixture
 def made(monkeypatch):
     """The answers that are made."""
-    stock, answers = executor._resolve, []
+    stock, answers = Resolver.anew, []
 
     def resolve(*arguments):
         answers.append(stock(*arguments))
         return answers[-1]
 
-    monkeypatch.setattr(executor, "_resolve", resolve)
+    monkeypatch.setattr(Resolver, "anew", resolve)
     return answers
 
 
@@ -68,7 +70,7 @@ def test_a_second_call_of_a_key_makes_no_plan_and_checks_no_shape(made, monkeypa
     assert [one.decision for one in made] == [Decision("sage", "emulation")]
     monkeypatch.setattr(validate, "check_tensors", lambda *_: pytest.fail("checked again"))
     monkeypatch.setattr(dispatch, "decide", lambda *_, **__: pytest.fail("decided again"))
-    monkeypatch.setattr(dispatch, "find_launch", lambda *_, **__: pytest.fail("looked up again"))
+    monkeypatch.setattr(LaunchRules, "find", lambda *_, **__: pytest.fail("looked up again"))
     assert torch.equal(attention(), first)
     assert len(made) == 1
 
@@ -313,7 +315,7 @@ def test_the_interpreter_is_asked_for_at_every_call(monkeypatch):
 
 
 def test_plans_do_not_grow_for_ever(monkeypatch):
-    monkeypatch.setattr(executor._resolved, "_limit", 3)
+    monkeypatch.setattr(executor.resolver.answers, "_limit", 3)
     for seq in range(1, 9):
         attention(*draw(Shape(1, 1, 1, seq, seq, 16)))
-        assert 1 <= len(executor._resolved) <= 3
+        assert 1 <= len(executor.resolver.answers) <= 3

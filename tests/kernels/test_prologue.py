@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from sage_plugin import attention
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels import launch_config
-from sage_plugin.kernels.attention.prologue import apply, emulation
+from sage_plugin.kernels.attention.api import with_prologue
+from sage_plugin.kernels.attention.call import AttentionCall
+from sage_plugin.kernels.attention.prologue import emulation
 from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream, Rope
 from tests.kernels.raw_builds import RawKernel
 
@@ -233,12 +235,18 @@ def test_a_gradient_flows_through_norm_and_embedding():
     assert torch.autograd.gradcheck(of, (q, weight))
 
 
+def made(q, k, layout, rope, q_norm=None, k_norm=None):
+    """Q and K as attention takes them."""
+    call = with_prologue(AttentionCall(q, k, k, layout=layout), rope, q_norm, k_norm)
+    return call.q, call.k
+
+
 def test_compilers_see_plain_operations():
     q, k = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
     rope, norm = Rope(torch.randn(4, 4), torch.randn(4, 4), skip=2), QkNorm("rms", torch.rand(8))
 
     def of(q, k):
-        return apply.prepared_qk(q, k, layout="bshd", rope=rope, q_norm=norm, k_norm=norm)
+        return made(q, k, "bshd", rope, norm, norm)
 
     torch._dynamo.reset()
     compiled = torch.compile(of, backend="eager", fullgraph=True)(q, k)
@@ -256,12 +264,13 @@ WRONG = {
     "pair": (lambda: _prepared(rope=(torch.ones(6, 4), torch.ones(5, 4))), "one shape"),
     "type": (lambda: _prepared(rope=torch.ones(6, 4)), "a complex tensor, or a Rope"),
     "layout": (lambda: _prepared(layout="bsd"), "choose 'bhsd' or 'bshd'"),
-    "rank": (lambda: apply.prepared_qk(*torch.ones(2, 3, 4), layout="bhsd"), "each needs 4"),
+    "rank": (lambda: made(*torch.ones(2, 3, 4), "bhsd", None, QkNorm("rms")), "each needs 4"),
 }
 
 
-def _prepared(layout="bshd", **given):
-    return apply.prepared_qk(*torch.ones(2, 1, 6, 2, 8), layout=layout, **given)
+def _prepared(layout="bshd", rope=None, q_norm=None, k_norm=None):
+    q_norm = q_norm or QkNorm("rms")
+    return made(*torch.ones(2, 1, 6, 2, 8), layout, rope, q_norm, k_norm)
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -106,7 +106,7 @@ def test_regions_of_one_architecture_grow_so_that_none_is_unreachable(kernel):
         for earlier in seen:
             shadowed = (
                 earlier.arch in (region.arch, "*")
-                and earlier.max_head_dim >= region.max_head_dim
+                and earlier.most >= region.most
                 and earlier.element_bytes >= region.element_bytes
                 and set(earlier.mask_kinds) >= set(region.mask_kinds)
                 and earlier.variant == region.variant
@@ -149,7 +149,7 @@ def test_a_hopper_region_serves_what_the_decision_table_gives_it(kernel):
             for mask in ("none", "key_bias"):
                 region = space.region("sm_90", dim, element_bytes, mask, "hopper")
                 assert region.variant == "hopper"
-                assert region.max_head_dim == (64 if dim <= 64 else 128)
+                assert region.most == (64 if dim <= 64 else 128)
     assert space.region("sm_90", 64, 2, "dense", "hopper") is None
     assert space.region("sm_90", 129, 2, "none", "hopper") is None
     for arch in ("sm_80", "sm_100", "sm_120", "gfx942"):

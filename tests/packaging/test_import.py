@@ -14,10 +14,10 @@ import sage_plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [
-    "QkNorm", "Rope", "__version__", "accelerate", "attention", "attention_varlen", "autotune",
-    "continuous_batching", "grouped_linear", "launch", "linear", "paged_attention", "patch",
-    "patched", "prepare", "quantize_weight", "quantize_weights", "record", "refresh",
-    "register", "report", "unpatch",
+    "Prologue", "QkNorm", "Rope", "__version__", "accelerate", "attention", "attention_varlen",
+    "autotune", "continuous_batching", "grouped_linear", "launch", "linear", "normalized",
+    "paged_attention", "patch", "patched", "prepare", "quantize_weight", "quantize_weights",
+    "record", "refresh", "register", "report", "smoothing", "unpatch",
 ]  # fmt: skip
 OPTIONAL = ("triton", "diffusers", "transformers", "accelerate", "typer", "rich", "safetensors")
 

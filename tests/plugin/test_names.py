@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounter
 
 from sage_plugin.errors import PatchError, UnknownKernelError, UnsupportedInputError, UsageError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.plugin import route
+from sage_plugin.plugin import obstacle, route
 from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.hosts import registration as names
 from sage_plugin.plugin.hosts.registration import register
@@ -403,7 +403,7 @@ def test_the_environment_switches_it_off(monkeypatch):
     model = named_model("llama")
     monkeypatch.setenv("SAGE_PLUGIN_DISABLE", "1")
     assert torch.equal(model.run(), expected)
-    assert counted("transformers") == ({}, {route.DISABLED: 2})
+    assert counted("transformers") == ({}, {obstacle.DISABLED: 2})
 
 
 @pytest.mark.parametrize("absent", [("diffusers",), ("transformers",)])

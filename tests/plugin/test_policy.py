@@ -125,6 +125,21 @@ def test_presets_are_sound_and_leave_cross_attention_and_short_calls(name):
          "more than 1000 rules"),
         ({"schema_version": 1, "rules": [{"kernel": "auto", "launch": {"smooth_v": True}}]},
          "belongs to a kernel by name"),
+        ({"schema_version": 1, "rules": [{"kernel": "bf16", "op": "linears"}]},
+         "op is 'linears'; choose one of attention, linear, grouped_linear, paged_attention"),
+        ({"schema_version": 1, "rules": [{"kernel": "fp8_tensor", "op": "grouped_linear"}]},
+         "kernel 'fp8_tensor' of grouped_linear; choose one of auto, bf16, fp8_row, int8_row"),
+        ({"schema_version": 1, "rules": [{"kernel": "sage", "op": "paged_attention"}]},
+         "kernel 'sage' of paged_attention; choose one of auto, fav2, qk_int8, qk_fp8"),
+        ({"schema_version": 1, "rules": [{"kernel": "fav2", "op": "paged_attention",
+                                          "steps": ":3"}]},
+         "steps are ':3', and a server has no denoising steps; .*as they are \\(fav2\\)"),
+        ({"schema_version": 1, "rules": [{"kernel": "fav2", "op": "paged_attention",
+                                          "min_seq": 9}]},
+         "min_seq belongs to rules of attention, and this one is of paged_attention"),
+        ({"schema_version": 1, "rules": [{"kernel": "fp8_row", "op": "linear"},
+                                         {"kernel": "bf16", "op": "grouped_linear"}]},
+         "rule 2 never fits a call, since rule 1"),
         ({"schema_version": 1, "rules": [{"kernel": "sage"}, {"kernel": "auto"}]},
          "rule 2 never fits a call, since rule 1"),
     ],
@@ -372,3 +387,12 @@ def test_an_unsupported_call_of_a_policy_is_an_error_on_request_but_its_own_choi
     with sage_plugin.patched(pipe, policy=made, min_seq=0, on_unsupported="error") as handle:
         pipe()
     assert handle.report().kernel_calls() == 2 * STEPS
+
+
+def test_rules_of_pages_alone_are_not_for_a_pipeline():
+    served = Policy(1, (Rule("fav2", op="paged_attention"), Rule("auto", layers=("*nowhere",))))
+    with pytest.raises(ConfigError, match="rule 2 of the policy names no layer"):
+        sage_plugin.patch(Loop(), policy=served)
+    words = r"no rule of attention, linear, grouped_linear; give it to .*continuous_batching\(\)"
+    with pytest.raises(ConfigError, match=words):
+        sage_plugin.patch(Loop(), policy=Policy(1, served.rules[:1]))

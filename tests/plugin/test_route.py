@@ -16,7 +16,7 @@ from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.attention.api import attention
 from sage_plugin.kernels.attention.call import TENSOR_SUBCLASS
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.plugin import route
+from sage_plugin.plugin import obstacle, route
 from sage_plugin.plugin.patch import patch, patched, unpatch
 from tests.plugin.toys import (
     Direct,
@@ -164,7 +164,7 @@ def test_a_causal_rectangle_keeps_the_alignment_of_the_host():
     q, k, v = qkv(seq=24, kv_seq=40)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(layer(q, k, v, is_causal=True), expected)
-    assert only_reason(handle) == route.CAUSAL
+    assert only_reason(handle) == obstacle.CAUSAL
 
 
 def test_shapes_that_sdpa_broadcasts_go_to_the_host():
@@ -190,7 +190,7 @@ def test_a_function_mode_still_sees_the_calls():
     with Recording() as mode:
         layer(*qkv())
     assert mode.attention_calls == 1
-    assert only_reason(handle) == route.FUNCTION_MODE
+    assert only_reason(handle) == obstacle.FUNCTION_MODE
     with torch.device("cpu"):  # a function mode too, but one that does not care
         layer(*qkv())
     assert counts(handle)[0] == {"sage:emulation": 1}
@@ -239,7 +239,7 @@ def test_the_environment_switches_it_off_and_on(monkeypatch):
     q, k, v = qkv()
     monkeypatch.setenv("SAGE_PLUGIN_DISABLE", "1")
     assert torch.equal(layer(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    assert only_reason(handle) == route.DISABLED
+    assert only_reason(handle) == obstacle.DISABLED
     monkeypatch.setenv("SAGE_PLUGIN_DISABLE", "0")
     layer(q, k, v)
     assert counts(handle)[0] == {"sage:emulation": 1}
@@ -411,7 +411,7 @@ def test_a_known_call_is_looked_at_once(monkeypatch):
     layer, handle = patched_toy()
     q, k, v = qkv()
     first = layer(q, k, v)
-    monkeypatch.setattr(route, "_obstacle", lambda *_: pytest.fail("a known call is known"))
+    monkeypatch.setattr(route, "obstacle", lambda *_: pytest.fail("a known call is known"))
     assert torch.equal(layer(q, k, v), first)
     assert counts(handle) == ({"sage:emulation": 2}, {})
 

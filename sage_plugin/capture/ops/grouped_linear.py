@@ -6,7 +6,7 @@ product gets is computed for the saved rows alone, by the first in 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,15 +14,21 @@ import torch
 from torch import nn
 
 from sage_plugin.capture.call import autocast_dtype
-from sage_plugin.capture.ops.linear import CallNumbers, LinearOp, NoHook, hash_once
+from sage_plugin.capture.ops.linear import (
+    LinearOp,
+    ModuleHook,
+    hash_once,
+    hooked,
+    spread_rows,
+    with_weight,
+)
 from sage_plugin.capture.ops.op import Extracted, Listener, Listening
-from sage_plugin.capture.store.grouped_file import GROUP_SIZES, WEIGHT_RMS
-from sage_plugin.capture.store.paths import weight_name
+from sage_plugin.capture.store.linear_file import GROUP_SIZES, WEIGHT_RMS
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
 from sage_plugin.kernels.grouped_linear.executor import host_grouped_linear
 from sage_plugin.kernels.grouped_linear.operands import ends_of
 from sage_plugin.kernels.grouped_linear.routing import Routing, routing_of
-from sage_plugin.plugin.component import Component, component_of
+from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.experts.eligible import (
     activate,
     bias_of,
@@ -90,13 +96,7 @@ class GroupedLinearOp(LinearOp):
 
     def watch(self, part: Component, listener: Listener) -> Iterable[Listening]:
         """Hook all experts of a component."""
-        counts = CallNumbers(part)
-        return [
-            module.register_forward_pre_hook(
-                _ExpertsHook(part, name, counts, listener), with_kwargs=True
-            )
-            for name, module in _experts(part)
-        ]
+        return hooked(part, _experts(part), listener, _events)
 
     def canonical(self, event: ExpertsEvent) -> GroupedInputs | str:  # type: ignore[override]
         """Return rows and shape of a call, or the reason why it cannot be recorded."""
@@ -124,7 +124,7 @@ class GroupedLinearOp(LinearOp):
         """Copy evenly spread rows to host memory, and the weights where there is room for them."""
         count, room = min(part[0], call.used), part[1]
         module, routing = event.module, call.routing
-        places = (2 * torch.arange(count, device=call.x.device) + 1) * call.used // (2 * count)
+        places = spread_rows(count, call.used, call.x.device)
         tokens = routing.order().index_select(0, places) // routing.places.shape[1]
         x = call.x.index_select(0, tokens).to(getattr(torch, call.shape.dtype))
         first, second = names_of(module)
@@ -145,41 +145,20 @@ class GroupedLinearOp(LinearOp):
         if (bias := bias_of(module, event.weights)) is not None:
             tensors["bias"] = bias.cpu().contiguous()
         digest = hash_once(module, event.weights, weight)
-        fits = weight.nbytes <= room
-        fields = {
-            "rows": count,
-            "weight_key": event.layer.removeprefix(f"{event.component}."),
-            "weight_sha256": digest,
-            "weight_file": weight_name(digest) if fits else "",
-        }
-        return Extracted(tensors, fields, weight.cpu().contiguous() if fits else None)
+        key = event.layer.removeprefix(f"{event.component}.")
+        return with_weight(tensors, count, key, digest, weight if weight.nbytes <= room else None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ExpertsHook:
-    """The pre-hook of one module of experts."""
-
-    part: Component
-    name: str
-    counts: CallNumbers
-    listener: Listener
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        model = None if torch.compiler.is_compiling() else self.part.module
-        if model is None or component_of(model) is not self.part:  # it was patched anew
-            return
-        given = [*args, *(kwargs[n] for n in ("hidden_states", "top_k_index") if n in kwargs)]
-        if len(given) < 2 or not all(isinstance(one, torch.Tensor) for one in given[:2]):
-            return
-        component, number = self.part.state.component, self.counts.next(self.name)
-        for weights in names_of(module):
-            layer = f"{self.name}.{weights}"
-            event = ExpertsEvent(component, layer, number, module, weights, given[0], given[1])
-            self.listener(event)
-
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        """A copy of a watched model is not watched."""
-        return NoHook, ()
+def _events(
+    hook: ModuleHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[ExpertsEvent]:
+    given = [*args, *(kwargs[n] for n in ("hidden_states", "top_k_index") if n in kwargs)]
+    if len(given) < 2 or not all(isinstance(one, torch.Tensor) for one in given[:2]):
+        return
+    component, number = hook.part.state.component, hook.counts.next(hook.name)
+    for weights in names_of(module):
+        layer = f"{hook.name}.{weights}"
+        yield ExpertsEvent(component, layer, number, module, weights, given[0], given[1])
 
 
 def _experts(part: Component) -> list[tuple[str, nn.Module]]:

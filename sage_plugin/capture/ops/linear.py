@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -105,11 +105,7 @@ class LinearOp:
 
     def watch(self, part: Component, listener: Listener) -> Iterable[Listening]:
         """Hook every linear of a component."""
-        counts = CallNumbers(part)
-        return [
-            module.register_forward_pre_hook(_Hook(part, name, counts, listener), with_kwargs=True)
-            for name, module in _linears(part)
-        ]
+        return hooked(part, _linears(part), listener, _events)
 
     def canonical(self, event: LinearEvent) -> LinearInputs | str:
         """Return rows and shape of a call, or the reason why it cannot be recorded."""
@@ -151,7 +147,7 @@ class LinearOp:
         """Copy evenly spread rows to host memory, and the weight where there is room for it."""
         count, room = part
         total = call.shape.rows
-        rows = (2 * torch.arange(count, device=call.x.device) + 1) * total // (2 * count)
+        rows = spread_rows(count, total, call.x.device)
         dtype = getattr(torch, call.shape.dtype)
         x = call.x.reshape(-1, call.x.shape[-1]).index_select(0, rows)
         tensors = {"x": x.to(dtype).cpu()}
@@ -160,14 +156,41 @@ class LinearOp:
             tensors["bias"] = bias.detach().cpu().contiguous()
         weight = _original(event.module)
         digest = hash_once(event.module, "weight", weight)
-        fits = weight.nbytes <= room
-        fields = {
-            "rows": count,
-            "weight_key": f"{event.layer.removeprefix(f'{event.component}.')}.weight",
-            "weight_sha256": digest,
-            "weight_file": weight_name(digest) if fits else "",
-        }
-        return Extracted(tensors, fields, weight.detach().cpu().contiguous() if fits else None)
+        key = f"{event.layer.removeprefix(f'{event.component}.')}.weight"
+        return with_weight(tensors, count, key, digest, weight if weight.nbytes <= room else None)
+
+
+def spread_rows(count: int, total: int, device: torch.device) -> torch.Tensor:
+    """Return the numbers of evenly spread rows: the middle of each of `count` parts.
+
+    Example:
+        >>> spread_rows(2, 8, torch.device("cpu"))
+        tensor([2, 6])
+    """
+    return (2 * torch.arange(count, device=device) + 1) * total // (2 * count)
+
+
+def with_weight(
+    tensors: dict[str, torch.Tensor], rows: int, key: str, digest: str, weight: torch.Tensor | None
+) -> Extracted:
+    """Return what is saved of a linear: rows, and its weight where there is room for it.
+
+    Args:
+        tensors: of the call.
+        rows: how many rows they have.
+        key: the weight's name in the model.
+        digest: its checksum.
+        weight: the weight, `None` where there is no room.
+    """
+    fields = {
+        "rows": rows,
+        "weight_key": key,
+        "weight_sha256": digest,
+        "weight_file": "" if weight is None else weight_name(digest),
+    }
+    return Extracted(
+        tensors, fields, None if weight is None else weight.detach().cpu().contiguous()
+    )
 
 
 class CallNumbers:
@@ -189,31 +212,62 @@ class CallNumbers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Hook:
-    """The pre-hook of one linear."""
+class ModuleHook:
+    """The pre-hook of one module, which tells a listener of its calls.
+
+    Attributes:
+        part: its component.
+        name: what its calls are named.
+        counts: numbers them.
+        listener: gets the events.
+        events: makes those of a call: the hook, the module, and what the call was given.
+    """
 
     part: Component
     name: str
     counts: CallNumbers
     listener: Listener
+    events: Callable[[ModuleHook, nn.Module, tuple[Any, ...], dict[str, Any]], Iterable[Any]]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell of a call, unless its component was patched anew or a compiler traces."""
         model = None if torch.compiler.is_compiling() else self.part.module
-        if model is None or component_of(model) is not self.part:  # it was patched anew
+        if model is None or component_of(model) is not self.part:
             return
-        x = args[0] if args else kwargs.get("input", kwargs.get("x"))
-        if type(x) is PendingNorm:
-            layer: LinearLayer | None = vars(module).get(SLOT)
-            x = x.tensor(None if layer is None else layer.quantized)
-        if not isinstance(x, torch.Tensor):
-            return
-        component = self.part.state.component
-        event = LinearEvent(component, self.name, self.counts.next(self.name), module, x)
-        self.listener(event)
+        for event in self.events(self, module, args, kwargs):
+            self.listener(event)
 
     def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         """A copy of a watched model is not watched."""
         return NoHook, ()
+
+
+def hooked(
+    part: Component,
+    modules: Iterable[tuple[str, nn.Module]],
+    listener: Listener,
+    events: Any,  # noqa: ANN401
+) -> list[Listening]:
+    """Hook modules of a component by their names; `events` as of `ModuleHook`."""
+    counts = CallNumbers(part)
+    return [
+        module.register_forward_pre_hook(
+            ModuleHook(part, name, counts, listener, events), with_kwargs=True
+        )
+        for name, module in modules
+    ]
+
+
+def _events(
+    hook: ModuleHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[LinearEvent]:
+    x = args[0] if args else kwargs.get("input", kwargs.get("x"))
+    if type(x) is PendingNorm:
+        layer: LinearLayer | None = vars(module).get(SLOT)
+        x = x.tensor(None if layer is None else layer.quantized)
+    if isinstance(x, torch.Tensor):
+        number = hook.counts.next(hook.name)
+        yield LinearEvent(hook.part.state.component, hook.name, number, module, x)
 
 
 class NoHook:

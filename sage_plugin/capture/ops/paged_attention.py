@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from sage_plugin.capture.ops.linear import CallNumbers
+from sage_plugin.capture.ops.linear import CallNumbers, spread_rows
 from sage_plugin.capture.ops.op import (
     GRAPH_CAPTURE,
     Extracted,
@@ -199,7 +199,7 @@ class PagedAttentionOp:
         used, numbers = inputs.table[inputs.reads].unique(return_inverse=True)
         table = torch.full(inputs.table.shape, -1, dtype=torch.int32)
         table[inputs.reads] = numbers.int()
-        rows = (2 * torch.arange(count, device=call.q.device) + 1) * total // (2 * count)
+        rows = spread_rows(count, total, call.q.device)
         tensors = {"q": call.q[rows].cpu(), "page_table": table}
         tensors |= _pages(call, used.to(call.q.device)) if whole else _moments(call, inputs.shape)
         fields = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from sage_plugin.capture.record import CaptureRecord
-from sage_plugin.capture.store import attention_file, grouped_file, linear_file, paged_file
+from sage_plugin.capture.store import attention_file, linear_file, paged_file
 from sage_plugin.capture.store.file_kind import FileKind, Shapes
 from sage_plugin.capture.store.paths import file_problem
 from sage_plugin.paged_records import PAGED_ATTENTION
@@ -19,7 +19,7 @@ MOST_HEAD_BYTES = 64 * 2**10
 KINDS: dict[str, FileKind] = {
     ATTENTION: attention_file.KIND,
     LINEAR: linear_file.KIND,
-    GROUPED_LINEAR: grouped_file.KIND,
+    GROUPED_LINEAR: linear_file.GROUPED_KIND,
     PAGED_ATTENTION: paged_file.KIND,
 }
 """The op families whose calls are captured."""

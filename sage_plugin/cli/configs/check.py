@@ -28,6 +28,7 @@ def command(
 ) -> None:
     """Check files, policies too; exit 2 with one sentence for each problem."""
     from sage_plugin import device as devices
+    from sage_plugin.paged_records import PAGED_ATTENTION
     from sage_plugin.plugin.policy import rules as policy
 
     facts = devices.chosen(device)[1]
@@ -45,7 +46,9 @@ def command(
     stale = list(_stale([file for file in files if not policy.is_policy(file)]))
     say(*stale)
     if path is not None and policy.is_policy(path):
-        say(f'Next: sage_plugin.patch(pipe, policy="{path}")')
+        served = all(rule.op == PAGED_ATTENTION for rule in policy.read(path).rules)
+        door = "continuous_batching(model" if served else "patch(pipe"
+        say(f'Next: sage_plugin.{door}, policy="{path}")')
     if stale:
         say("They are used all the same. Next: sage configs revalidate, which measures them again")
         if strict:

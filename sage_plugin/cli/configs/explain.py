@@ -88,10 +88,11 @@ def _explain_call(
 def _explain_key(
     family: Family, key: AnyKey, facts: DeviceFacts, config_dir: Path | None, shape: AnyShape
 ) -> None:
+    from sage_plugin.kernels import launch_config
     from sage_plugin.registry import lookup
     from sage_plugin.registry.config_words import config_text
 
-    family.forget()
+    launch_config.forget()
     say(f"{key.kernel}:{key.variant} on {facts.name}: {family.describe(shape)}")
     sentences = lookup.explain(
         key,

@@ -1,11 +1,9 @@
-"""Compile what a call would launch, in a process that stands for its device."""
+"""Launch what a call would launch, to compile it ahead of time."""
 
 from __future__ import annotations
 
 import torch
 
-from sage_plugin.kernels import launch_graph
-from sage_plugin.kernels.absent_device import BuildResources, resources
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams, Decision
 from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
@@ -14,19 +12,10 @@ LARGEST_MASK = 2**32
 """Elements of a mask beyond which it is left to the real call; smaller ones are never touched."""
 
 
-def compile_call(
+def launch_all(
     shape: CallShape, decision: Decision, config: LaunchConfig, facts: DeviceFacts
-) -> tuple[BuildResources, ...]:
-    """Compile the launches of a call for the device that this process stands for.
-
-    Nothing runs: tensors are of the call's size and are never written, so that they take no memory.
-
-    Returns:
-        What each kernel takes.
-
-    Raises:
-        Exception: whatever the compiler raises where it refuses.
-    """
+) -> None:
+    """Make the launches of a call of a shape, on tensors that are never written."""
     fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
     kernel = implementation(decision.kernel, decision.variant, fp8)
     q, k, v = (
@@ -39,10 +28,8 @@ def compile_call(
     )
     mask = _mask(shape)
     problem = AttentionParams(shape.scale, shape.causal, shape.layout, mask, lse=False)
-    with launch_graph.recording(only_compile=True) as recorder:
-        operands = kernel.prepare(q, k, v, problem=problem, launch=config)
-        getattr(kernel, "first_choice", kernel).launch(operands, return_lse=False)
-    return tuple(resources(launch[-1]) for launch in recorder.launches)
+    operands = kernel.prepare(q, k, v, problem=problem, launch=config)
+    getattr(kernel, "first_choice", kernel).launch(operands, return_lse=False)
 
 
 def _tensor(shape: CallShape, heads: int, seq: int, dim: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sage_plugin.errors import UsageError
 from sage_plugin.families.attention import ahead_of_time, cost, gates, replay
 from sage_plugin.families.family import Family
-from sage_plugin.kernels import call_words, launch_config
+from sage_plugin.kernels import call_words
 from sage_plugin.kernels.attention import dispatch, launch_space
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.schema import ATTENTION as NAME
@@ -54,12 +54,8 @@ ATTENTION = Family(
     decide=dispatch.decide,
     call_key=dispatch.call_key,
     shape_of=shape_of,
-    default_launch=launch_space.default_launch,
-    search_space=launch_space.search_space,
-    illegal_reason=launch_space.illegal_reason,
-    find_launch=launch_space.find_launch,
-    forget=launch_config.forget,
-    compile_call=ahead_of_time.compile_call,
+    launches=launch_space.RULES,
+    launch_all=ahead_of_time.launch_all,
     gate_for=gates.gate_for,
     captured=replay.captured,
     drawn=replay.drawn,

@@ -10,29 +10,22 @@ from dataclasses import dataclass
 
 import torch
 
-from sage_plugin.accuracy.fingerprint import fingerprint
-from sage_plugin.accuracy.metrics import errors_of
-from sage_plugin.accuracy.output import CheckedOutput, ExactRows, checked_output
+from sage_plugin.accuracy.output import ExactRows
 from sage_plugin.capture.record import AttentionCapture
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.families.attention import cost
 from sage_plugin.families.attention.reference import reference
-from sage_plugin.families.family import SplitCall
+from sage_plugin.families.family import ReplayCall, SplitCall
 from sage_plugin.kernels.attention.api import attention
 from sage_plugin.kernels.attention.recipes import implementation
 from sage_plugin.kernels.contract import AttentionParams, Decision, bhsd
 from sage_plugin.measure.inputs import Tensors, in_layout, synthetic
 from sage_plugin.measure.masks import synthetic_mask
-from sage_plugin.schema import (
-    CallShape,
-    DeviceFacts,
-    ErrorMetrics,
-    LaunchConfig,
-)
+from sage_plugin.schema import CallShape, DeviceFacts, LaunchConfig
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionReplay:
+class AttentionReplay(ReplayCall):
     """Tensors of a call, as `families.family.ReplayCall`.
 
     Attributes:
@@ -54,10 +47,6 @@ class AttentionReplay:
         """Name its tensors."""
         named = dict(zip("qkv", self.tensors, strict=True))
         return named if self.mask is None else named | {"mask": self.mask}
-
-    def fingerprints(self) -> tuple[int, ...]:
-        """Hash the contents."""
-        return tuple(fingerprint(part) for part in self.inputs().values())
 
     def full_size(self, shape: CallShape) -> AttentionReplay:
         """Repeat the saved heads to the full call, for timing; error is judged on the saved ones.
@@ -100,32 +89,17 @@ class AttentionReplay:
         options = {"causal": shape.causal, "scale": shape.scale, "mask": self.mask, "rows": rows}
         return reference(*self.tensors, **options)  # type: ignore[arg-type]
 
-    def checked(
-        self, decision: Decision, config: LaunchConfig | None, exact: ExactRows
-    ) -> CheckedOutput:
-        """Run a kernel under checks, and keep the rows that `exact` has."""
+    def output(
+        self, decision: Decision, config: LaunchConfig | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Run a kernel as `attention` does, on bhsd tensors."""
+        call = dataclasses.replace(self, shape=dataclasses.replace(self.shape, layout="bhsd"))
+        return call._attention(decision, config, *self.tensors, out_dtype=dtype)
+
+    def judged_size(self) -> tuple[int, ...]:
+        """Return the shape of the output, indexed bhsd."""
         q, _, v = self.tensors
-
-        def run(dtype: torch.dtype) -> torch.Tensor:
-            call = dataclasses.replace(self, shape=dataclasses.replace(self.shape, layout="bhsd"))
-            return call._attention(decision, config, *self.tensors, out_dtype=dtype)
-
-        size = (*q.shape[:3], v.shape[3])
-        return checked_output(run, self.inputs(), exact, size=size, dtype=v.dtype)
-
-    def errors(
-        self,
-        decision: Decision,
-        config: LaunchConfig | None,
-        rows: torch.Tensor | None = None,
-    ) -> ErrorMetrics:
-        """Judge a kernel against the oracle, on sampled rows of every head.
-
-        The metrics are those of the result before its last rounding; NaN and infinite values are
-        counted over all rows of both that result and the one in V's dtype.
-        """
-        exact = self.exact(rows)
-        return errors_of(self.checked(decision, config, exact), exact, dtype=self.dtype)
+        return (*q.shape[:3], v.shape[3])
 
     def whole(
         self, decision: Decision | None = None, config: LaunchConfig | None = None

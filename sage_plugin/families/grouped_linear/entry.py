@@ -10,21 +10,18 @@ from sage_plugin.families.family import Family
 from sage_plugin.families.grouped_linear import ahead_of_time, replay
 from sage_plugin.families.linear import cost, gates, labels
 from sage_plugin.families.linear.entry import (
+    TUNED,
     call_key,
     parse_linear_kernel,
     refuse_untuned_linear,
     shape_of,
-    tuned_launch,
 )
 from sage_plugin.families.linear.replay import saved_shape
-from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.grouped_linear import dispatch, launch_space
-from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.dispatch import automatic_kernel
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import device_reason
-from sage_plugin.measure.inputs import torch_dtype
 from sage_plugin.schema import (
     GROUPED_LINEAR,
     GROUPED_LINEAR_KERNELS,
@@ -44,12 +41,8 @@ def decide(
 ) -> Decision:
     """Return kernel and backend of a call of a shape, or why torch's own product takes it."""
     with torch.device("meta"):
-        dtype = torch_dtype(shape.dtype)
-        x = torch.empty(shape.rows, shape.in_features, dtype=dtype)
-        weights = torch.empty(shape.groups, shape.out_features, shape.in_features, dtype=dtype)
-        sizes = torch.empty(shape.groups, dtype=torch.int32)
-    call = GroupedLinearCall(x, weights, sizes)
-    return dispatch.decide(call, facts, LinearRequest(kernel, variant))
+        call = ahead_of_time.empty_call(shape)
+    return dispatch.decide(call, facts, BackendRequest(kernel, variant))
 
 
 GROUPED_LINEAR_FAMILY = Family(
@@ -62,12 +55,8 @@ GROUPED_LINEAR_FAMILY = Family(
     decide=decide,
     call_key=call_key,
     shape_of=shape_of,
-    default_launch=launch_space.default_launch,
-    search_space=launch_space.search_space,
-    illegal_reason=launch_space.illegal_reason,
-    find_launch=functools.partial(tuned_launch, launch_space.find_launch),
-    forget=launch_config.forget,
-    compile_call=ahead_of_time.compile_call,
+    launches=launch_space.RULES,
+    launch_all=ahead_of_time.launch_all,
     gate_for=gates.gate_for,
     captured=replay.captured,
     drawn=replay.drawn,
@@ -77,4 +66,5 @@ GROUPED_LINEAR_FAMILY = Family(
     describe_key=labels.describe_key,
     lines=labels.lines,
     flops=cost.flops,
+    tuned=TUNED,
 )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from sage_plugin.accuracy.output import ExactRows
 from sage_plugin.capture.record import LinearCapture
-from sage_plugin.capture.store.grouped_file import GROUP_SIZES, WEIGHT_RMS
+from sage_plugin.capture.store.linear_file import GROUP_SIZES, WEIGHT_RMS
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.families.family import SplitCall
 from sage_plugin.families.grouped_linear.routing import SKEWED, drawn_sizes, sampled_sizes
@@ -29,8 +28,8 @@ from sage_plugin.kernels.grouped_linear.executor import (
 )
 from sage_plugin.kernels.grouped_linear.operands import ends_of
 from sage_plugin.kernels.grouped_linear.weight import quantize_weights
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.dispatch import BASELINE
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.schema import DeviceFacts, LinearLaunch, LinearShape
 
 
@@ -78,23 +77,6 @@ class GroupedReplay(LinearReplay):
         parts = (part.float().view(1, blocks, len(rows), -1) for part in (out, mean))
         return ExactRows(rows, *parts)
 
-    def whole(
-        self, decision: Decision | None = None, config: LinearLaunch | None = None
-    ) -> Callable[[], object]:
-        """Return the call with the quantization of its input, or torch's product.
-
-        The weights are quantized before.
-        """
-        if decision is None or decision.variant == HOST:
-            return self._stock
-        call, executor = self._resolved_groups(decision, config)
-
-        def run() -> torch.Tensor:
-            # A model gives each product a new input: nothing is found quantized.
-            return executor.run(call._replace(x=self.x.view(self.x.shape)))
-
-        return run
-
     def split(
         self, decision: Decision, config: LinearLaunch | None, facts: DeviceFacts
     ) -> SplitCall:
@@ -102,11 +84,11 @@ class GroupedReplay(LinearReplay):
         whole = self.whole(decision, config)
         if decision.variant == HOST or decision.kernel == BASELINE:
             return SplitCall(whole, whole, False, cost.moved_bytes(self.shape))
-        call, executor = self._resolved_groups(decision, config)
+        call, executor = self._resolved(decision, config)
         assert executor.backend is not None
         with torch.cuda.device(self.x.device) if self.x.is_cuda else contextlib.nullcontext():
             operands = executor.operands(call)
-        multiply = functools.partial(executor.backend.multiply, operands, self.dtype)
+        multiply = functools.partial(executor.backend, operands, self.dtype)
         read = sum(one.nbytes for one in operands if one is not None)
         return SplitCall(whole, multiply, True, read + cost.output_bytes(self.shape))
 
@@ -121,17 +103,17 @@ class GroupedReplay(LinearReplay):
     def _call(self) -> GroupedLinearCall:
         return GroupedLinearCall(self.x, self.weight, self.group_sizes, self.bias)
 
-    def _resolved_groups(
+    def _resolved(
         self, decision: Decision, config: LinearLaunch | None
     ) -> tuple[GroupedLinearCall, GroupedExecutor]:
         call = self._call()
         if decision.kernel != BASELINE:
             call = call._replace(weights=quantize_weights(self.weight, decision.kernel))
-        executor = resolve(call, LinearRequest(decision.kernel, decision.variant, config))
+        executor = resolve(call, BackendRequest(decision.kernel, decision.variant, config))
         assert isinstance(executor, GroupedExecutor), "it was decided that the kernel takes it"
         return call, executor
 
-    def _linear(
+    def _computed(
         self, decision: Decision, config: LinearLaunch | None, dtype: torch.dtype
     ) -> torch.Tensor:
         if decision.variant == HOST:

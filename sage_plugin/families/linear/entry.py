@@ -7,15 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sage_plugin.errors import DeviceError, UnknownKernelError, UsageError
+from sage_plugin.errors import DeviceError, UsageError, check_name
 from sage_plugin.families.family import Family
 from sage_plugin.families.linear import ahead_of_time, cost, gates, labels, replay
-from sage_plugin.kernels import launch_config
-from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
+from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.linear import dispatch, launch_space
-from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import device_reason
-from sage_plugin.measure.inputs import torch_dtype
 from sage_plugin.schema import (
     LINEAR,
     LINEAR_BACKENDS,
@@ -44,16 +42,9 @@ def parse_linear_kernel(
     """
     kernel, _, backend = text.partition(":")
     backend = backend or "auto"
-    if kernel not in ("auto", *kernels):
-        raise UnknownKernelError(
-            f"kernel {kernel!r} is not known; choose one of auto, {', '.join(kernels)}"
-        )
+    check_name("kernel", kernel, kernels)
     own = (HOST, *of_baseline) if kernel == dispatch.BASELINE else LINEAR_BACKENDS
-    if backend not in ("auto", *own):
-        raise UnknownKernelError(
-            f"backend {backend!r} of kernel {kernel!r} is not known; choose one of auto, "
-            f"{', '.join(LINEAR_BACKENDS)}"
-        )
+    check_name("backend", backend, own, f" of kernel {kernel!r}")
     return kernel, "auto" if backend == HOST else backend
 
 
@@ -80,10 +71,8 @@ def decide(
 ) -> Decision:
     """Return kernel and backend of a call of a shape, or why torch's own linear takes it."""
     with torch.device("meta"):
-        dtype = torch_dtype(shape.dtype)
-        x = torch.empty(shape.rows, shape.in_features, dtype=dtype)
-        weight = torch.empty(shape.out_features, shape.in_features, dtype=dtype)
-    return dispatch.decide(LinearCall(x, weight), facts, LinearRequest(kernel, variant))
+        call = ahead_of_time.empty_call(shape)
+    return dispatch.decide(call, facts, BackendRequest(kernel, variant))
 
 
 def call_key(shape: LinearShape, decision: Decision) -> LinearKey:
@@ -97,16 +86,6 @@ def call_key(shape: LinearShape, decision: Decision) -> LinearKey:
 def shape_of(key: LinearKey) -> LinearShape:
     """Return a call that has a key, without a bias."""
     return LinearShape(key.rows, key.in_features, key.out_features, key.dtype, groups=key.groups)
-
-
-Look = Callable[..., ResolvedConfig]
-
-
-def tuned_launch(
-    look: Look, key: LinearKey, facts: DeviceFacts, *, config_dir: str | None = None
-) -> ResolvedConfig | None:
-    """Return the config that the runtime would use; `None` where ours does not multiply."""
-    return look(key, facts, config_dir=config_dir) if key.variant == TUNED else None
 
 
 def refuse_untuned_linear(
@@ -142,12 +121,8 @@ LINEAR_FAMILY = Family(
     decide=decide,
     call_key=call_key,
     shape_of=shape_of,
-    default_launch=launch_space.default_launch,
-    search_space=launch_space.search_space,
-    illegal_reason=launch_space.illegal_reason,
-    find_launch=functools.partial(tuned_launch, launch_space.find_launch),
-    forget=launch_config.forget,
-    compile_call=ahead_of_time.compile_call,
+    launches=launch_space.RULES,
+    launch_all=ahead_of_time.launch_all,
     gate_for=gates.gate_for,
     captured=replay.captured,
     drawn=replay.drawn,
@@ -157,4 +132,5 @@ LINEAR_FAMILY = Family(
     describe_key=labels.describe_key,
     lines=labels.lines,
     flops=cost.flops,
+    tuned=TUNED,
 )

@@ -9,9 +9,9 @@ code is judged against its emulation, which is far stricter.
 
 from __future__ import annotations
 
-from sage_plugin.accuracy.gate import Gate
-from sage_plugin.errors import UnknownKernelError
-from sage_plugin.schema import LINEAR_KERNELS
+import functools
+
+from sage_plugin.accuracy.gate import Gate, gate_of
 
 HOST = Gate(min_cosine=0.99998, min_row_cosine_p10=0.99998, max_worst_head_rel_l1=0.006)
 _GATES = {
@@ -21,19 +21,5 @@ _GATES = {
     "int8_row": Gate(0.988, 0.977, 0.17, max_centred_rel_l1=0.17),
 }
 
-
-def gate_for(kernel: str) -> Gate:
-    """Return the gate of a kernel.
-
-    Raises:
-        UnknownKernelError: no kernel has this name.
-
-    Example:
-        >>> gate_for("fp8_row").max_worst_head_rel_l1
-        0.089
-    """
-    if kernel not in _GATES:
-        raise UnknownKernelError(
-            f"kernel {kernel!r} is not known; choose one of {', '.join(LINEAR_KERNELS)}"
-        )
-    return _GATES[kernel]
+gate_for = functools.partial(gate_of, _GATES)
+"""Return the gate of a kernel."""

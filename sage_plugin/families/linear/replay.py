@@ -7,24 +7,23 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from sage_plugin.accuracy.fingerprint import fingerprint
-from sage_plugin.accuracy.metrics import errors_of
-from sage_plugin.accuracy.output import CheckedOutput, ExactRows, checked_output
+from sage_plugin.accuracy.output import ExactRows
 from sage_plugin.capture.record import LinearCapture
 from sage_plugin.capture.store.reader import CaptureFolder
-from sage_plugin.errors import UsageError
-from sage_plugin.families.family import SplitCall
+from sage_plugin.families.family import ReplayCall, SplitCall
 from sage_plugin.families.linear import cost
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.linear.api import linear
-from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.linear.call import LinearCall
 from sage_plugin.kernels.linear.executor import LinearExecutor, host_linear, resolve
 from sage_plugin.kernels.linear.weight import quantize_weight
-from sage_plugin.measure.inputs import DISTRIBUTIONS, torch_dtype
-from sage_plugin.schema import DeviceFacts, ErrorMetrics, LinearLaunch, LinearShape
+from sage_plugin.kernels.resolver import BackendRequest
+from sage_plugin.measure.inputs import drawer, torch_dtype
+from sage_plugin.schema import DeviceFacts, LinearLaunch, LinearShape
 
 BLOCKS = 8
 """Blocks of rows that are judged one by one, as heads are."""
@@ -36,7 +35,7 @@ OUTLIER_CHANNELS, OUTLIER_SCALE, CHANNEL_BIAS = 2, 40.0, 3.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LinearReplay:
+class LinearReplay(ReplayCall):
     """Tensors of a call, as `families.family.ReplayCall`.
 
     Attributes:
@@ -61,10 +60,6 @@ class LinearReplay:
         named = {"x": self.x, "weight": self.weight}
         return named if self.bias is None else named | {"bias": self.bias}
 
-    def fingerprints(self) -> tuple[int, ...]:
-        """Hash the contents."""
-        return tuple(fingerprint(part) for part in self.inputs().values())
-
     def full_size(self, shape: LinearShape) -> LinearReplay:
         """Repeat the saved rows to those of the full call, for timing."""
         if shape == self.shape:
@@ -84,24 +79,29 @@ class LinearReplay:
         mean = torch.nn.functional.linear(of_mean, weight, bias).float()
         return ExactRows(rows, out, mean.expand(1, blocks, 1, -1))
 
-    def checked(
-        self, decision: Decision, config: LinearLaunch | None, exact: ExactRows
-    ) -> CheckedOutput:
-        """Run a kernel under checks, and keep the rows that `exact` has."""
+    def output(
+        self, decision: Decision, config: LinearLaunch | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Run a kernel as `linear` does, block by block of rows."""
+        return self._computed(decision, config, dtype).view(self.judged_size())
+
+    def _computed(
+        self, decision: Decision, config: LinearLaunch | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if decision.variant == HOST:
+            exact = dtype == torch.float32  # before the last rounding
+            tensors = (self.x, self.weight, self.bias)
+            wide = [None if t is None else t.float() if exact else t for t in tensors]
+            return host_linear(*wide)  # type: ignore[arg-type]
+        return linear(
+            self.x, self.weight, self.bias, kernel=decision.kernel, backend=decision.variant,
+            out_dtype=dtype, launch=config,
+        )  # fmt: skip
+
+    def judged_size(self) -> tuple[int, ...]:
+        """Return the shape of the output with blocks of rows as heads."""
         blocks = self._blocks()
-        size = (1, blocks, self.shape.rows // blocks, self.shape.out_features)
-
-        def run(dtype: torch.dtype) -> torch.Tensor:
-            return self._linear(decision, config, dtype).view(size)
-
-        return checked_output(run, self.inputs(), exact, size=size, dtype=self.dtype)
-
-    def errors(
-        self, decision: Decision, config: LinearLaunch | None, rows: torch.Tensor | None = None
-    ) -> ErrorMetrics:
-        """Judge a kernel against the exact output, block by block of rows."""
-        exact = self.exact(rows)
-        return errors_of(self.checked(decision, config, exact), exact, dtype=self.dtype)
+        return (1, blocks, self.shape.rows // blocks, self.shape.out_features)
 
     def whole(
         self, decision: Decision | None = None, config: LinearLaunch | None = None
@@ -111,7 +111,7 @@ class LinearReplay:
         The weight is quantized before.
         """
         if decision is None or decision.variant == HOST:
-            return functools.partial(host_linear, self.x, self.weight, self.bias)
+            return self._stock
         call, executor = self._resolved(decision, config)
 
         def run() -> torch.Tensor:
@@ -154,27 +154,16 @@ class LinearReplay:
         """How many blocks of equal size there are."""
         return next(n for n in (BLOCKS, 4, 2, 1) if self.shape.rows % n == 0)
 
-    def _resolved(
-        self, decision: Decision, config: LinearLaunch | None
-    ) -> tuple[LinearCall, LinearExecutor]:
+    def _stock(self) -> torch.Tensor:
+        """Multiply as the stock path does."""
+        return host_linear(self.x, self.weight, self.bias)
+
+    def _resolved(self, decision: Decision, config: LinearLaunch | None) -> tuple[Any, Any]:
         weight = quantize_weight(self.weight, decision.kernel)
         call = LinearCall(self.x, weight, self.bias)
-        executor = resolve(call, LinearRequest(decision.kernel, decision.variant, config))
+        executor = resolve(call, BackendRequest(decision.kernel, decision.variant, config))
         assert isinstance(executor, LinearExecutor), "it was decided that the kernel takes it"
         return call, executor
-
-    def _linear(
-        self, decision: Decision, config: LinearLaunch | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        if decision.variant == HOST:
-            exact = dtype == torch.float32  # before the last rounding
-            tensors = (self.x, self.weight, self.bias)
-            wide = [None if t is None else t.float() if exact else t for t in tensors]
-            return host_linear(*wide)  # type: ignore[arg-type]
-        return linear(
-            self.x, self.weight, self.bias, kernel=decision.kernel, backend=decision.variant,
-            out_dtype=dtype, launch=config,
-        )  # fmt: skip
 
 
 def saved_shape(record: LinearCapture) -> LinearShape:
@@ -213,16 +202,7 @@ def drawn(
         >>> drawn(LinearShape(4, 8, 16, "bfloat16"), "cpu").weight.shape
         torch.Size([16, 8])
     """
-    if distribution not in DISTRIBUTIONS:
-        raise UsageError(
-            f"input distribution {distribution!r}: allowed are {', '.join(DISTRIBUTIONS)}"
-        )
-    dtype = torch_dtype(shape.dtype)
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device=device, generator=generator, dtype=torch.float32)
-
+    dtype, draw = torch_dtype(shape.dtype), drawer(device, seed, distribution)
     x = draw(shape.rows, shape.in_features)
     if distribution == "biased":
         x += CHANNEL_BIAS * draw(1, shape.in_features)

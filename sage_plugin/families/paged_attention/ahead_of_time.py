@@ -1,11 +1,9 @@
-"""Compile what a call of paged attention would launch, in a process that stands for its device."""
+"""Launch what a call of paged attention would launch, to compile it ahead of time."""
 
 from __future__ import annotations
 
 import torch
 
-from sage_plugin.kernels import launch_graph
-from sage_plugin.kernels.absent_device import BuildResources, resources
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.validate import EIGHT_BITS, checked_call
@@ -14,27 +12,14 @@ from sage_plugin.paged_records import PagedLaunch, PagedShape
 from sage_plugin.schema import DeviceFacts
 
 
-def compile_call(
+def launch_all(
     shape: PagedShape, decision: Decision, config: PagedLaunch, facts: DeviceFacts
-) -> tuple[BuildResources, ...]:
-    """Compile the launches of a call for the device that this process stands for.
-
-    Nothing runs; the caches have one page, which no build knows of.
-
-    Returns:
-        What each kernel takes; nothing for the emulation.
-
-    Raises:
-        Exception: whatever the compiler raises where it refuses.
-    """
-    if decision.variant != "triton":
-        return ()
+) -> None:
+    """Make the launches of a call of a shape, on tensors that are never written."""
     from sage_plugin.kernels.paged_attention.backends.triton.launch import PagedTriton
 
     call = empty_call(shape)
-    with launch_graph.recording(only_compile=True) as recorder:
-        PagedTriton(decision.kernel, checked_call(call), config, None, facts.sm_count).run(call)
-    return tuple(resources(launch[-1]) for launch in recorder.launches)
+    PagedTriton(decision.kernel, checked_call(call), config, None, facts.sm_count).run(call)
 
 
 def empty_call(shape: PagedShape) -> PagedCall:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from sage_plugin.errors import DeviceError, UnknownKernelError, UsageError
 from sage_plugin.families.family import Family
 from sage_plugin.families.paged_attention import ahead_of_time, cost, gates, labels, replay
-from sage_plugin.kernels import launch_config
-from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
+from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.paged_attention import dispatch, launch_space
-from sage_plugin.kernels.paged_attention.call import PagedRequest
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import device_reason
 from sage_plugin.paged_records import PAGED_ATTENTION, PAGED_KERNELS, PagedKey, PagedShape
 from sage_plugin.schema import DeviceFacts
@@ -61,7 +60,7 @@ def decide(
     """
     if kernel == BASELINE:
         return Decision(BASELINE, HOST)
-    return dispatch.decide(ahead_of_time.empty_call(shape), facts, PagedRequest(kernel, variant))
+    return dispatch.decide(ahead_of_time.empty_call(shape), facts, BackendRequest(kernel, variant))
 
 
 def call_key(shape: PagedShape, decision: Decision) -> PagedKey:
@@ -81,15 +80,6 @@ def shape_of(key: PagedKey) -> PagedShape:
         rows, (key.max_keys,) * key.sequences, key.heads_k * key.gqa_ratio, key.heads_k,
         key.head_dim, key.dtype, key.cache_dtype, key.page_size, key.max_keys,
     )  # fmt: skip
-
-
-def find_launch(
-    key: PagedKey, facts: DeviceFacts, *, config_dir: str | None = None
-) -> ResolvedConfig | None:
-    """Return the config that the runtime would use; `None` for torch's attention."""
-    if key.variant != TUNED:
-        return None
-    return launch_space.find_launch(key, facts, config_dir=config_dir)
 
 
 def refuse_untuned(text: str, decision: Decision, facts: DeviceFacts) -> None:
@@ -119,12 +109,8 @@ PAGED_FAMILY = Family(
     decide=decide,
     call_key=call_key,
     shape_of=shape_of,
-    default_launch=launch_space.default_launch,
-    search_space=launch_space.search_space,
-    illegal_reason=launch_space.illegal_reason,
-    find_launch=find_launch,
-    forget=launch_config.forget,
-    compile_call=ahead_of_time.compile_call,
+    launches=launch_space.RULES,
+    launch_all=ahead_of_time.launch_all,
     gate_for=gates.gate_for,
     captured=replay.captured,
     drawn=replay.drawn,
@@ -134,4 +120,5 @@ PAGED_FAMILY = Family(
     describe_key=labels.describe_key,
     lines=labels.lines,
     flops=cost.flops,
+    tuned=TUNED,
 )

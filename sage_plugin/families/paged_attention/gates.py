@@ -7,27 +7,14 @@ values in 8 bits loses is no fault of a kernel. On drawn calls queries in INT8 c
 
 from __future__ import annotations
 
-from sage_plugin.accuracy.gate import Gate
-from sage_plugin.errors import UnknownKernelError
+import functools
+
+from sage_plugin.accuracy.gate import Gate, gate_of
 
 HOST = Gate(min_cosine=0.99998, min_row_cosine_p10=0.99997, max_worst_head_rel_l1=0.006)
 QK_INT8 = Gate(min_cosine=0.9985, min_row_cosine_p10=0.997, max_worst_head_rel_l1=0.05)
 QK_FP8 = Gate(min_cosine=0.995, min_row_cosine_p10=0.99, max_worst_head_rel_l1=0.1)
 _GATES = {"sdpa": HOST, "fav2": HOST, "qk_int8": QK_INT8, "qk_fp8": QK_FP8}
 
-
-def gate_for(kernel: str) -> Gate:
-    """Return the gate of a kernel.
-
-    Raises:
-        UnknownKernelError: no kernel has this name.
-
-    Example:
-        >>> gate_for("qk_int8").max_worst_head_rel_l1
-        0.05
-    """
-    if kernel not in _GATES:
-        raise UnknownKernelError(
-            f"kernel {kernel!r} of paged attention is not known; choose one of {', '.join(_GATES)}"
-        )
-    return _GATES[kernel]
+gate_for = functools.partial(gate_of, _GATES)
+"""Return the gate of a kernel."""

@@ -9,21 +9,20 @@ from itertools import accumulate
 
 import torch
 
-from sage_plugin.accuracy.fingerprint import fingerprint
-from sage_plugin.accuracy.metrics import errors_of
-from sage_plugin.accuracy.output import CheckedOutput, ExactRows, checked_output
+from sage_plugin.accuracy.output import ExactRows
 from sage_plugin.capture.record import PagedCapture
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import UsageError
-from sage_plugin.families.family import SplitCall
+from sage_plugin.families.family import ReplayCall, SplitCall
 from sage_plugin.families.paged_attention import cost
 from sage_plugin.kernels.attention.backends.sdpa import host_attention
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.paged_attention.append import append_pages
-from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.executor import resolve
 from sage_plugin.kernels.paged_attention.gathered import gathered
 from sage_plugin.kernels.paged_attention.validate import EIGHT_BITS
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.measure.inputs import (
     DISTRIBUTIONS,
     K_CHANNEL_BIAS,
@@ -32,14 +31,14 @@ from sage_plugin.measure.inputs import (
     torch_dtype,
 )
 from sage_plugin.paged_records import PagedLaunch, PagedShape
-from sage_plugin.schema import DeviceFacts, ErrorMetrics
+from sage_plugin.schema import DeviceFacts
 
 JUDGED_ROWS = 64
 """Rows whose exact output is computed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PagedReplay:
+class PagedReplay(ReplayCall):
     """Tensors of a call, as `families.family.ReplayCall`.
 
     Attributes:
@@ -60,20 +59,16 @@ class PagedReplay:
         named = zip(PagedCall._fields, self.call.tensors(), strict=False)
         return {name: given for name, given in named if given is not None}
 
-    def fingerprints(self) -> tuple[int, ...]:
-        """Hash the contents."""
-        return tuple(fingerprint(part) for part in self.inputs().values())
-
     def full_size(self, shape: PagedShape) -> PagedReplay:
         """Return the call itself, whose lengths are all those of the full one."""
         assert shape == self.shape
         return self
 
-    def exact(self) -> ExactRows:
+    def exact(self, rows: torch.Tensor | None = None) -> ExactRows:
         """Compute rows of the output in fp64, spread over all sequences."""
-        tokens = self.shape.tokens
-        count = min(tokens, JUDGED_ROWS)
-        rows = torch.arange(count) * tokens // count
+        if rows is None:
+            count = min(self.shape.tokens, JUDGED_ROWS)
+            rows = torch.arange(count) * self.shape.tokens // count
         outs, means = zip(*(self._row(int(row)) for row in rows), strict=True)
         out, mean = (torch.stack(parts, 1)[None].float() for parts in (outs, means))
         return ExactRows(rows, out, mean)
@@ -96,23 +91,16 @@ class PagedReplay:
     def _scale(self) -> float:
         return self.shape.head_dim**-0.5 if self.call.scale is None else self.call.scale
 
-    def checked(
-        self, decision: Decision, config: PagedLaunch | None, exact: ExactRows
-    ) -> CheckedOutput:
-        """Run a kernel under checks, and keep the rows that `exact` has."""
+    def output(
+        self, decision: Decision, config: PagedLaunch | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Run a kernel as `paged_attention` does, all rows as those of one batch item."""
+        return self._runner(decision, config, dtype)().transpose(0, 1)[None]
+
+    def judged_size(self) -> tuple[int, ...]:
+        """Return the shape of the output, heads before rows."""
         tokens, heads, dim = self.call.q.shape
-
-        def run(dtype: torch.dtype) -> torch.Tensor:
-            out: torch.Tensor = self._runner(decision, config, dtype)()
-            return out.transpose(0, 1)[None]
-
-        size = (1, heads, tokens, dim)
-        return checked_output(run, self.inputs(), exact, size=size, dtype=self.dtype)
-
-    def errors(self, decision: Decision, config: PagedLaunch | None) -> ErrorMetrics:
-        """Judge a kernel against the exact output."""
-        exact = self.exact()
-        return errors_of(self.checked(decision, config, exact), exact, dtype=self.dtype)
+        return (1, heads, tokens, dim)
 
     def whole(
         self, decision: Decision | None = None, config: PagedLaunch | None = None
@@ -137,7 +125,7 @@ class PagedReplay:
         call = self.call._replace(out_dtype=dtype)
         if decision.variant == HOST:
             return functools.partial(self._by_sdpa, dtype or self.dtype)
-        executor = resolve(call, PagedRequest(decision.kernel, decision.variant, config))
+        executor = resolve(call, BackendRequest(decision.kernel, decision.variant, config))
         return lambda: executor.run(call)[0]
 
     def _by_sdpa(self, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from sage_plugin.kernels.attention.backends.sdpa import host_attention
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, decide, resolve
 from sage_plugin.kernels.attention.mask import mask_kind
-from sage_plugin.kernels.attention.prologue.apply import prepared_qk
+from sage_plugin.kernels.attention.prologue.apply import runs_on_kernel, streams_of
 from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
 from sage_plugin.kernels.attention.torch_ops import text_of
 from sage_plugin.kernels.contract import HOST, Decision
@@ -90,7 +90,8 @@ def attention(
             of the LSE.
         rope: rotary position embedding of Q and K: `(cos, sin)`, a complex tensor, or a `Rope`,
             which says what else there is to it.
-        q_norm: norm of Q before it, in one pass over the bytes of Q and K on a GPU.
+        q_norm: norm of Q before it. On a GPU both are one pass over Q and K, in which a kernel
+            that quantizes Q does so.
         k_norm: norm of K.
 
     Returns:
@@ -113,22 +114,40 @@ def attention(
         >>> sage_plugin.attention(q, k, v, padding, kernel="sage").shape
         torch.Size([1, 2, 64, 32])
     """
-    if rope is not None or q_norm is not None or k_norm is not None:
-        q, k = prepared_qk(q, k, layout=layout, rope=rope, q_norm=q_norm, k_norm=k_norm)
-    call = AttentionCall(
-        q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout, softcap, sinks,
-        return_lse, window, out_dtype=out_dtype,
+    call = with_prologue(
+        AttentionCall(
+            q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout, softcap, sinks,
+            return_lse, window, out_dtype=out_dtype,
+        ),
+        rope, q_norm, k_norm,
     )  # fmt: skip
     min_seq = min_seq if kernel == "auto" else 0
-    if can_bypass_dispatcher(q, k, v, attn_mask, sinks):
+    if can_bypass_dispatcher(*call.tensors()):
         resolved = resolve(call, KernelRequest(kernel, variant, launch, config_dir, min_seq))
         if isinstance(resolved, FallbackReason):
             return _on_host(call, kernel, resolved)
         return run(resolved, call)
+    call = call.made()
     decision, _, mask = decide(call, KernelRequest(kernel, variant, min_seq=min_seq))
     if decision.reason is not None:
         return _on_host(call, kernel, decision.reason)
     return run_op(decision, call, mask, launch, config_dir)
+
+
+def with_prologue(
+    call: AttentionCall,
+    rope: Rope | tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None,
+    q_norm: QkNorm | None,
+    k_norm: QkNorm | None,
+) -> AttentionCall:
+    """Return a call whose Q and K get their norms and embedding first, or in its own kernels."""
+    if rope is None and q_norm is None and k_norm is None:
+        return call
+    pair = streams_of(call.q, call.k, layout=call.layout, rope=rope, q_norm=q_norm, k_norm=k_norm)
+    if not runs_on_kernel((*pair.q, *pair.k)):
+        return call._replace(prologue=pair).made()
+    q, k = pair.unmade(call.layout)
+    return call._replace(q=q, k=k, prologue=pair)
 
 
 def run(
@@ -136,7 +155,7 @@ def run(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Run a resolved call in eager mode; its output, with the LSE if the call wants it."""
     if executor.decision.kernel == "sdpa" and _is_plain_sdpa(call):
-        return _sdpa(call)
+        return _sdpa(call.made())
     out, lse = executor.run(call)
     return out if lse is None else (out, lse)
 
@@ -173,6 +192,7 @@ def _on_host(
     """Leave a call to the host's attention, if no kernel was asked for by name."""
     if kernel != "auto":
         raise validate.refusal(kernel, reason)
+    call = call.made()
     if _is_plain_sdpa(call):
         return _sdpa(call)
     if can_bypass_dispatcher(call.q, call.k, call.v, call.attn_mask, call.sinks):

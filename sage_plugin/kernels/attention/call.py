@@ -8,9 +8,11 @@ import torch
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.mask import MASK_DTYPES, normalized
+from sage_plugin.kernels.attention.prologue import apply
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.contract import Packed
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.kernels.surroundings import wants_gradient
+from sage_plugin.kernels.surroundings import wants_gradient, without_autocast
 from sage_plugin.schema import CallShape, LaunchConfig
 
 TENSOR_SUBCLASS = FallbackReason(Fallback.TENSOR_SUBCLASS)
@@ -68,6 +70,7 @@ class AttentionCall(NamedTuple):
         window: keys to the left and to the right that a query sees; SDPA knows none.
         packed: ends of the sequences in Q, K and V, if there are several in one.
         out_dtype: dtype of the output, V's if `None`.
+        prologue: norm and rotary embedding that are still to be done; Q and K are `Unmade` then.
     """
 
     q: torch.Tensor
@@ -85,6 +88,7 @@ class AttentionCall(NamedTuple):
     window: tuple[int, int] | None = None
     packed: Packed | None = None
     out_dtype: torch.dtype | None = None
+    prologue: QkPair | None = None
 
     def factor(self) -> float:
         """Return the factor of the scores before softmax."""
@@ -93,7 +97,14 @@ class AttentionCall(NamedTuple):
     @property
     def needs_grad(self) -> bool:
         """Whether a gradient has to flow through the call."""
+        if self.prologue is not None:  # which is for no call that does
+            return wants_gradient(self.v, self.attn_mask, self.sinks)
         return wants_gradient(self.q, self.k, self.v, self.attn_mask, self.sinks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.q.device
 
     @property
     def is_special(self) -> bool:
@@ -121,17 +132,32 @@ class AttentionCall(NamedTuple):
                 _spec(packed.cu_seqlens_q), _spec(packed.cu_seqlens_k), packed.max_seqlen_q,
                 packed.max_seqlen_k,
             ),
+            self.prologue and self.prologue.form(),
         )  # fmt: skip
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return all tensors of the call; Q, K and V alone if there are no others."""
+        """Return all tensors of the call; Q, K and V alone if there are no others.
+
+        Q and K that are not made yet are none; see `QkPair.inputs`.
+        """
         packed = self.packed
+        if self.prologue is not None:
+            return (self.v, self.attn_mask, self.sinks)
         if packed is not None:
             ends = (packed.cu_seqlens_q, packed.cu_seqlens_k)
             return (self.q, self.k, self.v, self.attn_mask, self.sinks, *ends)
         if self.attn_mask is None and self.sinks is None:
             return (self.q, self.k, self.v)
         return (self.q, self.k, self.v, self.attn_mask, self.sinks)
+
+    def made(self) -> AttentionCall:
+        """Return the call with the values of Q and K, by a pass of their own if need be."""
+        if self.prologue is None:
+            return self
+        with without_autocast(self.v.device):
+            pair = apply.joined_pair(self.prologue.q, self.prologue.k)
+        q, k = (x.transpose(1, 2) if self.layout == "bhsd" else x for x in pair)
+        return self._replace(q=q, k=k, prologue=None)
 
     def shape(self, mask_kind: str) -> CallShape:
         """Return the shape record of the call."""

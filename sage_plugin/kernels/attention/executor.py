@@ -1,9 +1,4 @@
-"""Resolve a call before its data is touched, once per key, and run it from its recorded launches.
-
-The key is all that the answers follow from: shapes, strides, dtypes and devices of the tensors, the
-numbers of the call, what was asked for, and the environment. A call of a known key costs one look
-at a dict and its launches; `dispatch.forget` drops them all.
-"""
+"""What runs a call from its recorded launches, and how a call is resolved to it."""
 
 from __future__ import annotations
 
@@ -12,11 +7,15 @@ from typing import Any
 
 import torch
 
-from sage_plugin import settings
 from sage_plugin.kernels.attention import dispatch, validate
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
+from sage_plugin.kernels.attention.launch_space import RULES
 from sage_plugin.kernels.attention.mask import is_added, mask_kind, of_heads
+from sage_plugin.kernels.attention.prologue.agree import operands_agree
+from sage_plugin.kernels.attention.prologue.one_pass import OnePass, one_pass_reason
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.attention.recipes import built
+from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import (
     HOST,
     AttentionParams,
@@ -28,9 +27,10 @@ from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.launch_graph import Outputs
 from sage_plugin.kernels.repeats import Repeats
+from sage_plugin.kernels.resolver import Resolution, Resolver
 from sage_plugin.kernels.support import ON_GPUS
 from sage_plugin.kernels.surroundings import on_device, without_autocast
-from sage_plugin.schema import CallKey, CallShape, LaunchConfig
+from sage_plugin.schema import CallKey, CallShape, DeviceFacts, LaunchConfig
 
 
 class Executor(Repeats):
@@ -39,12 +39,18 @@ class Executor(Repeats):
     Attributes:
         decision: kernel and variant.
         kernel: its implementation.
+        one_pass: why norm and embedding of Q and K are a pass before this call's kernel; `None`
+            where quantization does them, or there are none to do.
+        compared: whether `compare` has looked at what quantization makes of them.
         launch: the launch config that was given or found; `None` where nothing is tuned.
         found: where the launch config came from, `None` where it was given or nothing is tuned.
         key: the call key of its look-up, `None` where nothing is tuned.
     """
 
-    __slots__ = ("_numbers", "decision", "found", "kernel", "key", "launch")
+    __slots__ = (
+        "_numbers", "_with_prologue", "compared", "decision", "found", "kernel", "key", "launch",
+        "one_pass",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -54,11 +60,17 @@ class Executor(Repeats):
         launch: LaunchConfig | None = None,
         found: ResolvedConfig | None = None,
         key: CallKey | None = None,
+        *,
+        prologue: QkPair | None = None,
     ) -> None:
         super().__init__()
         self.decision, self.kernel = decision, kernel
         self.launch, self.found, self.key = launch, found, key
         self._numbers = numbers
+        self._with_prologue, self.compared = prologue is not None, False
+        self.one_pass: OnePass | None = None
+        if prologue is not None:
+            self.one_pass = one_pass_reason(decision, launch, numbers, prologue)
 
     def params(self, call: AttentionCall) -> AttentionParams:
         """Return a call but for Q, K and V as kernels take it."""
@@ -69,6 +81,8 @@ class Executor(Repeats):
 
     def run(self, call: AttentionCall) -> Outputs:
         """Run a call of this key, on a GPU from the recorded launches once there are any."""
+        if self.one_pass is not None:
+            call = call.made()
         if self.decision.variant in ON_GPUS and call.q.device.type != "cpu":
             return self.run_recorded(call)
         out, lse = self.run_anew(call)
@@ -76,17 +90,42 @@ class Executor(Repeats):
 
     def run_recorded(self, call: AttentionCall) -> Outputs:
         """Run a call: the first of a key as it is, the second recorded, all others replayed."""
-        return self.repeat(call.tensors(), call.q.device, self.run_anew, call)
+        if self._with_prologue and self.one_pass is None and call.prologue is None:
+            return self.run_anew(call)  # whose launches are not those of this key
+        keyed = () if call.prologue is None else call.prologue.inputs()
+        return self.repeat(call.tensors(), call.q.device, self.run_anew, call, keyed=keyed)
 
     def run_anew(self, call: AttentionCall) -> Outputs:
         """Run both steps of a call, one after the other."""
         with on_device(call.q.device), without_autocast(call.q.device):
-            operands = self.kernel.prepare(
-                call.q, call.k, call.v, problem=self.params(call), launch=self.launch
-            )
             return self.kernel.launch(
-                operands, out_dtype=call.out_dtype, return_lse=call.return_lse
+                self.prepared(call), out_dtype=call.out_dtype, return_lse=call.return_lse
             )
+
+    def prepared(self, call: AttentionCall) -> Any:  # noqa: ANN401
+        """Run the first step of a call, with what is left to do of norm and embedding."""
+        kernel: Any = self.kernel
+        if call.prologue is not None and self.one_pass is None:
+            try:
+                return kernel.prepare_unmade(
+                    call.prologue, call.q, call.k, call.v, problem=self.params(call),
+                    launch=self.launch,
+                )  # fmt: skip
+            except Exception as error:
+                if build_failure(error) is None:
+                    raise
+                self.one_pass = OnePass.BUILD_FAILED
+        call = call.made()
+        return kernel.prepare(call.q, call.k, call.v, problem=self.params(call), launch=self.launch)
+
+    def compare(self, call: AttentionCall) -> None:
+        """Compare operands of one pass with those of two, and leave the one where they differ."""
+        self.compared, made = True, call.made()
+        with on_device(call.q.device), without_autocast(call.q.device):
+            one, two = self.prepared(call), self.prepared(made)
+            if self.one_pass is None and not operands_agree(one, two):
+                self.one_pass = OnePass.DIFFERENT
+                self.forget()
 
 
 def as_promised(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -106,39 +145,9 @@ MOST_EXECUTORS = 1024
 """About 10 KB each. During decoding every token has a new length, which all layers share."""
 
 Resolved = Executor | FallbackReason
-_resolved: Memo[Resolved] = Memo(MOST_EXECUTORS)
 
 HOST_REQUEST = KernelRequest("sdpa")
 """The host's attention as one of our kernels, for what SDPA does not know."""
-
-
-def known(call: AttentionCall, request: KernelRequest) -> Resolved | None:
-    """Return the answer to a call that was resolved before, `None` for any other; eager only."""
-    return _resolved.get((call.key(), request, settings.of_calls()))
-
-
-def resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
-    """Return what runs a call, or why it stays with the host's attention; eager mode only.
-
-    The answer is remembered by all that it follows from, the environment too.
-
-    Raises:
-        UnsupportedInputError: arguments that do not fit together, a kernel that needs a GPU, or a
-            launch config that is not legal.
-        UnknownKernelError: no kernel or variant of that name.
-        ConfigError: the environment's launch config is not legal.
-    """
-    try:
-        key = (call.key(), request, settings.of_calls())
-        answer = _resolved.get(key)
-    except TypeError:  # an argument without a hash
-        return _resolve(call, request)
-    if answer is None:
-        answer = _resolve(call, request)
-        on_gpu = isinstance(answer, Executor) and answer.decision.variant in ON_GPUS
-        if not on_gpu or call.q.device.type != "cpu":  # that depends on TRITON_INTERPRET
-            _resolved.keep(key, answer)
-    return answer
 
 
 def decide(
@@ -165,27 +174,28 @@ def decide(
     return decision, shape, mask
 
 
-def _resolve(call: AttentionCall, request: KernelRequest) -> Resolved:
-    decision, shape, _ = decide(call, request)
-    if decision.reason is not None:
-        return decision.reason
-    device = call.q.device
-    launch = None if decision.kernel == "sdpa" else request.launch
-    validate.check_runnable(decision, device, shape, launch)
-    facts = dispatch.facts_of(device.type, device.index)
-    kernel, numbers = built(decision, facts), _numbers_of(call)
-    if launch is not None or decision.variant == HOST:
-        return Executor(decision, kernel, numbers, launch)
-    key = dispatch.call_key(shape, decision)
-    config_dir = str(request.config_dir) if request.config_dir else None
-    found = dispatch.find_launch(key, facts, config_dir=config_dir)
-    if not request.changes:
-        return Executor(decision, kernel, numbers, found.config, found, key)
-    config = found.config.replaced(**dict(request.changes))
-    illegal = dispatch.illegal_reason(config, key, facts)
-    if illegal is not None:
-        return FallbackReason(Fallback.ILLEGAL_CONFIG, illegal)
-    return Executor(decision, kernel, numbers, config, None, key)
+def _decided(call: AttentionCall, _: DeviceFacts, request: KernelRequest) -> Decision:
+    return decide(call, request)[0]
+
+
+def _launch_key(call: AttentionCall, decision: Decision) -> CallKey | None:
+    if decision.kernel == "sdpa":
+        return None
+    mask = validate.checked_mask(call.attn_mask, call.q, call.k, call.layout)
+    return dispatch.call_key(call.shape(mask_kind(mask)), decision)
+
+
+def _build(call: AttentionCall, request: KernelRequest, found: Resolution) -> Resolved:
+    decision, facts, launch, origin, key = found
+    if request.changes and key is not None:
+        launch, origin = launch.replaced(**dict(request.changes)), None
+        illegal = RULES.illegal_reason(launch, key, facts)
+        if illegal is not None:
+            return FallbackReason(Fallback.ILLEGAL_CONFIG, illegal)
+    return Executor(
+        decision, built(decision, facts), _numbers_of(call), launch, origin, key,
+        prologue=call.prologue,
+    )  # fmt: skip
 
 
 def _numbers_of(call: AttentionCall) -> AttentionParams:
@@ -196,3 +206,7 @@ def _numbers_of(call: AttentionCall) -> AttentionParams:
     return AttentionParams(
         scale, call.is_causal, call.layout, None, window, softcap, lse=call.return_lse
     )
+
+
+resolver: Resolver[Resolved] = Resolver(_decided, _launch_key, RULES, _build, Memo(MOST_EXECUTORS))
+known, resolve = resolver.known, resolver.resolve

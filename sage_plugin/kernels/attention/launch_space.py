@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from sage_plugin.errors import ConfigError
-from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.attention.search_space import SPACES
-from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.launch_config import LaunchRules
+from sage_plugin.kernels.legality import LOADS, Checks, first_wrong, hardware_checks
 from sage_plugin.kernels.search_space import Region
-from sage_plugin.kernels.support import FP8_KERNELS, TMA_ARCHS
+from sage_plugin.kernels.support import FP8_KERNELS
 from sage_plugin.schema import CallKey, DeviceFacts, LaunchConfig
 
 SMALLEST_BLOCK = 16
@@ -22,16 +21,6 @@ LARGEST_FLUSH = 4096
 MOST_LINEAR = 6
 """A block keeps exact weights, in which a NaN of its keys shows."""
 Q_GRANULES = (1, 2, 4, 8, 16, 32, 64, 128)
-
-Checks = tuple[tuple[bool, str], ...]
-"""Conditions of legality, each with what is wrong where it does not hold."""
-
-
-def find_launch(
-    key: CallKey, facts: DeviceFacts, *, config_dir: str | None = None
-) -> ResolvedConfig:
-    """Return the launch config of a call, see `launch_config.find`."""
-    return launch_config.find(key, facts, RULES, config_dir=config_dir)
 
 
 def default_launch(key: CallKey, facts: DeviceFacts) -> LaunchConfig:
@@ -70,30 +59,13 @@ def illegal_reason(config: LaunchConfig, key: CallKey, facts: DeviceFacts) -> st
     checks = (
         *tiles(config, key),
         (1 <= config.num_stages <= 8, f"num_stages {config.num_stages} is not between 1 and 8"),
-        (config.loads in ("pointer", "descriptor"),
+        (config.loads in LOADS,
          f"loads {config.loads!r} is neither 'pointer' nor 'descriptor'"),
         *_quantization_checks(config, key),
-        (config.loads != "descriptor" or facts.arch in TMA_ARCHS or facts.kind == "cpu",
-         f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
-        (facts.kind != "hip" or config.num_stages <= 2,
-         f"num_stages {config.num_stages} on AMD is limited to 2"),
-        (config.maxnreg == 0 or (32 <= config.maxnreg <= 255 and facts.kind != "hip"),
-         f"maxnreg {config.maxnreg} is not between 32 and 255, on NVIDIA"),
-        (config.waves_per_eu == 0 or (1 <= config.waves_per_eu <= 8 and facts.kind != "cuda"),
-         f"waves_per_eu {config.waves_per_eu} is not between 1 and 8, on AMD"),
-        (config.matrix_instr_nonkdim == 0
-         or (config.matrix_instr_nonkdim in (16, 32) and facts.kind != "cuda"),
-         f"matrix_instr_nonkdim {config.matrix_instr_nonkdim} is not 16 or 32, on AMD"),
+        *hardware_checks(config, facts),
     )  # fmt: skip
-    for legal, reason in checks:
-        if not legal:
-            return reason
-    needed = smem_lower_bound(config, key)
-    if facts.smem_bytes and key.variant != "emulation" and needed > facts.smem_bytes:
-        return (
-            f"needs at least {needed} bytes of shared memory, {facts.name} has {facts.smem_bytes}"
-        )
-    return None
+    needed = 0 if key.variant == "emulation" else smem_lower_bound(config, key)
+    return first_wrong(checks, needed, facts)
 
 
 def _portable_checks(config: LaunchConfig, key: CallKey) -> Checks:
@@ -203,18 +175,23 @@ def _words(key: CallKey) -> tuple[str, ...]:
     return f"head dim {key.head_dim}", f"Sq {key.seq_q}", f"Sk {key.seq_k}", key.dtype
 
 
-def _fill(_: CallKey) -> str:
-    return f"`{launch_config.fill_command()}` fills all, report() counts them"
-
-
-RULES = LaunchRules(default_launch, illegal_reason, tune_command, _words, _fill)
+RULES = LaunchRules(
+    default_launch,
+    search_space,
+    illegal_reason,
+    tune_command,
+    _words,
+    "variant='emulation'",
+    counted=True,
+)
+find_launch = RULES.find
 
 
 def _block(size: int, smallest: int) -> bool:
     return smallest <= size <= LARGEST_BLOCK and size & (size - 1) == 0
 
 
-def _region(key: CallKey, facts: DeviceFacts) -> Region:
+def _region(key: CallKey, facts: DeviceFacts) -> Region[LaunchConfig]:
     arch = "emulation" if key.variant == "emulation" or facts.kind == "cpu" else facts.arch
     element_bytes = 4 if key.dtype == "float32" else 2
     region = SPACES[key.kernel].region(

@@ -10,9 +10,9 @@ import torch
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch, validate
+from sage_plugin.kernels.attention.api import with_prologue
 from sage_plugin.kernels.attention.call import AttentionCall, KernelRequest
 from sage_plugin.kernels.attention.executor import HOST_REQUEST, Executor, resolve
-from sage_plugin.kernels.attention.prologue.apply import prepared_qk
 from sage_plugin.kernels.attention.prologue.record import QkNorm, Rope
 from sage_plugin.kernels.attention.recipes import built
 from sage_plugin.kernels.contract import HOST, Decision, Operands, OutputForm
@@ -123,11 +123,13 @@ def prepare(
         >>> sage_plugin.launch(prepared).shape
         torch.Size([1, 2, 64, 32])
     """
-    if rope is not None or q_norm is not None or k_norm is not None:
-        q, k = prepared_qk(q, k, layout=layout, rope=rope, q_norm=q_norm, k_norm=k_norm)
-    call = AttentionCall(
-        q, k, v, attn_mask, 0.0, is_causal, scale, True, layout, softcap, sinks, with_lse, window
-    )
+    call = with_prologue(
+        AttentionCall(
+            q, k, v, attn_mask, 0.0, is_causal, scale, True, layout, softcap, sinks, with_lse,
+            window,
+        ),
+        rope, q_norm, k_norm,
+    )  # fmt: skip
     executor = resolve(call, KernelRequest(kernel, variant, launch, config_dir))
     if isinstance(executor, FallbackReason):
         if kernel != "auto":
@@ -135,10 +137,8 @@ def prepare(
         executor = resolve(call, HOST_REQUEST)
         assert isinstance(executor, Executor), "the host's attention takes every call"
     with on_device(q.device), without_autocast(q.device):
-        operands = executor.kernel.prepare(
-            q, k, v, problem=executor.params(call), launch=executor.launch
-        )
-    form = OutputForm.of(q, layout)
+        operands = executor.prepared(call)
+    form = OutputForm.of(call.q, layout)
     return Prepared(executor.decision, operands, form, call.needs_grad, with_lse)
 
 

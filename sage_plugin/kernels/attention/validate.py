@@ -6,13 +6,13 @@ import math
 
 import torch
 
-from sage_plugin import settings
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.attention.launch_space import RULES
 from sage_plugin.kernels.attention.mask import normalized
 from sage_plugin.kernels.contract import NO_WINDOW, UNBOUNDED, Decision
 from sage_plugin.kernels.fallback import FallbackReason
-from sage_plugin.kernels.support import ON_GPUS
+from sage_plugin.kernels.resolver import check_launch, check_place
 from sage_plugin.schema import LAYOUTS, CallShape, LaunchConfig
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -181,14 +181,7 @@ def check_runnable(
     decision: Decision, device: torch.device, shape: CallShape, launch: LaunchConfig | None
 ) -> None:
     """Refuse what cannot run on this device, or not with the launch config that was given."""
-    on_cpu = decision.variant in ON_GPUS and device.type == "cpu"
-    if on_cpu and not settings.triton_interpreted():
-        raise UnsupportedInputError(
-            f"kernel {decision.label} runs on a GPU and the tensors are on the CPU; move them, use "
-            "variant='emulation', or set TRITON_INTERPRET=1 to run it in Triton's interpreter"
-        )
-    if launch is None:
-        return
     facts = dispatch.facts_of(device.type, device.index)
-    if reason := dispatch.illegal_reason(launch, dispatch.call_key(shape, decision), facts):
-        raise UnsupportedInputError(f"launch config {launch.text()} cannot run here: {reason}")
+    check_place(decision, facts, RULES)
+    if launch is not None:
+        check_launch(launch, dispatch.call_key(shape, decision), facts, RULES)

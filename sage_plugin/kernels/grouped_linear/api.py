@@ -8,9 +8,9 @@ from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall, check_cal
 from sage_plugin.kernels.grouped_linear.executor import host_grouped_linear, refused, run
 from sage_plugin.kernels.grouped_linear.torch_ops import grouped_linear_by_op, traced_product
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE
 from sage_plugin.kernels.linear.traced import traced_rows
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.surroundings import are_plain
 from sage_plugin.schema import LinearLaunch
 
@@ -65,13 +65,13 @@ def grouped_linear(
         (torch.Size([6, 32]), False)
     """
     call = GroupedLinearCall(x, weights, group_sizes, bias, out_dtype)
-    request = LinearRequest(kernel, backend, launch)
+    request = BackendRequest(kernel, backend, launch)
     if not are_plain(x, call.matrices, group_sizes, bias):
         return _through_torch(call, request)
     return run(call, request)
 
 
-def _through_torch(call: GroupedLinearCall, request: LinearRequest) -> torch.Tensor:
+def _through_torch(call: GroupedLinearCall, request: BackendRequest) -> torch.Tensor:
     """Run a call whose tensors a compiler, a mode or a subclass watches; traceable."""
     check_call(call)
     x, weights = call.x, call.weights

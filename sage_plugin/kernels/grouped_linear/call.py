@@ -11,6 +11,7 @@ from sage_plugin.kernels.grouped_linear.weight import GroupedWeight
 from sage_plugin.kernels.linear.call import FLOATS
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.surroundings import wants_gradient
+from sage_plugin.schema import LinearKey
 
 
 class GroupedLinearCall(NamedTuple):
@@ -34,6 +35,11 @@ class GroupedLinearCall(NamedTuple):
     def data(self) -> torch.Tensor:
         """The `(T, K)` tensor of the input."""
         return self.x.data if isinstance(self.x, QuantizedRows) else self.x
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.data.device
 
     @property
     def matrices(self) -> torch.Tensor:
@@ -63,6 +69,13 @@ class GroupedLinearCall(NamedTuple):
             data.shape, data.dtype, data.device, of_weights, self.out_dtype, self.needs_grad,
             sizes.shape, sizes.dtype, sizes.device, bias is not None and (bias.shape, bias.device),
         )  # fmt: skip
+
+    def launch_key(self, kernel: str, backend: str) -> LinearKey:
+        """Return the key under which a launch config is looked up."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        groups, out_features, in_features = self.matrices.shape
+        rows = self.data.shape[0]
+        return LinearKey(kernel, backend, in_features, out_features, dtype, rows, groups)
 
 
 def check_call(call: GroupedLinearCall) -> None:

@@ -13,22 +13,24 @@ from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.grouped_linear.backends import torch_products
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight
-from sage_plugin.kernels.linear.call import FLOATS, LinearRequest
+from sage_plugin.kernels.linear.call import FLOATS
 from sage_plugin.kernels.linear.dispatch import (
     BASELINE,
     EMPTY,
     GRADIENT,
     ON_CPU,
     automatic_kernel,
+    backend_of,
     named,
 )
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import TORCH_GROUPED, TORCH_GROUPED_FASTEST, device_reason
 from sage_plugin.schema import GROUPED_LINEAR_KERNELS, DeviceFacts
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-def decide(call: GroupedLinearCall, facts: DeviceFacts, request: LinearRequest) -> Decision:
+def decide(call: GroupedLinearCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     """Return which kernel and backend one call runs on.
 
     Args:
@@ -44,17 +46,10 @@ def decide(call: GroupedLinearCall, facts: DeviceFacts, request: LinearRequest) 
         UnsupportedInputError: another kernel than that of quantized weights, or a 16-bit product of
             two dtypes.
     """
-    kernel, backend = named(request, GROUPED_LINEAR_KERNELS)
-    automatic = kernel == "auto"
-    if isinstance(call.weights, GroupedWeight):
-        if kernel not in ("auto", call.weights.kernel):
-            raise UnsupportedInputError(
-                f"kernel {kernel!r} cannot multiply weights of {call.weights.kernel!r}; quantize "
-                "the original weights for it"
-            )
-        kernel, automatic = call.weights.kernel, False
+    quantized = call.weights.kernel if isinstance(call.weights, GroupedWeight) else None
+    kernel, backend = named(request, GROUPED_LINEAR_KERNELS, quantized)
     reason = _call_reason(call)
-    if automatic:
+    if kernel == "auto":
         if facts.kind == "cpu" and backend == "auto":
             reason = reason or ON_CPU
         elif call.data.dtype == torch.float32:
@@ -69,7 +64,13 @@ def decide(call: GroupedLinearCall, facts: DeviceFacts, request: LinearRequest) 
         if backend == "auto" and call.data.dtype not in SIXTEEN_BITS:
             return Decision(BASELINE, HOST)
     if reason is None:
-        backend, reason = _backend(call, kernel, backend, facts)
+        # The 16-bit product runs wherever the unquantized kernel of attention does.
+        like = "fav2" if kernel == BASELINE else kernel
+        backend, reason = backend_of(
+            backend, facts, by_torch=_torch_reason(call, kernel, facts),
+            fastest=facts.arch in TORCH_GROUPED_FASTEST[kernel],
+            in_triton=device_reason(like, facts),
+        )  # fmt: skip
     return Decision(BASELINE, HOST, reason) if reason is not None else Decision(kernel, backend)
 
 
@@ -82,21 +83,6 @@ def _call_reason(call: GroupedLinearCall) -> FallbackReason | None:
     if call.data.numel() == 0 or call.matrices.numel() == 0:
         return EMPTY
     return None
-
-
-def _backend(
-    call: GroupedLinearCall, kernel: str, backend: str, facts: DeviceFacts
-) -> tuple[str, FallbackReason | None]:
-    """The backend that multiplies, or why the one asked for cannot."""
-    if backend == "emulation" or (backend == "auto" and facts.kind == "cpu"):
-        return "emulation", None
-    by_torch = _torch_reason(call, kernel, facts)
-    if backend == "torch":
-        return backend, by_torch
-    if backend == "auto" and by_torch is None and facts.arch in TORCH_GROUPED_FASTEST[kernel]:
-        return "torch", None
-    # The 16-bit product runs wherever the unquantized kernel of attention does.
-    return "triton", device_reason("fav2" if kernel == BASELINE else kernel, facts)
 
 
 def _torch_reason(

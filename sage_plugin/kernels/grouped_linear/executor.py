@@ -1,22 +1,23 @@
-"""Resolve a grouped linear before its data is touched, once per key, and run it."""
+"""What runs a grouped linear, and how a call is resolved to it before its data is touched."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from sage_plugin import device, settings
 from sage_plugin.errors import UnsupportedInputError
-from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
+from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
-from sage_plugin.kernels.grouped_linear.backends.emulation import GroupedEmulation
+from sage_plugin.kernels.grouped_linear.backends.emulation import multiply_groups_emulated
 from sage_plugin.kernels.grouped_linear.backends.torch_products import (
     STRIDE_BYTES,
-    GroupedTorchProducts,
     finished_groups,
+    multiply_groups_torch,
 )
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall, check_call
 from sage_plugin.kernels.grouped_linear.dispatch import decide
-from sage_plugin.kernels.grouped_linear.launch_space import find_launch, illegal_reason
+from sage_plugin.kernels.grouped_linear.launch_space import RULES
 from sage_plugin.kernels.grouped_linear.operands import (
     GroupedBackend,
     GroupedOperands,
@@ -26,36 +27,24 @@ from sage_plugin.kernels.grouped_linear.operands import (
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight, quantized_weights_once
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.linear.activation import quantize_rows
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.dispatch import BASELINE
-from sage_plugin.kernels.linear.executor import MOST_EXECUTORS, check_place
-from sage_plugin.kernels.linear.quantizer import RowQuantizer, quantizer_of
+from sage_plugin.kernels.linear.executor import (
+    MOST_EXECUTORS,
+    Backends,
+    ProductExecutor,
+    builder,
+    tuned_key,
+)
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
+from sage_plugin.kernels.resolver import BackendRequest, Resolver
 from sage_plugin.kernels.surroundings import on_device, without_autocast
-from sage_plugin.schema import DeviceFacts, LinearKey
+from sage_plugin.schema import DeviceFacts, LinearLaunch
 
 
-class GroupedExecutor:
-    """What runs the calls of one key.
+class GroupedExecutor(ProductExecutor[GroupedBackend]):
+    """What runs the grouped linears of one key."""
 
-    Attributes:
-        decision: kernel and backend.
-        backend: what multiplies; `None` for torch's own product.
-        quantizer: what quantizes the input.
-        found: the launch config that was looked up, `None` for none.
-    """
-
-    __slots__ = ("backend", "decision", "found", "quantizer")
-
-    def __init__(
-        self,
-        decision: Decision,
-        backend: GroupedBackend | None,
-        quantizer: RowQuantizer,
-        found: ResolvedConfig | None = None,
-    ) -> None:
-        self.decision, self.backend, self.quantizer = decision, backend, quantizer
-        self.found = found
+    __slots__ = ()
 
     def run(self, call: GroupedLinearCall) -> torch.Tensor:
         """Run a call of this key."""
@@ -64,7 +53,7 @@ class GroupedExecutor:
             return host_grouped_linear(call)
         where = call.data.device
         with on_device(where), without_autocast(where):
-            return backend.multiply(self.operands(call), call.dtype)
+            return backend(self.operands(call), call.dtype)
 
     def operands(self, call: GroupedLinearCall) -> GroupedOperands:
         """Return what the backend multiplies: in 8 bits, unless the kernel is the 16-bit one."""
@@ -105,7 +94,7 @@ def host_grouped_linear(call: GroupedLinearCall) -> torch.Tensor:
     return out if out_dtype is None else out.to(out_dtype)
 
 
-def run(call: GroupedLinearCall, request: LinearRequest) -> torch.Tensor:
+def run(call: GroupedLinearCall, request: BackendRequest) -> torch.Tensor:
     """Run a call in eager mode; torch's own product takes what `auto` leaves.
 
     Raises:
@@ -116,7 +105,7 @@ def run(call: GroupedLinearCall, request: LinearRequest) -> torch.Tensor:
     return host_grouped_linear(call) if executor is None else executor.run(call)
 
 
-def resolved(call: GroupedLinearCall, request: LinearRequest) -> GroupedExecutor | None:
+def resolved(call: GroupedLinearCall, request: BackendRequest) -> GroupedExecutor | None:
     """Return what runs a call in eager mode, `None` for what `auto` leaves to torch.
 
     Raises:
@@ -140,69 +129,23 @@ def refused(call: GroupedLinearCall, kernel: str, reason: str) -> UnsupportedInp
     )
 
 
-ResolvedGrouped = GroupedExecutor | FallbackReason
-_resolved: Memo[ResolvedGrouped] = Memo(MOST_EXECUTORS)
-
-
-def resolve(call: GroupedLinearCall, request: LinearRequest) -> ResolvedGrouped:
-    """Return what runs a call, or why it stays with torch's own product; eager mode only.
-
-    Raises:
-        UnsupportedInputError: tensors that do not fit together.
-        UnknownKernelError: no kernel or backend of that name.
-        ConfigError: the environment's launch config is not legal.
-    """
-    key = (call.key(), request, settings.of_calls())
-    answer = _resolved.get(key)
-    if answer is None:
-        answer = _resolve(call, request)
-        interpreted = isinstance(answer, GroupedExecutor) and answer.decision.variant == "triton"
-        if not interpreted or call.data.device.type != "cpu":  # that depends on TRITON_INTERPRET
-            _resolved.keep(key, answer)
-    return answer
-
-
-def _resolve(call: GroupedLinearCall, request: LinearRequest) -> ResolvedGrouped:
+def _checked(call: GroupedLinearCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     check_call(call)
-    where = call.data.device
-    facts = device.facts_of(where.type, where.index)
-    decision = decide(call, facts, request)
-    if decision.reason is not None:
-        return decision.reason
-    quantizer = quantizer_of(where, decision.variant)
-    if decision.variant == HOST:
-        return GroupedExecutor(decision, None, quantizer)
-    backend, found = _built(decision, call, request, facts)
-    return GroupedExecutor(decision, backend, quantizer, found)
+    return decide(call, facts, request)
 
 
-def _built(
-    decision: Decision, call: GroupedLinearCall, request: LinearRequest, facts: DeviceFacts
-) -> tuple[GroupedBackend, ResolvedConfig | None]:
-    """The backend that was decided for, and the launch config that was looked up for it.
+def _in_triton(launch: LinearLaunch) -> GroupedBackend:
+    from sage_plugin.kernels.grouped_linear.backends.triton.products import multiply_groups_triton
 
-    Raises:
-        UnsupportedInputError: Triton on a CPU, or an illegal launch config.
-    """
-    if decision.variant == "emulation":
-        return GroupedEmulation(), None
-    if decision.variant == "torch":
-        return GroupedTorchProducts(), None
-    check_place(decision, facts)
-    groups, out_features, in_features = call.matrices.shape
-    dtype = str(call.dtype).removeprefix("torch.")
-    key = LinearKey(
-        decision.kernel, decision.variant, in_features, out_features, dtype, call.data.shape[0],
-        groups,
-    )  # fmt: skip
-    found = None
-    if request.launch is None:
-        found = find_launch(key, facts, config_dir=request.config_dir)
-    launch = request.launch if found is None else found.config
-    assert launch is not None
-    reason = illegal_reason(launch, key, facts)
-    if reason is not None:
-        raise UnsupportedInputError(f"launch config {launch.text()}: {reason}")
-    from sage_plugin.kernels.grouped_linear.backends.triton.backend import GroupedTritonProducts
+    return functools.partial(multiply_groups_triton, launch=launch)
 
-    return GroupedTritonProducts(launch), found
+
+BACKENDS: Backends = {
+    "emulation": lambda _: multiply_groups_emulated,
+    "torch": lambda _: multiply_groups_torch,
+    "triton": _in_triton,
+}
+resolver: Resolver[GroupedExecutor | FallbackReason] = Resolver(
+    _checked, tuned_key, RULES, builder(GroupedExecutor, BACKENDS), Memo(MOST_EXECUTORS)
+)
+resolve = resolver.resolve

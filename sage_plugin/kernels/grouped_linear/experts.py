@@ -12,15 +12,15 @@ from sage_plugin.kernels.grouped_linear.executor import GroupedExecutor, resolve
 from sage_plugin.kernels.grouped_linear.routing import combined, routing_of
 from sage_plugin.kernels.grouped_linear.torch_ops import traced_product
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.quantizer import quantizer_of
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.linear.traced import traced_rows
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.surroundings import are_plain, on_device, without_autocast
 
-AUTO = LinearRequest()
+AUTO = BackendRequest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ def run_experts(
     chosen: torch.Tensor,
     weights: torch.Tensor,
     experts: Experts,
-    request: LinearRequest = AUTO,
+    request: BackendRequest = AUTO,
     ran: list[GroupedExecutor] | None = None,
 ) -> torch.Tensor:
     """Send tokens through their experts; traceable, and nothing is read on the host.
@@ -118,7 +118,7 @@ def _product(
     group_sizes: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
-    request: LinearRequest,
+    request: BackendRequest,
     ran: list[GroupedExecutor] | None,
 ) -> torch.Tensor:
     if not are_plain(rows.data, group_sizes, bias):

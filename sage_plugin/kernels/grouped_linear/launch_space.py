@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from sage_plugin.kernels import launch_config
-from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.grouped_linear.search_space import REGIONS, SOME, WIDER
 from sage_plugin.kernels.launch_config import LaunchRules
 from sage_plugin.kernels.linear.launch_space import (
@@ -12,21 +10,10 @@ from sage_plugin.kernels.linear.launch_space import (
     illegal_reason,
     region_of,
 )
-from sage_plugin.kernels.linear.search_space import LinearRegion
+from sage_plugin.kernels.search_space import Region
 from sage_plugin.schema import DeviceFacts, LinearKey, LinearLaunch
 
 __all__ = ["default_launch", "find_launch", "illegal_reason", "search_space", "tune_command"]
-
-
-def find_launch(
-    key: LinearKey, facts: DeviceFacts, *, config_dir: str | None = None
-) -> ResolvedConfig:
-    """Return the launch config of our product of a call, see `kernels.launch_config.find`.
-
-    Raises:
-        ConfigError: `SAGE_PLUGIN_LINEAR_LAUNCH` is not a JSON object of launch config fields.
-    """
-    return launch_config.find(key, facts, RULES, config_dir=config_dir)
 
 
 def default_launch(key: LinearKey, facts: DeviceFacts) -> LinearLaunch:
@@ -61,14 +48,13 @@ def _words(key: LinearKey) -> tuple[str, ...]:
     return sizes, f"{key.rows} rows", key.dtype
 
 
-def _fill(key: LinearKey) -> str:
-    return f"`{tune_command(key)}` tunes it, and others alike"
+RULES = LaunchRules(
+    default_launch, search_space, illegal_reason, tune_command, _words, "backend='emulation'"
+)
+find_launch = RULES.find
 
 
-RULES = LaunchRules(default_launch, illegal_reason, tune_command, _words, _fill)
-
-
-def _region(key: LinearKey, facts: DeviceFacts) -> LinearRegion:
+def _region(key: LinearKey, facts: DeviceFacts) -> Region[LinearLaunch]:
     """The region of a call: how its rows are spread is known on the device alone."""
     rows = -(-key.rows // max(1, key.groups))
     wide = element_bytes(key) == 2 and rows > SOME

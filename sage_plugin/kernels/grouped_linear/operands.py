@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -27,11 +28,9 @@ class GroupedOperands(NamedTuple):
     bias: torch.Tensor | None
 
 
-class GroupedBackend(Protocol):
-    """What multiplies rows with the weight of their group."""
-
-    def multiply(self, operands: GroupedOperands, out_dtype: torch.dtype) -> torch.Tensor:
-        """Return the `(T, N)` output, whose rows beyond the last group are 0."""
+GroupedBackend = Callable[[GroupedOperands, torch.dtype], torch.Tensor]
+"""What multiplies rows with the weight of their group, `(T, N)` of a dtype; rows beyond the last
+group are 0."""
 
 
 def ends_of(group_sizes: torch.Tensor, rows: int) -> torch.Tensor:

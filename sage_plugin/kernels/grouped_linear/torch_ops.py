@@ -10,15 +10,15 @@ import torch
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
 from sage_plugin.kernels.grouped_linear.executor import run
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.torch_ops import library
 from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.resolver import BackendRequest
 
 __all__ = ["grouped_linear_by_op", "traced_product"]
 
 
-def grouped_linear_by_op(call: GroupedLinearCall, request: LinearRequest) -> torch.Tensor:
+def grouped_linear_by_op(call: GroupedLinearCall, request: BackendRequest) -> torch.Tensor:
     """Run a call with original weights by the op, which quantizes them once; traceable."""
     x, weights, group_sizes, bias, out_dtype = call
     out: torch.Tensor = torch.ops.sage_plugin.grouped_linear(
@@ -48,7 +48,7 @@ def _linear(
     kernel: str, backend: str, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
     return run(
-        GroupedLinearCall(x, weights, group_sizes, bias, out_dtype), LinearRequest(kernel, backend)
+        GroupedLinearCall(x, weights, group_sizes, bias, out_dtype), BackendRequest(kernel, backend)
     )
 
 
@@ -61,7 +61,7 @@ def _product(
     weights = GroupedWeight(flat, w.shape[0])
     rows = QuantizedRows(x, scale)
     call = GroupedLinearCall(rows, weights, group_sizes, bias, out_dtype)
-    return run(call, LinearRequest(config_dir=config_dir))
+    return run(call, BackendRequest(config_dir=config_dir))
 
 
 def _fake_linear(

@@ -13,8 +13,12 @@ from collections.abc import Callable
 
 import torch
 
+from sage_plugin.kernels.linear.quantizer import quantizer_of
+from sage_plugin.kernels.linear.rows.prologue import Prologue, prologued
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
+from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.surroundings import on_device, without_autocast
 
 # Without the objects that torch's own functions make of the same.
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
@@ -93,6 +97,26 @@ def remember_rows(
     spec = _spec(x, form)
     if spec is not None:
         _remember(x, smooth, spec, rows)
+
+
+def quantize_norm(
+    x: torch.Tensor, norm: Prologue, reader: QuantizedWeight, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what a norm makes of `x`, and remember its rows for linears of a weight's format.
+
+    Args:
+        x: `(..., K)`, what is made of which can be remembered.
+        norm: the norm, with what it is modulated by.
+        reader: an 8-bit weight.
+        dtype: dtype of the output.
+    """
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return prologued(x, norm).to(dtype)
+    kept = torch.empty(x.shape, dtype=dtype, device=x.device)
+    with on_device(x.device), without_autocast(x.device):
+        rows = quantizer_of(x.device)(x, reader.row_format, reader.smooth, norm, kept)
+    remember_rows(kept, reader.row_format, reader.smooth, rows)
+    return kept
 
 
 def _remember(

@@ -1,4 +1,4 @@
-"""`linear()`: a quantized linear as a function with the parameters of torch's own."""
+"""`linear()` with the parameters of torch's own, and `normalized()` before several of them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import torch
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.fallback import FallbackReason
-from sage_plugin.kernels.linear.call import LinearCall, LinearRequest, check_call
+from sage_plugin.kernels.linear.activation import can_be_remembered, quantize_norm
+from sage_plugin.kernels.linear.call import LinearCall, check_call
 from sage_plugin.kernels.linear.executor import host_linear, resolve
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.surroundings import are_plain, wants_gradient
 from sage_plugin.schema import LinearLaunch
 
-__all__ = ["apply", "linear"]
+__all__ = ["apply", "linear", "normalized"]
 
-AUTO = LinearRequest()
+AUTO = BackendRequest()
 
 
 def linear(
@@ -27,6 +30,7 @@ def linear(
     backend: str = "auto",
     out_dtype: torch.dtype | None = None,
     launch: LinearLaunch | None = None,
+    prologue: Prologue = NO_PROLOGUE,
 ) -> torch.Tensor:
     """Linear layer `x @ weight.T + bias` on a product of 8-bit numbers.
 
@@ -45,6 +49,8 @@ def linear(
         backend: `"auto"`, `"torch"`, `"triton"` or `"emulation"`.
         out_dtype: dtype of the output, `x`'s if `None`.
         launch: launch config of the Triton product in place of the default.
+        prologue: an activation or a norm before the linear, which quantized kernels compute in the
+            pass that quantizes: what it makes is neither rounded to 16 bits nor written to memory.
 
     Returns:
         `(..., N)`. A row of `x` that is not finite gives a row that is not, and touches no other.
@@ -59,22 +65,31 @@ def linear(
         >>> x, weight = torch.randn(4, 64), torch.randn(32, 64)
         >>> sage_plugin.linear(x, weight, kernel="fp8_row").shape
         torch.Size([4, 32])
+        >>> gelu = sage_plugin.Prologue("gelu_tanh")
+        >>> sage_plugin.linear(x, weight, kernel="int8_row", prologue=gelu).shape
+        torch.Size([4, 32])
     """
     call = LinearCall(x, weight, bias, out_dtype)
-    quantized = isinstance(weight, QuantizedWeight)
-    if not are_plain(x, call.matrix, bias):
-        return _through_torch(call, kernel)
-    resolved = resolve(call, LinearRequest(kernel, backend, launch))
+    others: tuple[torch.Tensor | None, ...] = ()
+    if prologue is not NO_PROLOGUE:
+        prologue.check(x)
+        others = prologue.tensors()
+        if wants_gradient(*others):
+            x, others, prologue = _made(x, prologue), (), NO_PROLOGUE
+            call = call._replace(x=x)
+    if not are_plain(x, call.matrix, bias, *others):
+        return _through_torch(call, kernel, prologue)
+    resolved = resolve(call, BackendRequest(kernel, backend, launch))
     if not isinstance(resolved, FallbackReason):
-        return resolved.run(call)
-    if kernel != "auto" or quantized:
+        return resolved.run(call, prologue)
+    if kernel != "auto" or isinstance(weight, QuantizedWeight):
         name = weight.kernel if isinstance(weight, QuantizedWeight) else kernel
         raise UnsupportedInputError(
             f"kernel {name!r} cannot take this call: {resolved}; use kernel='auto' with the "
             "original weight for torch's own linear"
         )
     assert isinstance(weight, torch.Tensor)
-    return host_linear(x, weight, bias, out_dtype)
+    return host_linear(_made(x, prologue), weight, bias, out_dtype)
 
 
 def apply(
@@ -82,6 +97,7 @@ def apply(
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    prologue: Prologue = NO_PROLOGUE,
 ) -> torch.Tensor:
     """Multiply with a quantized weight, in eager mode or in a compiled graph; traceable.
 
@@ -93,19 +109,57 @@ def apply(
         weight: the quantized weight.
         bias: `(N,)`.
         out_dtype: dtype of the output, `x`'s if `None`.
+        prologue: what comes before, as `linear` takes it.
     """
-    if not are_plain(x, bias):
+    others = () if prologue is NO_PROLOGUE else prologue.tensors()
+    if others and wants_gradient(*others):
+        x, others, prologue = _made(x, prologue), (), NO_PROLOGUE
+    if not are_plain(x, bias, *others):
         if not wants_gradient(x, bias) and x.numel() > 0:
-            return traced_linear(x, weight, bias, out_dtype)
+            return traced_linear(x, weight, bias, out_dtype, prologue)
     else:
         call = LinearCall(x, weight, bias, out_dtype)
         resolved = resolve(call, AUTO)
         if not isinstance(resolved, FallbackReason):
-            return resolved.run(call)
-    return host_linear(x, weight.dequantized(x.dtype), bias, out_dtype)
+            return resolved.run(call, prologue)
+    return host_linear(_made(x, prologue), weight.dequantized(x.dtype), bias, out_dtype)
 
 
-def _through_torch(call: LinearCall, kernel: str) -> torch.Tensor:
+def normalized(x: torch.Tensor, norm: Prologue, reader: QuantizedWeight) -> torch.Tensor:
+    """Return what a norm makes of `x`, and quantize it for all linears that read it; traceable.
+
+    The linears that get the output next, with weights of the reader's format, find it quantized:
+    `to_q`, `to_k` and `to_v` after a modulated norm cost one pass over `x` in all.
+
+    Args:
+        x: `(..., K)`.
+        norm: the norm.
+        reader: the weight of one of the linears that read the output.
+
+    Raises:
+        UnsupportedInputError: a norm that does not fit.
+
+    Example:
+        >>> import torch, sage_plugin
+        >>> x, weight = torch.randn(4, 64), sage_plugin.quantize_weight(torch.eye(64), "int8_row")
+        >>> y = sage_plugin.normalized(x, sage_plugin.Prologue("rms_norm"), weight)
+        >>> sage_plugin.linear(y, weight).shape
+        torch.Size([4, 64])
+    """
+    norm.check(x)
+    tensors = (x, *norm.tensors())
+    eager = are_plain(*tensors) and not wants_gradient(*tensors) and can_be_remembered(x)
+    if not eager or x.numel() == 0:
+        return _made(x, norm)
+    return quantize_norm(x, norm, reader, x.dtype)
+
+
+def _made(x: torch.Tensor, prologue: Prologue) -> torch.Tensor:
+    """What a prologue makes, in the dtype of its input."""
+    return x if prologue is NO_PROLOGUE else prologued(x, prologue).to(x.dtype)
+
+
+def _through_torch(call: LinearCall, kernel: str, prologue: Prologue) -> torch.Tensor:
     """Run a call whose tensors a compiler, a mode or a subclass watches; traceable.
 
     `auto` is torch's own linear here, unless the weight is quantized.
@@ -113,11 +167,11 @@ def _through_torch(call: LinearCall, kernel: str) -> torch.Tensor:
     x, weight, bias, out_dtype = call
     check_call(call)
     if isinstance(weight, QuantizedWeight):
-        return apply(x, weight, bias, out_dtype)
+        return apply(x, weight, bias, out_dtype, prologue)
     if kernel in ("auto", "bf16"):
-        return host_linear(x, weight, bias, out_dtype)
+        return host_linear(_made(x, prologue), weight, bias, out_dtype)
     if call.needs_grad:
         raise UnsupportedInputError(
             f"kernel {kernel!r} cannot take this call: a gradient is needed; use kernel='auto'"
         )
-    return traced_linear(x, quantize_weight(weight, kernel), bias, out_dtype)
+    return traced_linear(x, quantize_weight(weight, kernel), bias, out_dtype, prologue)

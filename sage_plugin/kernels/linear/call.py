@@ -9,25 +9,9 @@ import torch
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.surroundings import wants_gradient
-from sage_plugin.schema import LinearLaunch
+from sage_plugin.schema import LinearKey
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class LinearRequest(NamedTuple):
-    """What shall compute a call.
-
-    Attributes:
-        kernel: kernel name or `"auto"`.
-        backend: backend name or `"auto"`.
-        launch: launch config of our product in place of the looked-up one.
-        config_dir: folder of tuned configs that is searched before the others.
-    """
-
-    kernel: str = "auto"
-    backend: str = "auto"
-    launch: LinearLaunch | None = None
-    config_dir: str | None = None
 
 
 class LinearCall(NamedTuple):
@@ -49,6 +33,11 @@ class LinearCall(NamedTuple):
     def matrix(self) -> torch.Tensor:
         """The weight's `(N, K)` tensor."""
         return self.weight.data if isinstance(self.weight, QuantizedWeight) else self.weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.x.device
 
     @property
     def rows(self) -> int:
@@ -76,6 +65,12 @@ class LinearCall(NamedTuple):
             x.shape, x.dtype, x.device, of_weight, bias is not None and (bias.shape, bias.dtype),
             self.out_dtype, self.needs_grad,
         )  # fmt: skip
+
+    def launch_key(self, kernel: str, backend: str) -> LinearKey:
+        """Return the key under which a launch config is looked up."""
+        dtype = str(self.x.dtype).removeprefix("torch.")
+        out_features, in_features = self.matrix.shape
+        return LinearKey(kernel, backend, in_features, out_features, dtype, self.rows)
 
 
 def check_call(call: LinearCall) -> None:

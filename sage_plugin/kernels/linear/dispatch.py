@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
+from sage_plugin.errors import UnsupportedInputError, check_name
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.kernels.linear.call import FLOATS, LinearCall, LinearRequest
+from sage_plugin.kernels.linear.backends import torch_products
+from sage_plugin.kernels.linear.call import FLOATS, LinearCall
 from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import (
     FP8_LINEARS,
     TORCH_FP8,
@@ -37,7 +39,7 @@ def automatic_kernel(facts: DeviceFacts) -> str:
     return "int8_row" if facts.fp8_dtype is None else "fp8_row"
 
 
-def decide(call: LinearCall, facts: DeviceFacts, request: LinearRequest) -> Decision:
+def decide(call: LinearCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     """Return which kernel and backend one call runs on.
 
     Args:
@@ -52,15 +54,9 @@ def decide(call: LinearCall, facts: DeviceFacts, request: LinearRequest) -> Deci
         UnknownKernelError: the kernel or the backend is not known.
         UnsupportedInputError: another kernel than that of a quantized weight.
     """
-    kernel, backend = named(request, LINEAR_KERNELS)
+    quantized = call.weight.kernel if isinstance(call.weight, QuantizedWeight) else None
+    kernel, backend = named(request, LINEAR_KERNELS, quantized)
     automatic = kernel == "auto"
-    if isinstance(call.weight, QuantizedWeight):
-        if kernel not in ("auto", call.weight.kernel):
-            raise UnsupportedInputError(
-                f"kernel {kernel!r} cannot multiply a weight of {call.weight.kernel!r}; quantize "
-                "the original weight for it"
-            )
-        kernel, automatic = call.weight.kernel, False
     if kernel == BASELINE:
         return Decision(BASELINE, HOST)
     if automatic:
@@ -71,26 +67,61 @@ def decide(call: LinearCall, facts: DeviceFacts, request: LinearRequest) -> Deci
     if automatic and reason is None:
         reason = _left_by_auto(call, facts)
     if reason is None:
-        backend, reason = _backend(call, kernel, backend, facts)
+        backend, reason = backend_of(
+            backend, facts, by_torch=_torch_reason(call, kernel, facts),
+            fastest=kernel in FP8_LINEARS and facts.arch in TORCH_FP8_FASTEST,
+            in_triton=device_reason(kernel, facts),
+        )  # fmt: skip
     return _left(reason) if reason is not None else Decision(kernel, backend)
 
 
-def named(request: LinearRequest, kernels: Sequence[str]) -> tuple[str, str]:
+def named(
+    request: BackendRequest, kernels: Sequence[str], quantized: str | None
+) -> tuple[str, str]:
     """Return the kernel and the backend of a request, which exist.
 
+    Args:
+        request: what was asked for.
+        kernels: those that there are.
+        quantized: the kernel of a quantized weight, `None` for another.
+
     Raises:
-        UnknownKernelError: one of them does not.
+        UnknownKernelError: one of them does not exist.
+        UnsupportedInputError: another kernel than that of the weight.
     """
     kernel, backend = request.kernel, request.backend
-    if kernel not in ("auto", *kernels):
-        raise UnknownKernelError(
-            f"kernel {kernel!r} is not known; choose one of auto, {', '.join(kernels)}"
+    check_name("kernel", kernel, kernels)
+    check_name("backend", backend, LINEAR_BACKENDS)
+    if quantized is not None and kernel not in ("auto", quantized):
+        raise UnsupportedInputError(
+            f"kernel {kernel!r} cannot multiply weights of {quantized!r}; quantize the original "
+            "weights for it"
         )
-    if backend not in ("auto", *LINEAR_BACKENDS):
-        raise UnknownKernelError(
-            f"backend {backend!r} is not known; choose one of auto, {', '.join(LINEAR_BACKENDS)}"
-        )
-    return kernel, backend
+    return quantized or kernel, backend
+
+
+def backend_of(
+    backend: str,
+    facts: DeviceFacts,
+    *,
+    by_torch: FallbackReason | None,
+    fastest: bool,
+    in_triton: FallbackReason | None,
+) -> tuple[str, FallbackReason | None]:
+    """Return the backend that multiplies, or the one asked for and why it cannot.
+
+    Args:
+        backend: the one asked for, or `"auto"`.
+        facts: the device.
+        by_torch: why torch's product does not take the call, or `None`.
+        fastest: whether torch's product is the fastest there.
+        in_triton: why ours does not.
+    """
+    if backend == "emulation" or (backend == "auto" and facts.kind == "cpu"):
+        return "emulation", None
+    if backend == "torch" or (backend == "auto" and fastest and by_torch is None):
+        return "torch", by_torch
+    return "triton", in_triton
 
 
 def _left(reason: FallbackReason) -> Decision:
@@ -120,24 +151,11 @@ def _left_by_auto(call: LinearCall, facts: DeviceFacts) -> FallbackReason | None
     return None
 
 
-def _backend(
-    call: LinearCall, kernel: str, backend: str, facts: DeviceFacts
-) -> tuple[str, FallbackReason | None]:
-    """The backend that multiplies, or why the one asked for cannot."""
-    if backend == "emulation" or (backend == "auto" and facts.kind == "cpu"):
-        return "emulation", None
-    by_torch = _torch_reason(call, kernel, facts)
-    if backend == "torch":
-        return backend, by_torch
-    fastest = kernel in FP8_LINEARS and facts.arch in TORCH_FP8_FASTEST
-    if by_torch is None and fastest and backend == "auto":
-        return "torch", None
-    return "triton", device_reason(kernel, facts)
-
-
 def _torch_reason(call: LinearCall, kernel: str, facts: DeviceFacts) -> FallbackReason | None:
     """Why torch's own product does not take a call, or `None`."""
     if kernel in FP8_LINEARS and facts.kind != "cpu" and facts.arch not in TORCH_FP8:
+        return FallbackReason(Fallback.NO_TORCH_PRODUCT, (kernel, facts.arch))
+    if kernel == "fp8_row" and facts.kind == "cpu" and not torch_products.ROW_SCALES_ON_CPU:
         return FallbackReason(Fallback.NO_TORCH_PRODUCT, (kernel, facts.arch))
     out_features, in_features = call.matrix.shape
     int8 = kernel == "int8_row"

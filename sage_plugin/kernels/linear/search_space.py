@@ -5,30 +5,12 @@ Those of hardware that was not at hand are the tiles that spill nothing (`make c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+from sage_plugin.kernels.search_space import Axes, Region
 from sage_plugin.schema import LinearLaunch
 
 ANY_ROWS = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class LinearRegion:
-    """Default and search axes of one class of hardware and of rows.
-
-    Attributes:
-        arch: glob over `DeviceFacts.arch`; `"emulation"` for the emulation.
-        max_rows: most rows of a call that the region serves.
-        default: the launch config without a registry entry.
-        tiles: `block_m`, `block_n`, `block_k` and `num_warps` of the tiles to search.
-        axes: further fields to search, each with its values; the default's value is implied.
-    """
-
-    arch: str
-    max_rows: int
-    default: LinearLaunch
-    tiles: tuple[tuple[int, int, int, int], ...] = ()
-    axes: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
+TILE = ("block_m", "block_n", "block_k", "num_warps")
+"""What tiles are."""
 
 
 def tile(m: int, n: int, k: int, warps: int, stages: int, **more: int | str) -> LinearLaunch:
@@ -46,23 +28,23 @@ HOPPER_TILES = ((64, 64, 128, 4), (64, 32, 128, 4), (64, 64, 256, 4), (64, 128, 
 SMALL_TILES = ((16, 64, 128, 4), (32, 64, 128, 4), (64, 64, 128, 4), (16, 128, 256, 4))
 AMD_TILES = ((128, 128, 64, 4), (128, 128, 64, 8), (64, 128, 64, 4), (64, 64, 128, 4))
 RDNA_TILES = ((64, 64, 64, 4), (64, 128, 32, 8), (32, 64, 64, 4))
-NVIDIA_AXES: dict[str, tuple[int | str, ...]] = {"num_stages": (2, 3, 4), "group_m": (4, 8, 16)}
-TMA_AXES: dict[str, tuple[int | str, ...]] = {"num_stages": (3, 4), "group_m": (4, 8, 16)}
-AMD_AXES: dict[str, tuple[int | str, ...]] = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
+NVIDIA_AXES: Axes = {"num_stages": (2, 3, 4), "group_m": (4, 8, 16)}
+TMA_AXES: Axes = {"num_stages": (3, 4), "group_m": (4, 8, 16)}
+AMD_AXES: Axes = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
 
 REGIONS = (
-    LinearRegion("emulation", ANY_ROWS, tile(128, 128, 128, 8, 2)),
+    Region("emulation", ANY_ROWS, tile(128, 128, 128, 8, 2)),
     # Fewer than 64 rows are no `wgmma`, and FP8 ones become products of fp16.
-    LinearRegion("sm_90", FEW, tile(64, 64, 128, 4, 4), HOPPER_TILES, NVIDIA_AXES),
-    LinearRegion("sm_90", ANY_ROWS, tile(128, 256, 128, 8, 3, **TMA), LARGE_TILES, TMA_AXES),
-    LinearRegion("sm_10*", FEW, tile(64, 64, 128, 4, 3), SMALL_TILES, NVIDIA_AXES),
-    LinearRegion("sm_10*", ANY_ROWS, tile(128, 128, 128, 8, 3), LARGE_TILES, NVIDIA_AXES),
-    LinearRegion("sm_8[07]", FEW, tile(16, 64, 128, 4, 4), SMALL_TILES, NVIDIA_AXES),
-    LinearRegion("sm_8[07]", ANY_ROWS, tile(128, 256, 64, 8, 4), LARGE_TILES, NVIDIA_AXES),
-    LinearRegion("sm_*", FEW, tile(16, 64, 128, 4, 3), SMALL_TILES, NVIDIA_AXES),
-    LinearRegion("sm_*", ANY_ROWS, tile(128, 128, 128, 8, 3), LARGE_TILES, NVIDIA_AXES),
-    LinearRegion("gfx1*", FEW, tile(16, 64, 64, 4, 1), RDNA_TILES, AMD_AXES),
-    LinearRegion("gfx1*", ANY_ROWS, tile(64, 64, 64, 4, 1), RDNA_TILES, AMD_AXES),
-    LinearRegion("gfx*", FEW, tile(16, 64, 128, 4, 1), AMD_TILES, AMD_AXES),
-    LinearRegion("gfx*", ANY_ROWS, tile(128, 128, 64, 4, 2), AMD_TILES, AMD_AXES),
+    Region("sm_90", FEW, tile(64, 64, 128, 4, 4), HOPPER_TILES, NVIDIA_AXES),
+    Region("sm_90", ANY_ROWS, tile(128, 256, 128, 8, 3, **TMA), LARGE_TILES, TMA_AXES),
+    Region("sm_10*", FEW, tile(64, 64, 128, 4, 3), SMALL_TILES, NVIDIA_AXES),
+    Region("sm_10*", ANY_ROWS, tile(128, 128, 128, 8, 3), LARGE_TILES, NVIDIA_AXES),
+    Region("sm_8[07]", FEW, tile(16, 64, 128, 4, 4), SMALL_TILES, NVIDIA_AXES),
+    Region("sm_8[07]", ANY_ROWS, tile(128, 256, 64, 8, 4), LARGE_TILES, NVIDIA_AXES),
+    Region("sm_*", FEW, tile(16, 64, 128, 4, 3), SMALL_TILES, NVIDIA_AXES),
+    Region("sm_*", ANY_ROWS, tile(128, 128, 128, 8, 3), LARGE_TILES, NVIDIA_AXES),
+    Region("gfx1*", FEW, tile(16, 64, 64, 4, 1), RDNA_TILES, AMD_AXES),
+    Region("gfx1*", ANY_ROWS, tile(64, 64, 64, 4, 1), RDNA_TILES, AMD_AXES),
+    Region("gfx*", FEW, tile(16, 64, 128, 4, 1), AMD_TILES, AMD_AXES),
+    Region("gfx*", ANY_ROWS, tile(128, 128, 64, 4, 2), AMD_TILES, AMD_AXES),
 )

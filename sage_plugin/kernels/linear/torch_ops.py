@@ -27,7 +27,7 @@ from sage_plugin.kernels.surroundings import on_device, without_autocast
 from sage_plugin.schema import LinearKey
 
 if TYPE_CHECKING:
-    from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
+    from sage_plugin.kernels.linear.backends.triton.products import TritonProducts
 
 __all__ = ["library", "multiply_by_op", "quantize_by_op"]
 
@@ -193,7 +193,7 @@ def _new_products(
 ) -> TorchProducts | TritonProducts:
     if where.type == "cpu" or not device.triton_version():
         return TorchProducts()
-    from sage_plugin.kernels.linear.backends.triton.backend import TritonProducts
+    from sage_plugin.kernels.linear.backends.triton.products import TritonProducts
 
     facts = device.facts_of(where.type, where.index)
     return TritonProducts(find_launch(key, facts, config_dir=config_dir).config)

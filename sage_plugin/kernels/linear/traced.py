@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
+from sage_plugin.kernels.linear.backends import torch_products
+from sage_plugin.kernels.linear.backends.emulation import LinearEmulation
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows, quantized_rows
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.linear.torch_ops import multiply_by_op, quantize_by_op
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 
-_products = TorchProducts()
+_products, _emulation = torch_products.TorchProducts(), LinearEmulation()
 
 
 def has_ops(x: torch.Tensor) -> bool:
@@ -64,6 +65,10 @@ def _multiplied(
     out_dtype: torch.dtype,
     config_dir: str | None,
 ) -> torch.Tensor:
-    if not has_ops(rows.data) or weight.best_by_torch:
-        return _products.multiply(rows, weight, bias, out_dtype)
-    return multiply_by_op(rows, weight, bias, out_dtype, config_dir)
+    x = rows.data
+    if has_ops(x) and not weight.best_by_torch:
+        return multiply_by_op(rows, weight, bias, out_dtype, config_dir)
+    scales = x.dtype != torch.int8 and rows.scale.dim() > 0
+    if scales and not (x.is_cuda or torch_products.ROW_SCALES_ON_CPU):
+        return _emulation.multiply(rows, weight, bias, out_dtype)
+    return _products.multiply(rows, weight, bias, out_dtype)

@@ -14,6 +14,9 @@ from sage_plugin.kernels.surroundings import on_device
 
 __all__ = ["append_pages"]
 
+MOST_GROWTH = 2.0**100
+"""Of a scale at once; what a page held is nothing beside what grows it more."""
+
 
 def append_pages(
     k: torch.Tensor,
@@ -32,7 +35,9 @@ def append_pages(
 
     The rows of sequence b become the last of its `kv_lens[b]` keys. In 8-bit caches a page's scale
     of a head is that of its largest magnitude so far: as a larger one comes, the page is written
-    anew. A page that the table does not have is left out. On a GPU no integer is read on the CPU.
+    anew. In FP8 a scale grows by powers of two, by which numbers are divided without loss. It is
+    NaN once a key or value of its page was not finite. A page begins anew with its first slot. One
+    that the table does not have is left out. On a GPU no integer is read on the CPU.
 
     Args:
         k: `(T, Hk, D)`, new keys; channels side by side.
@@ -102,13 +107,24 @@ def _write(new: torch.Tensor, page: torch.Tensor, scale: torch.Tensor | None, sl
         return
     wide, before = new.float(), scale.clone() if slot else torch.zeros_like(scale)
     limit = largest_of(page.dtype)
-    scale.copy_(torch.maximum(wide.abs().amax((0, 2)) / limit, before))
+    scale.copy_(_grown(before, wide.abs().amax((0, 2)) / limit, page.dtype))
     unit = torch.where(scale > 0, scale, 1.0)[:, None]
     larger = (scale > before)[None, :, None]
     held = page[:slot]
     anew = _rounded(held.float() * before[:, None] / unit, page.dtype, limit)
     held.copy_(torch.where(larger, anew.float(), held.float()).to(page.dtype))
     rows.copy_(_rounded(wide / unit, page.dtype, limit))
+
+
+def _grown(before: torch.Tensor, least: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A scale of at least so much, NaN where that is not finite."""
+    least = least.masked_fill(~least.isfinite(), torch.nan)
+    if dtype != torch.int8:
+        growth = least / before
+        mantissa, exponent = torch.frexp(growth)
+        power = torch.ldexp(before, exponent - (mantissa == 0.5).int())
+        least = torch.where((growth > 1) & (growth < MOST_GROWTH), power, least)
+    return torch.maximum(least, before)
 
 
 def _rounded(wide: torch.Tensor, dtype: torch.dtype, limit: float) -> torch.Tensor:

@@ -7,21 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sage_plugin.kernels.surroundings import wants_gradient
-from sage_plugin.paged_records import PagedKey, PagedLaunch, kind_of
-
-
-class PagedRequest(NamedTuple):
-    """What shall compute a call.
-
-    Attributes:
-        kernel: kernel name or `"auto"`.
-        backend: backend name or `"auto"`.
-        launch: launch config in place of the looked-up one.
-    """
-
-    kernel: str = "auto"
-    backend: str = "auto"
-    launch: PagedLaunch | None = None
+from sage_plugin.paged_records import PagedKey, kind_of
 
 
 class PagedCall(NamedTuple):
@@ -50,6 +36,11 @@ class PagedCall(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Return every tensor that the call reads."""
         return self[:9]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.q.device
 
     @property
     def sequences(self) -> int:

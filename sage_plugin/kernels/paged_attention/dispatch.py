@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from sage_plugin import settings
-from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
+from sage_plugin.errors import UnsupportedInputError, check_name
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.validate import FP8
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.kernels.support import NO_FP8, device_reason
 from sage_plugin.paged_records import PAGED_BACKENDS, PAGED_KERNELS
 from sage_plugin.schema import DeviceFacts
@@ -33,19 +33,12 @@ def parse_kernel(text: str) -> tuple[str, str]:
     """
     kernel, _, backend = text.partition(":")
     backend = backend or "auto"
-    for word, name, known in (
-        ("kernel", kernel, PAGED_KERNELS),
-        ("backend", backend, PAGED_BACKENDS),
-    ):
-        if name not in ("auto", *known):
-            raise UnknownKernelError(
-                f"{word} {name!r} of paged attention is not known; choose one of auto, "
-                f"{', '.join(known)}"
-            )
+    check_name("kernel", kernel, PAGED_KERNELS, " of paged attention")
+    check_name("backend", backend, PAGED_BACKENDS, " of paged attention")
     return kernel, backend
 
 
-def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decision:
+def decide(call: PagedCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
     """Return which kernel and backend a call runs on.
 
     Args:
@@ -59,19 +52,14 @@ def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decisi
     kernel, backend = request.kernel, request.backend
     kernel = "fav2" if kernel == "auto" else kernel
     cache = call.k_cache.dtype
-    if cache not in BITS.get(kernel, (cache,)):
+    if not reads(kernel, cache):
         raise UnsupportedInputError(
             f"kernel {kernel!r} quantizes queries as the cache is, and this is {cache}; use "
             "kernel='auto'"
         )
     if backend == "emulation" or (backend == "auto" and facts.kind == "cpu"):
         return Decision(kernel, "emulation")
-    if facts.kind == "cpu" and not settings.triton_interpreted():
-        raise UnsupportedInputError(
-            f"kernel {kernel}:triton needs a GPU and the tensors are on the CPU; use "
-            f"kernel='{kernel}:emulation', or set TRITON_INTERPRET=1 before Triton is imported"
-        )
-    reason = device_reason(kernel, facts) or _cache_reason(cache, facts)
+    reason = device_reason(kernel, facts) or cache_reason(cache, facts)
     if reason is not None:
         raise UnsupportedInputError(
             f"paged attention cannot run on {facts.name}: {reason}; on any device "
@@ -80,7 +68,17 @@ def decide(call: PagedCall, facts: DeviceFacts, request: PagedRequest) -> Decisi
     return Decision(kernel, "triton")
 
 
-def _cache_reason(cache: torch.dtype, facts: DeviceFacts) -> FallbackReason | None:
+def reads(kernel: str, cache: torch.dtype | None) -> bool:
+    """Whether a kernel reads caches of a type, `None` for that of the queries.
+
+    Example:
+        >>> reads("fav2", torch.int8), reads("qk_fp8", torch.int8), reads("qk_fp8", None)
+        (True, False, False)
+    """
+    return kernel not in BITS or cache in BITS[kernel]
+
+
+def cache_reason(cache: torch.dtype, facts: DeviceFacts) -> FallbackReason | None:
     """Why a device does not read a cache, or `None`."""
     name = str(cache).removeprefix("torch.")
     if cache not in FP8 or facts.kind == "cpu" or name == facts.fp8_dtype:

@@ -1,21 +1,20 @@
-"""Resolve a call of paged attention before its data is touched, once per key, and run it."""
+"""What runs a call of paged attention, and how a call is resolved to it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from sage_plugin import device, settings
-from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.launch_graph import Outputs
-from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.dispatch import decide
-from sage_plugin.kernels.paged_attention.launch_space import find_launch, illegal_reason
-from sage_plugin.kernels.paged_attention.validate import PagedNumbers, checked_call
+from sage_plugin.kernels.paged_attention.launch_space import RULES
+from sage_plugin.kernels.paged_attention.validate import checked_call
 from sage_plugin.kernels.repeats import Repeats
+from sage_plugin.kernels.resolver import BackendRequest, Resolution, Resolver
 from sage_plugin.kernels.surroundings import on_device, without_autocast
-from sage_plugin.paged_records import PagedLaunch
+from sage_plugin.paged_records import PagedKey, PagedLaunch
 from sage_plugin.schema import DeviceFacts
 
 
@@ -54,61 +53,34 @@ class PagedExecutor(Repeats):
 MOST_EXECUTORS = 1024
 """About 10 KB each; a server's batches come back to a few numbers of tokens and sequences."""
 
-_resolved: Memo[PagedExecutor] = Memo(MOST_EXECUTORS)
+
+def _checked(call: PagedCall, facts: DeviceFacts, request: BackendRequest) -> Decision:
+    checked_call(call)
+    return decide(call, facts, request)
 
 
-def resolve(call: PagedCall, request: PagedRequest) -> PagedExecutor:
-    """Return what runs a call; eager mode only.
-
-    Raises:
-        UnsupportedInputError: tensors that do not fit together, or that no kernel takes here.
-        ConfigError: the environment's launch config is not legal.
-    """
-    key = (call.key(), request, settings.of_calls())
-    answer = _resolved.get(key)
-    if answer is None:
-        answer = _resolve(call, request)
-        if answer.decision.variant != "triton" or call.q.is_cuda:  # TRITON_INTERPRET may change
-            _resolved.keep(key, answer)
-    return answer
+def _launch_key(call: PagedCall, decision: Decision) -> PagedKey:
+    return call.launch_key(decision.kernel, decision.variant)
 
 
-def _resolve(call: PagedCall, request: PagedRequest) -> PagedExecutor:
-    numbers = checked_call(call)
-    where = call.q.device
-    facts = device.facts_of(where.type, where.index)
-    decision = decide(call, facts, request)
-    launch = _launch(call, decision, facts, request.launch)
-    backend = _built(call, decision, numbers, facts, launch)
-    return PagedExecutor(decision, backend, launch)
-
-
-def _launch(
-    call: PagedCall, decision: Decision, facts: DeviceFacts, given: PagedLaunch | None
-) -> PagedLaunch:
-    key = call.launch_key(decision.kernel, decision.variant)
-    launch: PagedLaunch = given or find_launch(key, facts).config
-    reason = illegal_reason(launch, key, facts)
-    if reason is not None:
-        raise UnsupportedInputError(f"launch config {launch.text()}: {reason}")
-    return launch
-
-
-def _built(
-    call: PagedCall,
-    decision: Decision,
-    numbers: PagedNumbers,
-    facts: DeviceFacts,
-    launch: PagedLaunch,
-) -> PagedBackend:
-    if decision.variant == "emulation":
+def _build(call: PagedCall, request: BackendRequest, found: Resolution) -> PagedExecutor:
+    kernel, backend = found.decision.kernel, found.decision.variant
+    launch, numbers = found.launch, checked_call(call)
+    if backend == "emulation":
         from sage_plugin.kernels.paged_attention.backends.emulation import PagedEmulation
 
-        return PagedEmulation(decision.kernel, numbers, launch)
+        return PagedExecutor(found.decision, PagedEmulation(kernel, numbers, launch), launch)
     from sage_plugin.kernels.paged_attention.backends.triton.launch import PagedTriton
 
     few = None
     if call.kind() == "mixed":
-        key = call.launch_key(decision.kernel, decision.variant, "decode")
-        few = find_launch(key, facts).config
-    return PagedTriton(decision.kernel, numbers, launch, few, facts.sm_count)
+        key = call.launch_key(kernel, backend, "decode")
+        few = RULES.find(key, found.facts, config_dir=request.config_dir).config
+    made = PagedTriton(kernel, numbers, launch, few, found.facts.sm_count)
+    return PagedExecutor(found.decision, made, launch)
+
+
+resolver: Resolver[PagedExecutor] = Resolver(
+    _checked, _launch_key, RULES, _build, Memo(MOST_EXECUTORS)
+)
+resolve = resolver.resolve

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from fnmatch import fnmatchcase
-
 from sage_plugin.errors import ConfigError
-from sage_plugin.kernels import launch_config
-from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.launch_config import LaunchRules
-from sage_plugin.kernels.paged_attention.search_space import REGIONS, PagedRegion
-from sage_plugin.kernels.support import TMA_ARCHS
+from sage_plugin.kernels.legality import LOADS, POWERS, first_wrong, hardware_checks, one_of
+from sage_plugin.kernels.paged_attention.search_space import REGIONS
+from sage_plugin.kernels.search_space import Region
 from sage_plugin.paged_records import PagedKey, PagedLaunch
 from sage_plugin.schema import DeviceFacts
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Of a cache's element; all other types have one."""
 
-BLOCKS_M, BLOCKS_N = (16, 32, 64, 128, 256), (16, 32, 64, 128, 256)
 MOST_SPLITS = 128
-
-
-def find_launch(
-    key: PagedKey, facts: DeviceFacts, *, config_dir: str | None = None
-) -> ResolvedConfig:
-    """Return the launch config of a call, see `kernels.launch_config.find`.
-
-    Raises:
-        ConfigError: `SAGE_PLUGIN_PAGED_LAUNCH` is not a JSON object of launch config fields.
-    """
-    return launch_config.find(key, facts, RULES, config_dir=config_dir)
 
 
 def default_launch(key: PagedKey, facts: DeviceFacts) -> PagedLaunch:
@@ -44,13 +28,7 @@ def default_launch(key: PagedKey, facts: DeviceFacts) -> PagedLaunch:
 def search_space(key: PagedKey, facts: DeviceFacts) -> tuple[PagedLaunch, ...]:
     """Return the launch configs to search, legal or not, the default first."""
     region = _region(key, facts)
-    found = [region.default]
-    for (m, n, warps), values in itertools.product(
-        region.tiles, itertools.product(*region.axes.values())
-    ):
-        found.append(region.default.replaced(
-            block_m=m, block_n=n, num_warps=warps, **dict(zip(region.axes, values, strict=True))
-        ))  # fmt: skip
+    found = region.candidates()
     return tuple(dict.fromkeys(_runnable(config, key) for config in found))
 
 
@@ -81,46 +59,21 @@ def described(block_n: int, key: PagedKey) -> bool:
 
 def illegal_reason(config: PagedLaunch, key: PagedKey, facts: DeviceFacts) -> str | None:
     """Return why a launch config cannot run a call on a device, in one sentence, or `None`."""
-    tma = config.loads == "descriptor"
     checks = (
-        *(
-            (value in allowed, f"{name} {value} is not one of {', '.join(map(str, allowed))}")
-            for name, value, allowed in (
-                ("block_m", config.block_m, BLOCKS_M),
-                ("block_n", config.block_n, BLOCKS_N),
-                ("num_warps", config.num_warps, (1, 2, 4, 8)),
-                ("num_stages", config.num_stages, range(1, 9)),
-                ("loads", config.loads, ("pointer", "descriptor")),
-            )
+        *one_of(
+            config, block_m=POWERS, block_n=POWERS, num_warps=(1, 2, 4, 8),
+            num_stages=range(1, 9), loads=LOADS,
         ),
         (0 <= config.splits <= MOST_SPLITS,
          f"splits {config.splits} is not between 0 and {MOST_SPLITS}"),
         (config.block_m >= key.gqa_ratio,
          f"block_m {config.block_m} does not hold the {key.gqa_ratio} query heads of a key head"),
-        (not tma or facts.arch in TMA_ARCHS or facts.kind == "cpu",
-         f"loads 'descriptor' needs TMA, which {facts.arch} does not have"),
-        (not tma or described(config.block_n, key),
+        *hardware_checks(config, facts),
+        (config.loads != "descriptor" or described(config.block_n, key),
          f"loads 'descriptor' needs steps inside of a page and heads of a power of two, and "
          f"block_n is {config.block_n}, page_size {key.page_size}, head_dim {key.head_dim}"),
-        (facts.kind != "hip" or config.num_stages <= 2,
-         f"num_stages {config.num_stages} on AMD is limited to 2"),
-        (config.maxnreg == 0 or (32 <= config.maxnreg <= 255 and facts.kind != "hip"),
-         f"maxnreg {config.maxnreg} is not between 32 and 255, on NVIDIA"),
-        (config.waves_per_eu == 0 or (1 <= config.waves_per_eu <= 8 and facts.kind != "cuda"),
-         f"waves_per_eu {config.waves_per_eu} is not between 1 and 8, on AMD"),
-        (config.matrix_instr_nonkdim in (0, 16, 32)
-         and (config.matrix_instr_nonkdim == 0 or facts.kind != "cuda"),
-         f"matrix_instr_nonkdim {config.matrix_instr_nonkdim} is not 16 or 32, on AMD"),
     )  # fmt: skip
-    for legal, reason in checks:
-        if not legal:
-            return reason
-    needed = smem_lower_bound(config, key)
-    if facts.smem_bytes and needed > facts.smem_bytes:
-        return (
-            f"needs at least {needed} bytes of shared memory, {facts.name} has {facts.smem_bytes}"
-        )
-    return None
+    return first_wrong(checks, smem_lower_bound(config, key), facts)
 
 
 def smem_lower_bound(config: PagedLaunch, key: PagedKey) -> int:
@@ -147,20 +100,22 @@ def _words(key: PagedKey) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _fill(key: PagedKey) -> str:
-    return f"`{tune_command(key)}` tunes it, and others alike"
+RULES = LaunchRules(
+    default_launch,
+    search_space,
+    illegal_reason,
+    tune_command,
+    _words,
+    "kernel='{kernel}:emulation'",
+)
+find_launch = RULES.find
 
 
-RULES = LaunchRules(default_launch, illegal_reason, tune_command, _words, _fill)
-
-
-def _region(key: PagedKey, facts: DeviceFacts) -> PagedRegion:
+def _region(key: PagedKey, facts: DeviceFacts) -> Region[PagedLaunch]:
     arch = "emulation" if facts.kind == "cpu" else facts.arch
     size = BYTES.get(key.cache_dtype, 1)
     for region in REGIONS:
-        serves = key.head_dim <= region.max_head_dim and size <= region.cache_bytes
-        if region.default.loads == "descriptor":
-            serves = serves and described(region.default.block_n, key)
-        if serves and key.kind in region.kinds and fnmatchcase(arch, region.arch):
+        whole = region.default.loads != "descriptor" or described(region.default.block_n, key)
+        if whole and region.serves(arch, key.head_dim, size, kind=key.kind):
             return region
     raise ConfigError(f"paged attention has no launch config for {arch}")

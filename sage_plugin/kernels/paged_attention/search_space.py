@@ -7,47 +7,21 @@ descriptors serves only calls whose steps lie inside of a page. Others are tiles
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from sage_plugin.paged_records import PAGED_KINDS, PagedLaunch
-
-
-@dataclass(frozen=True, slots=True)
-class PagedRegion:
-    """Default and search axes of one class of hardware, of calls and of head dims.
-
-    Attributes:
-        arch: glob over `DeviceFacts.arch`; `"emulation"` for a CPU.
-        kinds: kinds of calls that the region serves.
-        max_head_dim: largest head dim that it serves.
-        default: the launch config without a registry entry.
-        tiles: `block_m`, `block_n` and `num_warps` of the tiles to search.
-        axes: further fields to search, each with its values; the default's value is implied.
-        cache_bytes: largest element size of the caches that it serves.
-    """
-
-    arch: str
-    kinds: tuple[str, ...]
-    max_head_dim: int
-    default: PagedLaunch
-    tiles: tuple[tuple[int, int, int], ...] = ()
-    axes: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
-    cache_bytes: int = 4
-
+from sage_plugin.kernels.search_space import Axes, Region
+from sage_plugin.paged_records import PagedLaunch
 
 DECODE = ("decode",)
-ANY = PAGED_KINDS
 DECODE_TILES = ((16, 32, 2), (16, 64, 2), (16, 64, 4), (16, 128, 4), (16, 128, 8), (32, 64, 4))
 ROW_TILES = ((64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (64, 128, 4))
 SMALL_TILES = ((32, 32, 4), (64, 32, 4), (64, 32, 8), (32, 64, 4), (32, 16, 4))
-NVIDIA_AXES: dict[str, tuple[int | str, ...]] = {"num_stages": (2, 3, 4)}
-SPLIT_AXES: dict[str, tuple[int | str, ...]] = {
+NVIDIA_AXES: Axes = {"num_stages": (2, 3, 4)}
+SPLIT_AXES: Axes = {
     "num_stages": (2, 3, 4, 5), "splits": (0, 1, 2, 4, 8, 16, 32),
 }  # fmt: skip
 LOADS: tuple[int | str, ...] = ("pointer", "descriptor")
 HOPPER_AXES = {**SPLIT_AXES, "loads": LOADS}
 LOAD_AXES = {**NVIDIA_AXES, "loads": LOADS}
-AMD_AXES: dict[str, tuple[int | str, ...]] = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
+AMD_AXES: Axes = {"num_stages": (1, 2), "waves_per_eu": (0, 2)}
 
 
 def _tma(rows: int, keys: int, warps: int, stages: int) -> PagedLaunch:
@@ -55,21 +29,17 @@ def _tma(rows: int, keys: int, warps: int, stages: int) -> PagedLaunch:
 
 
 REGIONS = (
-    PagedRegion("emulation", ANY, 256, PagedLaunch(16, 32, 4, 1, splits=1)),
-    PagedRegion("sm_90", DECODE, 128, _tma(16, 64, 2, 3), DECODE_TILES, HOPPER_AXES, 1),
-    PagedRegion("sm_90", DECODE, 128, _tma(16, 64, 4, 3), DECODE_TILES, HOPPER_AXES, 2),
-    PagedRegion("sm_*", DECODE, 128, PagedLaunch(16, 64, 4, 3), DECODE_TILES, SPLIT_AXES, 2),
-    PagedRegion("sm_*", DECODE, 256, PagedLaunch(16, 32, 4, 2), DECODE_TILES, SPLIT_AXES),
-    PagedRegion("sm_90", ANY, 128, _tma(64, 64, 4, 3), ROW_TILES, LOAD_AXES, 2),
-    PagedRegion("sm_90", ANY, 128, PagedLaunch(128, 64, 8, 3), ROW_TILES, NVIDIA_AXES, 2),
-    PagedRegion(
-        "sm_*", ANY, 128, PagedLaunch(64, 32, 4, 2), (*ROW_TILES, *SMALL_TILES), NVIDIA_AXES, 2
-    ),
-    PagedRegion(
-        "sm_*", ANY, 256, PagedLaunch(64, 32, 8, 2), (*ROW_TILES, *SMALL_TILES), NVIDIA_AXES, 2
-    ),
-    PagedRegion("sm_*", ANY, 256, PagedLaunch(32, 32, 4, 1), SMALL_TILES, NVIDIA_AXES),
-    PagedRegion("gfx*", DECODE, 256, PagedLaunch(16, 32, 4, 1), DECODE_TILES, AMD_AXES),
-    PagedRegion("gfx*", ANY, 128, PagedLaunch(64, 32, 4, 1), ROW_TILES, AMD_AXES, 2),
-    PagedRegion("gfx*", ANY, 256, PagedLaunch(32, 32, 4, 1), SMALL_TILES, AMD_AXES),
+    Region("emulation", 256, PagedLaunch(16, 32, 4, 1, splits=1)),
+    Region("sm_90", 128, _tma(16, 64, 2, 3), DECODE_TILES, HOPPER_AXES, 1, kinds=DECODE),
+    Region("sm_90", 128, _tma(16, 64, 4, 3), DECODE_TILES, HOPPER_AXES, 2, kinds=DECODE),
+    Region("sm_*", 128, PagedLaunch(16, 64, 4, 3), DECODE_TILES, SPLIT_AXES, 2, kinds=DECODE),
+    Region("sm_*", 256, PagedLaunch(16, 32, 4, 2), DECODE_TILES, SPLIT_AXES, kinds=DECODE),
+    Region("sm_90", 128, _tma(64, 64, 4, 3), ROW_TILES, LOAD_AXES, 2),
+    Region("sm_90", 128, PagedLaunch(128, 64, 8, 3), ROW_TILES, NVIDIA_AXES, 2),
+    Region("sm_*", 128, PagedLaunch(64, 32, 4, 2), (*ROW_TILES, *SMALL_TILES), NVIDIA_AXES, 2),
+    Region("sm_*", 256, PagedLaunch(64, 32, 8, 2), (*ROW_TILES, *SMALL_TILES), NVIDIA_AXES, 2),
+    Region("sm_*", 256, PagedLaunch(32, 32, 4, 1), SMALL_TILES, NVIDIA_AXES),
+    Region("gfx*", 256, PagedLaunch(16, 32, 4, 1), DECODE_TILES, AMD_AXES, kinds=DECODE),
+    Region("gfx*", 128, PagedLaunch(64, 32, 4, 1), ROW_TILES, AMD_AXES, 2),
+    Region("gfx*", 256, PagedLaunch(32, 32, 4, 1), SMALL_TILES, AMD_AXES),
 )

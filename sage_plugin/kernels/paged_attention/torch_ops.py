@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from sage_plugin.kernels.launch_graph import Outputs
-from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.dispatch import parse_kernel
 from sage_plugin.kernels.paged_attention.executor import resolve
 from sage_plugin.kernels.paged_attention.validate import checked_call
+from sage_plugin.kernels.resolver import BackendRequest
 
 __all__ = ["library", "run_by_op"]
 
@@ -39,13 +40,13 @@ def run_by_op(call: PagedCall, kernel: str) -> Outputs:
 
 
 @functools.lru_cache(maxsize=64)
-def request_of(text: str) -> PagedRequest:
+def request_of(text: str) -> BackendRequest:
     """Return what a kernel's name asks for.
 
     Raises:
         UnknownKernelError: there is none of that name.
     """
-    return PagedRequest(*parse_kernel(text))
+    return BackendRequest(*parse_kernel(text))
 
 
 def _call(given: tuple[Any, ...], return_lse: bool) -> PagedCall:

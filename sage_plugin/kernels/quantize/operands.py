@@ -59,6 +59,12 @@ class QuantizedOperands:
     launch_config: LaunchConfig
 
 
+def needs_shift(problem: AttentionParams, launch: LaunchConfig) -> bool:
+    """Whether something of a call needs scores with what smoothing K took from them."""
+    capped = problem.softcap > 0.0 or problem.sinks is not None
+    return launch.smooth_k and (problem.lse or capped)
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Lengths of a call, and the padded rows of its scratch.

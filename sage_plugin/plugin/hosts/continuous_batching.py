@@ -3,67 +3,86 @@
 Its manager lets through attention of a few names alone: `sdpa`, `paged|eager`, and whatever has
 "flash" in it, to which it gives packed sequences without a mask, and batches that only decode as a
 table of pages. Our function stands in the table of attention functions under such a name, and the
-configuration of the one model has it for as long as the handle is open.
+configuration of the one model has it for as long as the handle is open. What of transformers is
+changed for all models, and put back with the last handle, is in `batching_doors.py`.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
+import os
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from sage_plugin.errors import PatchError, UnsupportedInputError
+from sage_plugin import device
+from sage_plugin.errors import PatchError, UnsupportedInputError, UsageError
 from sage_plugin.kernels.attention.varlen import attention_varlen
 from sage_plugin.kernels.paged_attention.api import attended
 from sage_plugin.kernels.paged_attention.append import append_pages
 from sage_plugin.kernels.paged_attention.call import PagedCall
-from sage_plugin.kernels.paged_attention.dispatch import parse_kernel
+from sage_plugin.kernels.paged_attention.dispatch import cache_reason, parse_kernel, reads
+from sage_plugin.paged_records import PAGED_ATTENTION
+from sage_plugin.plugin.hosts import batching_doors as doors
+from sage_plugin.plugin.hosts.batching_doors import FIELD
+from sage_plugin.plugin.hosts.eight_bit_pages import check_release
 from sage_plugin.plugin.hosts.layer_keys import layer_keys
+from sage_plugin.plugin.hosts.transformers import attention_modules
+from sage_plugin.plugin.policy.fit import fitting_rules
+from sage_plugin.plugin.policy.rules import Policy, chosen
 
 __all__ = ["ContinuousBatching", "continuous_batching"]
 
-NAME = "sage_plugin_flash"
-"""With "flash" in it, which the manager asks for; no package or kernel of that name is loaded."""
-
-OLDER = f"paged|{NAME}"
-"""As releases before 5.23 spell what they let through; later ones would take the prefix off."""
-
-FIELD = "_attn_implementation_internal"
-"""What a configuration keeps the name in: `set_attn_implementation` would look for a package."""
-
-INITIALIZATION = "transformers.generation.continuous_batching.initialization"
-GATE = "ensure_decode_fast_path_is_available"
-"""Turns tables of pages off, but for FlashAttention 2 and 3 on CUDA."""
-
-FULL = "full_attention"
-"""The kind of layers whose caches have tables of pages."""
+CACHES = ("auto", "fp8", "int8")
 
 _lock = threading.Lock()
 _handles: dict[int, ContinuousBatching] = {}
 """Open handles by the identity of the configurations that have our name."""
 
 
+class LayerKernel(NamedTuple):
+    """What one layer runs on.
+
+    Attributes:
+        kernel: kernel of `paged_attention`.
+        rule: number of the policy's rule that chose it, from 1; 0 where none did.
+    """
+
+    kernel: str
+    rule: int = 0
+
+
+Layers = Mapping[nn.Module, LayerKernel]
+"""By attention module, those that a policy chooses for."""
+
+
 class ContinuousBatching:
     """A model whose continuous batching runs on paged attention, until `close`.
 
     Attributes:
-        kernel: kernel of `paged_attention`.
-        decoded: calls of layers that read pages in place; what a CUDA graph repeats is not counted.
-        packed: calls of layers with prompts among them, whose keys came gathered.
+        kernel: kernel of `paged_attention` in layers that no rule takes.
+        dtype: what the caches of managers that are made meanwhile hold, `None` for what the model
+            computes in.
+        decoded: calls of layers with one new token of each sequence; what a CUDA graph repeats is
+            not counted.
+        packed: calls of layers with prompts among them.
+        rules: calls that read pages, by the number of the policy's rule that chose the kernel.
     """
 
-    def __init__(self, configs: list[Any], kernel: str) -> None:
-        self.kernel, self.decoded, self.packed = kernel, 0, 0
+    def __init__(
+        self, configs: list[Any], kernel: str, dtype: torch.dtype | None, layers: Layers
+    ) -> None:
+        self.kernel, self.dtype, self._layers = kernel, dtype, layers
+        self.decoded, self.packed = 0, 0
+        self.rules: Counter[int] = Counter()
         self._before = [(config, getattr(config, FIELD)) for config in configs]
         with _lock:
-            name = _enter()
+            name = doors.enter(_attention, _dtype_of)
             for config in configs:
                 setattr(config, FIELD, name)
                 _handles[id(config)] = self
@@ -75,7 +94,16 @@ class ContinuousBatching:
                 setattr(config, FIELD, name)
                 del _handles[id(config)]
             self._before.clear()
-            _leave()
+            if not _handles:
+                doors.leave()
+
+    def kernel_of(self, module: nn.Module) -> str:
+        """Return what a layer runs on, and count its rule."""
+        known = self._layers.get(module)
+        if known is None:
+            return self.kernel
+        self.rules[known.rule] += 1
+        return known.kernel
 
     def __enter__(self) -> ContinuousBatching:
         return self
@@ -94,7 +122,13 @@ class ContinuousBatching:
         return f"<ContinuousBatching {self.kernel}, {state}: {calls}>"
 
 
-def continuous_batching(model: nn.Module, *, kernel: str = "auto") -> ContinuousBatching:
+def continuous_batching(
+    model: nn.Module,
+    *,
+    kernel: str = "auto",
+    cache: str = "auto",
+    policy: str | os.PathLike[str] | Policy | None = None,
+) -> ContinuousBatching:
     """Run the continuous batching of a transformers model on paged attention.
 
     Batches that only decode read keys and values where they lie in the cache's pages; prompts are
@@ -104,13 +138,22 @@ def continuous_batching(model: nn.Module, *, kernel: str = "auto") -> Continuous
     Args:
         model: a model of transformers with `generate_batch`.
         kernel: as for `paged_attention`.
+        cache: `"auto"` for keys and values as the model computes them; `"fp8"` and `"int8"` for
+            half their bytes, with a scale for each page and key head, in managers that are made
+            while the handle is open. Every key is then read from its page, those of prompts too.
+        policy: a file of rules, or a `Policy`: those of `paged_attention` choose the kernel of each
+            layer. It takes the place of `kernel`; what no rule takes has queries in 16 bits.
 
     Returns:
         A handle, also a context manager; `close` gives the model its own attention back.
 
     Raises:
-        PatchError: the model is none of transformers, or has an open handle already.
+        PatchError: the model is none of transformers, or has an open handle already; or the
+            installed transformers has no caches that can hold 8 bits.
         UnknownKernelError: no kernel of that name.
+        UnsupportedInputError: a kernel that does not read the cache, or a device without its type.
+        ConfigError: the policy is no sound one, of another model, or has no rule for this.
+        UsageError: another argument is out of range.
     """
     parse_kernel(kernel)
     configs = list(_configs(model))
@@ -124,7 +167,80 @@ def continuous_batching(model: nn.Module, *, kernel: str = "auto") -> Continuous
             f"{type(model).__name__} runs continuous batching on paged attention already; close "
             "its handle first"
         )
-    return ContinuousBatching(configs, kernel)
+    dtype = _dtype_of_cache(model, cache)
+    if policy is not None and kernel != "auto":
+        raise UsageError(
+            f"kernel {kernel!r} and a policy were given; a policy names the kernels itself"
+        )
+    _check_reads(kernel, cache, dtype)
+    layers = {} if policy is None else _chosen_layers(model, chosen(policy), cache, dtype)
+    return ContinuousBatching(configs, kernel, dtype, layers)
+
+
+def _dtype_of_cache(model: nn.Module, cache: str) -> torch.dtype | None:
+    """What the caches shall hold, `None` for what the model computes in.
+
+    Raises:
+        UsageError: no cache of that name.
+        UnsupportedInputError: the model's device has no such type.
+        PatchError: the installed transformers has no such caches.
+    """
+    if cache not in CACHES:
+        raise UsageError(f"cache is {cache!r}; choose one of {', '.join(CACHES)}")
+    if cache == "auto":
+        return None
+    check_release()
+    where = next(model.parameters()).device
+    facts = device.facts_of(where.type, where.index)
+    name = "int8" if cache == "int8" else facts.fp8_dtype or "float8_e4m3fn"
+    dtype: torch.dtype = getattr(torch, name)
+    reason = cache_reason(dtype, facts)
+    if reason is not None:
+        raise UnsupportedInputError(f"cache {cache!r} on {facts.name}: {reason}; use cache='int8'")
+    return dtype
+
+
+def _check_reads(kernel: str, cache: str, dtype: torch.dtype | None, where: str = "") -> None:
+    """Refuse a kernel that quantizes queries as another cache is.
+
+    Raises:
+        UnsupportedInputError: it does.
+    """
+    if not reads(parse_kernel(kernel)[0], dtype):
+        raise UnsupportedInputError(
+            f"{where}kernel {kernel!r} quantizes queries as the cache is, and cache is {cache!r}; "
+            "give it the cache of its name, or use kernel 'fav2'"
+        )
+
+
+def _chosen_layers(
+    model: nn.Module, policy: Policy, cache: str, dtype: torch.dtype | None
+) -> Layers:
+    """What each layer runs on whose path a rule names, the first that does.
+
+    Raises:
+        ConfigError: the policy is of another model, has no rule of paged attention, or one that
+            names no layer.
+        UnsupportedInputError: a rule's kernel does not read the cache.
+    """
+    modules = {module: f"model.{path}" for path, module, _ in attention_modules(model)}
+    of_module = {module: (name, f"{name}.{PAGED_ATTENTION}") for module, name in modules.items()}
+    names = {PAGED_ATTENTION: [name for both in of_module.values() for name in both]}
+    layers: weakref.WeakKeyDictionary[nn.Module, LayerKernel] = weakref.WeakKeyDictionary()
+    for number, rule in fitting_rules(
+        policy, [type(model).__name__], names, others="sage_plugin.patch()"
+    ):
+        _check_reads(rule.kernel, cache, dtype, f"rule {number} of the policy: ")
+        for module, both in of_module.items():
+            if any(map(rule.names, both)):
+                layers.setdefault(module, LayerKernel(rule.kernel, number))
+    return layers
+
+
+def _dtype_of(config: object) -> torch.dtype | None:
+    """What the caches of a model shall hold, by its configuration."""
+    owner = _handles.get(id(config))
+    return None if owner is None else owner.dtype
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
@@ -135,55 +251,6 @@ def _configs(model: nn.Module) -> Iterator[Any]:
         if config is not None and hasattr(config, FIELD) and id(config) not in seen:
             seen.add(id(config))
             yield config
-
-
-def _enter() -> str:
-    """Register the function, and open the gate to tables of pages for our name, which returns."""
-    library: Any = importlib.import_module("transformers")
-    cache: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
-    taken = inspect.signature(cache.PagedAttentionCache.update).parameters
-    name = OLDER if "read_index" in taken else NAME
-    masks = library.AttentionMaskInterface
-    library.AttentionInterface.register(name, _attention)
-    masks.register(name, masks()["flash_attention_2"])
-    module = _initialization()
-    gate = getattr(module, GATE, None)
-    if gate is not None and not hasattr(gate, "__wrapped__"):
-        setattr(module, GATE, _opened(gate))
-    return name
-
-
-def _leave() -> None:
-    """Put the gate back once no handle is open."""
-    module = _initialization()
-    gate = getattr(module, GATE, None)
-    if gate is not None and not _handles and hasattr(gate, "__wrapped__"):
-        setattr(module, GATE, gate.__wrapped__)
-
-
-def _initialization() -> Any:  # noqa: ANN401
-    """The module with the gate; `None` in releases without one, which pack all batches alike."""
-    try:
-        return importlib.import_module(INITIALIZATION)
-    except ImportError:
-        return None
-
-
-def _opened(gate: Callable[..., None]) -> Callable[..., None]:
-    """The gate, which lets our name through where all of a model's layers have tables of pages."""
-
-    @functools.wraps(gate)
-    def opened(config: Any, cb_config: Any, *rest: object) -> None:  # noqa: ANN401
-        if getattr(config, FIELD, None) not in (NAME, OLDER):
-            gate(config, cb_config, *rest)
-            return
-        kinds = getattr(config, "layer_types", None)
-        if kinds is None:
-            kinds = [FULL if getattr(config, "sliding_window", None) is None else "sliding"]
-        if any(kind != FULL for kind in kinds):
-            cb_config.max_blocks_per_request = 0
-
-    return opened
 
 
 @torch.compiler.disable
@@ -210,21 +277,29 @@ def _attention(
         )
     q = query[0].transpose(0, 1)
     keys = layer_keys(module, key, value, others)
+    if owner.dtype != (None if keys.k_scale is None else keys.k_cache.dtype):
+        raise UnsupportedInputError(
+            "this manager was made for another cache than sage_plugin.continuous_batching has now; "
+            "make a new manager while the handle is open"
+        )
     rest: dict[str, Any] = {
         "window": None if sliding_window is None else (sliding_window - 1, -1),
         "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "is_causal": True,
     }  # fmt: skip
+    if keys.longest[0] == 1 and keys.table is not None:
+        owner.decoded += 1
+    else:
+        owner.packed += 1
     out: Any
     if keys.table is None:
-        owner.packed += 1
         out = attention_varlen(
             q, keys.k, keys.v, cu_seq_lens_q.int(), keys.ends, *keys.longest, kernel="fav2", **rest
         )
     else:
-        owner.decoded += 1
         count = keys.table.shape[0]
         lens = keys.ends[1 : count + 1] - keys.ends[:count]
         pages = (keys.k_cache, keys.v_cache, keys.table, lens, cu_seq_lens_q[: count + 1])
-        append_pages(keys.k, keys.v, *pages)
-        out, _ = attended(PagedCall(q, *pages, **rest), owner.kernel, module)
+        append_pages(keys.k, keys.v, *pages, k_scale=keys.k_scale, v_scale=keys.v_scale)
+        call = PagedCall(q, *pages, k_scale=keys.k_scale, v_scale=keys.v_scale, **rest)
+        out, _ = attended(call, owner.kernel_of(module), module)
     return out[None], None

@@ -24,6 +24,8 @@ class LayerKeys(NamedTuple):
         table: pages of each sequence, `None` where keys come gathered.
         k_cache: `(pages, page size, Hk, D)`, `None` likewise.
         v_cache: likewise.
+        k_scale: `(pages, Hk)` fp32 of caches in 8 bits, `None` of others.
+        v_scale: likewise.
     """
 
     k: torch.Tensor
@@ -33,6 +35,8 @@ class LayerKeys(NamedTuple):
     table: torch.Tensor | None = None
     k_cache: Any = None
     v_cache: Any = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 def layer_keys(
@@ -51,7 +55,8 @@ def layer_keys(
     k, v = (x[0].transpose(0, 1) for x in (key, value))
     longest = (others["max_length_q"], others["max_length_k"])
     table = others.get("block_table")
-    pages = () if table is None else (table, others["k_cache"], others["v_cache"])
+    names = ("k_cache", "v_cache", "k_scale", "v_scale")
+    pages = () if table is None else (table, *(others.get(name) for name in names))
     return LayerKeys(k, v, others["cu_seq_lens_k"], longest, *pages)
 
 

@@ -163,6 +163,8 @@ def _obstacle(
 ) -> FallbackReason | None:
     """Why a call is the original's, as far as its arguments tell."""
     if implementation not in ("sdpa", "eager"):
+        if others.get("cu_seq_lens_q") is not None:
+            return FallbackReason(Fallback.PACKED_BY_HOST, implementation)
         return FallbackReason(Fallback.IMPLEMENTATION, implementation)
     for name, given in others.items():
         if given is not None and name not in UNDERSTOOD and _heeds(original, name):

@@ -9,20 +9,15 @@ import torch
 from sage_plugin import device
 from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.fallback import FallbackReason
-from sage_plugin.kernels.linear.activation import can_be_remembered, remember_rows
-from sage_plugin.kernels.linear.call import FLOATS, LinearCall, LinearRequest
+from sage_plugin.kernels.linear.activation import can_be_remembered, quantize_norm
+from sage_plugin.kernels.linear.call import LinearCall
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.executor import resolve
-from sage_plugin.kernels.linear.quantizer import quantizer_of
-from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
+from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
-from sage_plugin.kernels.surroundings import (
-    are_plain,
-    on_device,
-    wants_gradient,
-    without_autocast,
-)
+from sage_plugin.kernels.resolver import BackendRequest
+from sage_plugin.kernels.surroundings import are_plain, wants_gradient
 from sage_plugin.plugin.counts import LayerCounts
 
 __all__ = [
@@ -30,6 +25,7 @@ __all__ = [
     "count_config",
     "kernel_for",
     "kernel_on",
+    "quantize_norm",
     "quantize_weight",
     "run",
     "traced",
@@ -90,7 +86,7 @@ def kernel_on(
     dtype = torch.bfloat16 if isinstance(weight, QuantizedWeight) else weight.dtype
     x = torch.empty(MANY_ROWS, matrix.shape[1], dtype=dtype, device="meta")
     facts = device.facts_of(place.type, place.index)
-    decision = decide(LinearCall(x, matrix), facts, LinearRequest(kernel))
+    decision = decide(LinearCall(x, matrix), facts, BackendRequest(kernel))
     return decision.kernel if decision.reason is None else decision.reason
 
 
@@ -98,7 +94,7 @@ def run(
     x: torch.Tensor,
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
-    request: LinearRequest,
+    request: BackendRequest,
     prologue: Prologue = NO_PROLOGUE,
 ) -> Answer | FallbackReason:
     """Multiply in eager mode.
@@ -129,31 +125,11 @@ def can_wait(x: torch.Tensor) -> bool:
     return x.numel() > 0 and not watched and can_be_remembered(x)
 
 
-def normalized(
-    x: torch.Tensor, norm: Prologue, weight: QuantizedWeight, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return what a norm makes of `x`, and remember its rows for linears of a weight's format.
-
-    Args:
-        x: `(..., K)`, which `can_wait`.
-        norm: the norm, with what it is modulated by.
-        weight: an 8-bit weight.
-        dtype: dtype of the output.
-    """
-    if x.dtype not in FLOATS:
-        return prologued(x, norm).to(dtype)
-    kept = torch.empty(x.shape, dtype=dtype, device=x.device)
-    with on_device(x.device), without_autocast(x.device):
-        rows = quantizer_of(x.device)(x, weight.row_format, weight.smooth, norm, kept)
-    remember_rows(kept, weight.row_format, weight.smooth, rows)
-    return kept
-
-
 def traced(
     x: torch.Tensor,
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
-    request: LinearRequest,
+    request: BackendRequest,
     prologue: Prologue = NO_PROLOGUE,
 ) -> torch.Tensor:
     """Multiply in a graph, by torch operations."""

@@ -15,10 +15,10 @@ from torch.nn.functional import linear
 
 from sage_plugin.errors import PatchError, UnsupportedInputError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.rows.prologue import Prologue
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.notice import warn_once
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.plugin.context import PatchState
 from sage_plugin.plugin.counts import LayerCounts
 from sage_plugin.plugin.hosts.parallel import arrived
@@ -91,7 +91,7 @@ class LinearLayer:
         return None if self._module is None else self._module()
 
     @property
-    def _request(self) -> LinearRequest:
+    def _request(self) -> BackendRequest:
         return self.state.options.of_linears
 
     # What forwards do.

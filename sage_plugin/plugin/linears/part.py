@@ -166,14 +166,22 @@ class LinearPart:
         """Kernel and rule of a linear, or why it runs as ever."""
         return self.kernel_at(path, options) if one.reason is None else one.reason
 
-    def kernel_at(self, path: str, options: PatchOptions) -> tuple[str, int] | FallbackReason:
-        """Return kernel and rule of what lies at a path, or why it runs as ever."""
+    def kernel_at(
+        self, path: str, options: PatchOptions, ops: tuple[str, ...] = (LINEAR,)
+    ) -> tuple[str, int] | FallbackReason:
+        """Return kernel and rule of what lies at a path, or why it runs as ever.
+
+        Args:
+            path: inside the component.
+            options: those of the patch.
+            ops: op families whose rules are of it.
+        """
         if not self._chosen(path, options):
             return EXCLUDED
         name = f"{self.state.component}.{plain_path(path)}"
         rules = () if options.policy is None else options.policy.rules
         for number, rule in enumerate(rules, start=1):
-            if rule.op == LINEAR and rule.names(name):
+            if rule.op in ops and rule.names(name):
                 stays = rule.kernel == BASELINE
                 reason = FallbackReason(Fallback.POLICY, number)
                 return reason if stays else (rule.kernel, number)

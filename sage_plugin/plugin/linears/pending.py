@@ -95,7 +95,7 @@ class PendingNorm(torch.Tensor):
                     "linears=, and report this model"
                 )
             weight = self.reader if reader is None else reader
-            self.made = compute.normalized(self.x, self.prologue, weight, self.dtype)
+            self.made = compute.quantize_norm(self.x, self.prologue, weight, self.dtype)
         return self.made
 
     @classmethod

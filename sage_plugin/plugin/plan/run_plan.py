@@ -19,7 +19,7 @@ from sage_plugin.plugin import report_text
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.context import LayerContext, PatchOptions
 from sage_plugin.plugin.plan.model_calls import CROSS, SELF, calls_of, config_of
-from sage_plugin.plugin.policy.rules import Rule
+from sage_plugin.plugin.policy.rules import ATTENTION, Rule
 from sage_plugin.registry.config_words import config_text
 from sage_plugin.schema import CallShape, DeviceFacts
 
@@ -119,7 +119,7 @@ def planned(
         yield _planned(layer, shape, options, facts, options.kernel, options.variant)
         return
     for rule in options.policy.rules:
-        if rule.names(layer) and rule.fits(shape.seq_q, shape.seq_k):
+        if rule.op == ATTENTION and rule.names(layer) and rule.fits(shape.seq_q, shape.seq_k):
             yield _by_rule(layer, shape, options, facts, rule)
             if not rule.steps:
                 return

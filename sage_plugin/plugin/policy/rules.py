@@ -17,8 +17,15 @@ from typing import Any
 from sage_plugin import files
 from sage_plugin.errors import ConfigError, UnknownKernelError, did_you_mean
 from sage_plugin.kernels.attention.dispatch import parse_kernel
+from sage_plugin.paged_records import PAGED_ATTENTION, PAGED_KERNELS
 from sage_plugin.plugin.policy.step_range import Band
-from sage_plugin.schema import GROUPED_LINEAR, LINEAR_KERNELS, JsonRecord, LaunchConfig
+from sage_plugin.schema import (
+    GROUPED_LINEAR,
+    GROUPED_LINEAR_KERNELS,
+    LINEAR_KERNELS,
+    JsonRecord,
+    LaunchConfig,
+)
 
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 4 * 2**20
@@ -29,6 +36,10 @@ BASELINE = "bf16"
 """The kernel of a rule that leaves a linear as it is."""
 BASELINES = {ATTENTION: HOST, LINEAR: BASELINE, GROUPED_LINEAR: BASELINE}
 """What a call is left to, by op family."""
+UNQUANTIZED = {**BASELINES, PAGED_ATTENTION: PAGED_KERNELS[0]}
+"""The kernel of a rule that quantizes nothing, by every op family that rules may be of."""
+LINEARS = (LINEAR, GROUPED_LINEAR)
+"""Whose rules `patch` has for linears: those of grouped linears are of experts alone."""
 TUNABLE = frozenset(spec.name for spec in fields(LaunchConfig))
 
 MOST_RULES, LONGEST_GLOB = 1000, 300
@@ -54,8 +65,9 @@ class Rule(JsonRecord):
         saved_ms: predicted milliseconds that the rule saves a run, `None` where nobody predicted.
         error: predicted error of its worst call.
         captures: captures that the predictions rest on.
-        op: `"attention"`, or `"linear"` for linear layers. Those have one kernel for all steps:
-            `bf16` leaves them as they are, others are `auto`, `fp8_row`, `fp8_tensor`, `int8_row`.
+        op: `"attention"`, `"linear"` for linear layers and experts, `"grouped_linear"` for experts
+            alone, or `"paged_attention"` for `continuous_batching`. All but attention have one
+            kernel for all steps, of `KERNELS_OF`, or `auto`.
     """
 
     kernel: str
@@ -87,12 +99,21 @@ class Rule(JsonRecord):
     def hides(self, later: Rule) -> bool:
         """Whether nothing is left for a later rule."""
         return (
-            self.op == later.op
+            (self.op, later.op) in _HIDING
             and ("*" in self.layers or set(later.layers) <= set(self.layers))
             and self.band.covers(later.band)
             and self.attention in ("any", later.attention)
             and self.min_seq <= later.min_seq
         )
+
+
+KERNELS_OF = {
+    LINEAR: LINEAR_KERNELS, GROUPED_LINEAR: GROUPED_LINEAR_KERNELS, PAGED_ATTENTION: PAGED_KERNELS,
+}  # fmt: skip
+"""What rules may name besides `auto`, of ops that have a kernel for all steps."""
+
+_HIDING = {(op, op) for op in UNQUANTIZED} | {(LINEAR, GROUPED_LINEAR)}
+"""Whose rules take the calls of whose: experts are linears too."""
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -346,28 +367,33 @@ def _wrong_with(rule: Rule) -> str:
 
 
 def _wrong_kernel(rule: Rule) -> str:
-    if rule.op == LINEAR:
-        plain = Rule(rule.kernel, op=LINEAR)
-        of_attention = (n for n in _OF_ATTENTION if getattr(rule, n) != getattr(plain, n))
-        if rule.steps:
-            return (
-                f"steps are {rule.steps!r}, and a linear has one weight for all steps, so that the "
-                "other need not be on its device; leave steps out, or the layers as they are (bf16)"
-            )
-        if field_name := next(of_attention, None):
-            return f"{field_name} belongs to rules of attention, and this one is of linears"
-        if rule.kernel != "auto" and rule.kernel not in LINEAR_KERNELS:
-            return f"kernel {rule.kernel!r} of linears; choose one of auto, " + ", ".join(
-                LINEAR_KERNELS
-            )
+    if rule.op == ATTENTION:
+        if rule.kernel != "auto":
+            try:
+                parse_kernel(rule.kernel)
+            except UnknownKernelError as error:
+                return str(error)
         return ""
-    if rule.op != ATTENTION:
-        return f"op is {rule.op!r}; choose one of {ATTENTION}, {LINEAR}"
-    if rule.kernel != "auto":
-        try:
-            parse_kernel(rule.kernel)
-        except UnknownKernelError as error:
-            return str(error)
+    if rule.op not in KERNELS_OF:
+        return f"op is {rule.op!r}; choose one of {', '.join(UNQUANTIZED)}"
+    if rule.steps:
+        why = (
+            "a server has no denoising steps"
+            if rule.op == PAGED_ATTENTION
+            else "a linear has one weight for all, so that the other need not be on its device"
+        )
+        return (
+            f"steps are {rule.steps!r}, and {why}; leave steps out, or the layers as they are "
+            f"({UNQUANTIZED[rule.op]})"
+        )
+    plain = Rule(rule.kernel, op=rule.op)
+    of_attention = (n for n in _OF_ATTENTION if getattr(rule, n) != getattr(plain, n))
+    if field_name := next(of_attention, None):
+        return f"{field_name} belongs to rules of attention, and this one is of {rule.op}"
+    if rule.kernel not in ("auto", *KERNELS_OF[rule.op]):
+        return f"kernel {rule.kernel!r} of {rule.op}; choose one of auto, " + ", ".join(
+            KERNELS_OF[rule.op]
+        )
     return ""
 
 

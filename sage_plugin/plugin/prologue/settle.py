@@ -1,4 +1,8 @@
-"""Q and K at attention: what was put off is done by one kernel, or as the model does it."""
+"""Q and K at attention: what was put off is done by one kernel, or as the model does it.
+
+The first call of a form is compared with what the model does. Later ones hand the work on with the
+attention call: a kernel that quantizes Q does it then, and all others after one more pass.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from sage_plugin.kernels.attention.call import AttentionCall
+from sage_plugin.kernels.attention.executor import Executor
 from sage_plugin.kernels.attention.prologue import apply
+from sage_plugin.kernels.attention.prologue.one_pass import OnePass
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.attention.prologue.record import QkStream
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.notice import warn_once
@@ -26,7 +33,7 @@ Prepared = list[list[QkStream]]
 
 
 def settled(call: AttentionCall) -> AttentionCall:
-    """An attention call with the values of Q and K, which are done now where they were put off."""
+    """An attention call with Q and K, done now or with the call where they were put off."""
     if torch.compiler.is_compiling():
         return call
     frame = STACK.frames[-1] if STACK.frames else None
@@ -34,18 +41,22 @@ def settled(call: AttentionCall) -> AttentionCall:
     if nothing_begun and DeferredTensor not in (type(call.q), type(call.k), type(call.v)):
         return call
     if frame is not None and frame.layer is not None:
-        reason = _settle(frame, frame.layer, call)
-        if isinstance(reason, Unfused):
-            frame.layer.counts.unfused[reason] += 1
-            call = call._replace(q=computed(call.q, reason), k=computed(call.k, reason))
+        answer = _settle(frame, frame.layer, call)
+        if isinstance(answer, QkPair):
+            frame.tape = None  # those who read Q or K later find it all the same
+            q, k = answer.unmade(call.layout)
+            return call._replace(q=q, k=k, v=computed(call.v), prologue=answer)
+        if answer is not None:
+            frame.layer.counts.unfused[answer] += 1
+            call = call._replace(q=computed(call.q, answer), k=computed(call.k, answer))
     q, k, v = computed((call.q, call.k, call.v))
     if frame is not None and frame.tape is not None and frame.tape.is_done():
         frame.tape = None
     return call._replace(q=q, k=k, v=v)
 
 
-def _settle(frame: Frame, layer: LayerContext, call: AttentionCall) -> Unfused | None:
-    """Give the tensors that wait their values; or tell why not."""
+def _settle(frame: Frame, layer: LayerContext, call: AttentionCall) -> QkPair | Unfused | None:
+    """Give the tensors that wait their values; or tell why not, or what the call shall do."""
     waiting = [x for x in (call.q, call.k) if isinstance(x, DeferredTensor) and is_waiting(x)]
     if not waiting:
         of_tape = None if frame.tape is None else frame.tape.unfused
@@ -70,13 +81,17 @@ def _settle(frame: Frame, layer: LayerContext, call: AttentionCall) -> Unfused |
 
 def _fuse(
     layer: LayerContext, waiting: list[DeferredTensor], streams: Prepared, layout: str
-) -> Unfused | None:
+) -> QkPair | Unfused | None:
     """Run the kernel; at the first call of a form, compare it with what the model does."""
     verdicts = layer.state.prologues
-    form = (waiting[0].device, layout, *(tuple(x.form() for x in each) for each in streams))
+    pair = QkPair(tuple(streams[0]), tuple(streams[1]) if len(streams) == 2 else ())
+    form = (waiting[0].device, layout, pair.form())
     verdict = verdicts.get(form)
     if isinstance(verdict, Unfused):
         return verdict
+    if verdict is True and pair.k:
+        layer.counts.fused += 1
+        return pair
     if verdict is None and _is_capturing(waiting[0]):
         return Unfused.CAPTURING
     try:
@@ -121,5 +136,19 @@ def _verdict(
     return True
 
 
-def _is_capturing(x: DeferredTensor) -> bool:
+def compared(layer: LayerContext, executor: Executor, call: AttentionCall) -> AttentionCall:
+    """Return a call as its executor shall run it, whose first one is compared with two passes."""
+    if executor.one_pass is None and not executor.compared:
+        if _is_capturing(call.v):
+            layer.counts.one_pass[OnePass.CAPTURING] += 1
+            return call.made()
+        executor.compare(call)
+    if executor.one_pass is None:
+        layer.counts.in_quantization += 1
+        return call
+    layer.counts.one_pass[executor.one_pass] += 1
+    return call.made()
+
+
+def _is_capturing(x: torch.Tensor) -> bool:
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

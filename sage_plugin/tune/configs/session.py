@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from sage_plugin.errors import TuningError
+from sage_plugin.kernels import launch_config
 from sage_plugin.registry import lookup
 from sage_plugin.registry.merge import merge
 from sage_plugin.schema import AnyEntry, AnyLaunch, Trial
@@ -74,7 +75,7 @@ def tune(
     finally:
         for lane in lanes:
             lane.close()
-        plan.request.family.forget()
+        launch_config.forget()
     report = TuneReport(plan, session.outcomes, session.unfinished(), interrupted)
     if not interrupted and len(report.failed) == len(plan.studies):
         reasons = dict.fromkeys(f"{o.study.kernel}: {o.notes[0]}" for o in report.outcomes)

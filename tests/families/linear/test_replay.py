@@ -39,7 +39,7 @@ def test_a_wrong_output_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     call = drawn(SHAPE, "cpu")
     exact = call.exact()
     wrong = drawn(SHAPE, "cpu", 1)
-    monkeypatch.setattr(type(call), "_linear", lambda self, *_: torch.zeros(64, 96) + wrong.bias)
+    monkeypatch.setattr(type(call), "_computed", lambda self, *_: torch.zeros(64, 96) + wrong.bias)
     errors = call.errors(decided("fp8_row"), None)
     assert exact.out.shape == (1, 8, 8, 96)
     assert failures(LINEAR.gate_for("fp8_row"), errors)

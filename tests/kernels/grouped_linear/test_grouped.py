@@ -11,13 +11,13 @@ pytest.importorskip("triton")
 
 import sage_plugin
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
-from sage_plugin.kernels.grouped_linear.backends.torch_products import GroupedTorchProducts
+from sage_plugin.kernels.grouped_linear.backends.torch_products import multiply_groups_torch
 from sage_plugin.kernels.grouped_linear.call import GroupedLinearCall
 from sage_plugin.kernels.grouped_linear.executor import run
 from sage_plugin.kernels.grouped_linear.operands import GroupedOperands
 from sage_plugin.kernels.grouped_linear.weight import quantize_weights, quantized_weights_once
-from sage_plugin.kernels.linear.call import LinearRequest
 from sage_plugin.kernels.linear.rows.quantized import quantized_rows
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.schema import LinearLaunch
 from tests.kernels.grouped_linear.cases import CASES, COLUMNS, GROUPS, drawn, exact, loss
 
@@ -55,7 +55,7 @@ def test_torch_products_and_the_host_path_have_zeros_beyond_the_groups(name: str
     x, weights, sizes, bias = drawn(CASES[name])
     expected = exact(x, weights, sizes, bias)
     operands = GroupedOperands(x, None, weights, None, sizes, bias)
-    assert loss(GroupedTorchProducts().multiply(operands, torch.bfloat16), expected) < 0.01
+    assert loss(multiply_groups_torch(operands, torch.bfloat16), expected) < 0.01
     assert loss(sage_plugin.grouped_linear(x, weights, sizes, bias=bias), expected) < 0.01
 
 
@@ -86,7 +86,7 @@ def test_rows_that_are_quantized_already_are_multiplied_as_they_are() -> None:
     quantized = quantize_weights(weights, "int8_row")
     rows = quantized_rows(x, quantized.row_format)
     call = GroupedLinearCall(rows, quantized, sizes, None, torch.bfloat16)
-    assert torch.equal(run(call, LinearRequest()), sage_plugin.grouped_linear(x, quantized, sizes))
+    assert torch.equal(run(call, BackendRequest()), sage_plugin.grouped_linear(x, quantized, sizes))
 
 
 def test_weights_are_quantized_once_until_they_are_written() -> None:

@@ -9,8 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.linear import quantizer
 from sage_plugin.kernels.linear.activation import forget_rows
-from sage_plugin.kernels.linear.api import apply
-from sage_plugin.kernels.linear.fused import fused_linear, normalized
+from sage_plugin.kernels.linear.api import apply, linear, normalized
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
 from sage_plugin.kernels.linear.weight import quantize_weight
 from tests.kernels.linear.test_linear import IN, exact, inputs, loss
@@ -27,7 +26,7 @@ PROLOGUES = (
 @pytest.mark.parametrize("prologue", PROLOGUES, ids=lambda one: one.kind)
 def test_a_linear_of_what_comes_before(prologue: Prologue) -> None:
     quantized = quantize_weight(weight, "int8_row")
-    out = fused_linear(x, prologue, quantized, bias)
+    out = linear(x, quantized, bias, prologue=prologue)
     made = prologued(x, prologue)
     assert loss(out, exact(made, weight, bias)) < 0.025
     torch.testing.assert_close(out, apply(made, quantized, bias), rtol=0, atol=0.1)
@@ -73,7 +72,7 @@ def test_compiled_graphs_have_torch_operations() -> None:
 
     def block(x):
         y = normalized(x, NORM, quantized)
-        return fused_linear(y, Prologue("gelu_tanh"), quantized) + apply(y, quantized)
+        return linear(y, quantized, prologue=Prologue("gelu_tanh")) + apply(y, quantized)
 
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -88,7 +87,7 @@ def test_gradients_go_through_torch_operations() -> None:
     given = x.clone().requires_grad_()
     quantized = quantize_weight(weight, "int8_row")
     y = normalized(given, NORM, quantized)
-    fused_linear(y, Prologue("gelu"), quantized).sum().backward()
+    apply(y, quantized, prologue=Prologue("gelu")).sum().backward()
     assert given.grad.abs().max() > 0
 
 
@@ -105,5 +104,19 @@ WRONG = (
 @pytest.mark.parametrize(("prologue", "message"), WRONG)
 def test_a_prologue_that_does_not_fit_is_refused(prologue: Prologue, message: str) -> None:
     with pytest.raises(UnsupportedInputError) as caught:
-        fused_linear(x, prologue, quantize_weight(weight, "fp8_row"))
+        linear(x, quantize_weight(weight, "fp8_row"), prologue=prologue)
     assert message in str(caught.value)
+
+
+def test_torchs_own_linear_has_what_comes_before() -> None:
+    for kernel in ("auto", "bf16"):
+        out = linear(x, weight, bias, kernel=kernel, prologue=NORM)
+        assert loss(out, exact(prologued(x, NORM), weight, bias)) < 1e-6
+
+
+def test_a_gradient_flows_to_a_modulation() -> None:
+    factor = MODULATION[0].clone().requires_grad_()
+    linear(x, weight, prologue=Prologue("layer_norm", factor=factor)).sum().backward()
+    quantized = quantize_weight(weight, "int8_row")
+    apply(x, quantized, prologue=Prologue("layer_norm", factor=factor)).sum().backward()
+    assert factor.grad.abs().max() > 0

@@ -11,7 +11,7 @@ from sage_plugin import device, settings
 from sage_plugin.errors import ConfigError, UnsupportedInputError
 from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.linear import torch_ops
-from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.linear.call import LinearCall
 from sage_plugin.kernels.linear.executor import resolve
 from sage_plugin.kernels.linear.launch_space import (
     RULES,
@@ -19,6 +19,7 @@ from sage_plugin.kernels.linear.launch_space import (
     search_space,
     tune_command,
 )
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.registry import load
 from sage_plugin.registry.merge import merge
 from sage_plugin.schema import LinearKey, LinearLaunch
@@ -50,7 +51,7 @@ def tune(folder: Path, config: LinearLaunch = TUNED) -> None:
 
 
 def launch_of(call: LinearCall = CALL, launch: LinearLaunch | None = None) -> LinearLaunch:
-    return resolve(call, LinearRequest("int8_row", "triton", launch)).backend.launch
+    return resolve(call, BackendRequest("int8_row", "triton", launch)).backend.launch
 
 
 def test_each_place_goes_before_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.kernels.linear.api import apply
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
-from sage_plugin.kernels.linear.call import LinearCall, LinearRequest
+from sage_plugin.kernels.linear.call import LinearCall
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.executor import resolve
 from sage_plugin.kernels.linear.rows.quantized import quantized_rows
 from sage_plugin.kernels.linear.rows.row_format import row_format
 from sage_plugin.kernels.linear.weight import quantize_weight
+from sage_plugin.kernels.resolver import BackendRequest
 from tests.kernels.devices import facts as facts_of
 
 ROWS, IN, OUT = 40, 512, 96
@@ -184,7 +185,7 @@ def test_auto_leaves_what_needs_a_gradient_and_what_is_on_a_cpu() -> None:
     expected = torch.nn.functional.linear(x, weight, bias)
     assert torch.equal(sage_plugin.linear(x, weight, bias), expected)
     call = LinearCall(x, weight, bias)
-    assert resolve(call, LinearRequest()) == FallbackReason(Fallback.LINEAR_ON_CPU)
+    assert resolve(call, BackendRequest()) == FallbackReason(Fallback.LINEAR_ON_CPU)
     weight.requires_grad_()
     sage_plugin.linear(x, weight, bias).sum().backward()
     assert weight.grad is not None
@@ -212,7 +213,7 @@ def on(arch: str, rows: int = 8192, features: tuple[int, int] = (2048, 2048)) ->
 @pytest.mark.parametrize("arch", LARGE)
 def test_auto_takes_the_fastest_backend_of_facts_of(arch: str) -> None:
     facts = device.facts("cpu") if arch == "cpu" else facts_of(arch)
-    decision = decide(on(arch), facts, LinearRequest())
+    decision = decide(on(arch), facts, BackendRequest())
     assert (decision.kernel, decision.variant) == LARGE[arch]
 
 
@@ -227,7 +228,7 @@ LEFT = (
 
 @pytest.mark.parametrize(("arch", "shape", "names", "cause"), LEFT)
 def test_what_is_left_has_its_cause(arch: str, shape, names, cause: Fallback) -> None:
-    decision = decide(on(arch, **shape), facts_of(arch), LinearRequest(**names))
+    decision = decide(on(arch, **shape), facts_of(arch), BackendRequest(**names))
     assert decision.kernel == "bf16"
     assert decision.reason is not None
     assert decision.reason.cause is cause

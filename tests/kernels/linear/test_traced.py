@@ -12,9 +12,11 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sage_plugin
+from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels import launch_config
 from sage_plugin.kernels.linear import torch_ops, traced
 from sage_plugin.kernels.linear.api import apply
-from sage_plugin.kernels.linear.fused import fused_linear
+from sage_plugin.kernels.linear.backends import torch_products
 from sage_plugin.kernels.linear.rows.prologue import Prologue
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
 from tests.kernels.linear.test_linear import inputs
@@ -55,8 +57,26 @@ def test_modes_see_torch_operations(kernel: str) -> None:
     quantized = quantize_weight(weight, kernel)
     graph = make_fx(lambda x: apply(x, quantized, bias))(x)
     names = {str(node.target) for node in graph.graph.nodes}
-    assert names & {"aten._scaled_mm.default", "aten._int_mm.default"}
+    emulated = kernel == "fp8_row" and not torch_products.ROW_SCALES_ON_CPU
+    product = "mm" if emulated else "_int_mm" if kernel == "int8_row" else "_scaled_mm"
+    assert f"aten.{product}.default" in names
     torch.testing.assert_close(graph(x), apply(x, quantized, bias), rtol=2**-6, atol=0.05)
+
+
+def test_rows_have_scales_where_torch_takes_none(monkeypatch) -> None:
+    """The product of torch 2.11 on a CPU."""
+    monkeypatch.setattr(torch_products, "ROW_SCALES_ON_CPU", False)
+    x, weight, bias = inputs(dtype=torch.bfloat16)
+    quantized = quantize_weight(weight, "fp8_row")
+    graph = make_fx(lambda x: apply(x, quantized, bias))(x)
+    assert "aten._scaled_mm.default" not in {str(node.target) for node in graph.graph.nodes}
+    assert torch.equal(graph(x), apply(x, quantized, bias))
+    compiled = torch.compile(lambda x: apply(x, quantized, bias), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), graph(x))
+    launch_config.forget()
+    with pytest.raises(UnsupportedInputError, match="torch has no product of fp8_row on"):
+        sage_plugin.linear(x, quantized, bias, backend="torch")
+    launch_config.forget()
 
 
 def test_a_named_kernel_is_traced_with_its_weight() -> None:
@@ -122,13 +142,13 @@ def test_a_graph_has_one_pass_for_a_prologue_and_the_quantization(kind: str) -> 
     x, weight, bias = inputs(dtype=torch.bfloat16)
     prologue = Prologue(kind, gate=x + 1 if kind == "swiglu" else None)
     quantized = quantize_weight(weight, "fp8_row")
-    seen, out = graph_of(lambda x: fused_linear(x, prologue, quantized, bias), x)
+    seen, out = graph_of(lambda x: apply(x, quantized, bias, prologue=prologue), x)
     names = {name for name in seen if name.startswith(("aten", "sage_plugin"))}
     assert names <= {
         "sage_plugin.quantize_rows.default", "sage_plugin.multiply_rows.default",
         "aten.view.default", "aten._scaled_mm.default", "aten.t.default", "aten.add.Tensor",
     }  # fmt: skip
-    expected = fused_linear(x, prologue, quantized, bias)
+    expected = apply(x, quantized, bias, prologue=prologue)
     torch.testing.assert_close(out, expected, rtol=2**-6, atol=0.05)
 
 
@@ -167,5 +187,5 @@ def test_the_ops_are_what_their_fakes_say(kernel: str, options, kind: str, keep:
     )  # fmt: skip
     torch.library.opcheck(torch.ops.sage_plugin.multiply_rows, args, test_utils=checks)
     out = torch_ops.multiply_by_op(rows, quantized, bias, torch.bfloat16)
-    expected = fused_linear(x, Prologue(kind), quantized, bias).flatten(0, -2)
+    expected = apply(x, quantized, bias, prologue=Prologue(kind)).flatten(0, -2)
     torch.testing.assert_close(out, expected, rtol=2**-6, atol=0.05)

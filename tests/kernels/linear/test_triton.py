@@ -14,7 +14,7 @@ from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.linear import quantizer
 from sage_plugin.kernels.linear.api import linear
 from sage_plugin.kernels.linear.backends.emulation import LinearEmulation
-from sage_plugin.kernels.linear.backends.triton import backend, products, rows
+from sage_plugin.kernels.linear.backends.triton import products, rows
 from sage_plugin.kernels.linear.backends.triton.products import multiply_triton
 from sage_plugin.kernels.linear.backends.triton.rows import quantize_rows_triton, tiling_of
 from sage_plugin.kernels.linear.launch_space import default_launch
@@ -215,16 +215,16 @@ def test_a_product_that_cannot_be_built_leaves_its_work_to_torch(monkeypatch, ca
     def fails(*_):
         raise RuntimeError("PassManager::run failed")
 
-    monkeypatch.setattr(backend, "multiply_triton", fails)
+    monkeypatch.setattr(products, "multiply_triton", fails)
     given = quantized_rows(drawn(3, CHANNELS), form_of("int8_row"))
     weight = quantize_weight(drawn(16, CHANNELS, seed=1), "int8_row")
-    multiply = backend.TritonProducts(SMALL).multiply
+    multiply = products.TritonProducts(SMALL).multiply
     out = multiply(given, weight, None, torch.float32)
     assert torch.equal(out, LinearEmulation().multiply(given, weight, None, torch.float32))
     assert "torch multiplies linears" in caplog.text
-    monkeypatch.setattr(backend, "multiply_triton", lambda *_: 1 / 0)
+    monkeypatch.setattr(products, "multiply_triton", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        backend.TritonProducts(SMALL).multiply(given, weight, None, torch.float32)
+        products.TritonProducts(SMALL).multiply(given, weight, None, torch.float32)
 
 
 def test_numbers_of_channels_may_lie_apart() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sage_plugin.errors import UnsupportedInputError
+from sage_plugin.kernels.paged_attention.api import paged_attention
 from sage_plugin.kernels.paged_attention.append import append_pages
 
 LENS, ROWS, PAGE = (37, 16, 0, 5), (21, 1, 0, 5), 16
@@ -70,6 +71,90 @@ def test_pages_hold_the_new_tokens_and_what_they_held(
     # pages that were full of a sequence's own new tokens have the scale of the largest
     limit = 127.0 if cache == torch.int8 else 448.0
     torch.testing.assert_close(scales[:, 7], new[:, 16:21].abs().amax((1, 3)) / limit)
+
+
+@pytest.mark.parametrize("backend", ["emulation", "triton"])
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn])
+def test_a_page_that_fills_token_by_token_is_nearly_that_which_came_at_once(
+    backend: str, cache: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    if backend == "triton":
+        request.getfixturevalue("interpreted")
+    rng = torch.Generator().manual_seed(4)
+    new = torch.randn(PAGE, 2, 16, generator=rng) * torch.linspace(1, 4, PAGE)[:, None, None]
+    held, first = {}, new[0].abs().amax(-1) / (127 if cache == torch.int8 else 448)
+    for step in (1, PAGE):
+        caches = [torch.full((1, PAGE, 2, 16), 7.0).to(cache) for _ in "kv"]
+        scales = {name: torch.full((1, 2), 99.0) for name in ("k_scale", "v_scale")}
+        for end in range(step, PAGE + 1, step):
+            rows = new[end - step : end]
+            lens, ends = torch.tensor([end]), torch.tensor([0, step])
+            append_pages(
+                rows, rows, *caches, torch.tensor([[0]]), lens, ends, **scales, backend=backend
+            )
+        held[step] = caches[0][0].float() * scales["k_scale"][0][:, None]
+        assert torch.equal(caches[0].float(), caches[1].float())
+        growth = scales["k_scale"][0] / first
+        top = new.abs().amax((0, 2)) / new[0].abs().amax(-1)
+        if step == 1 and cache != torch.int8:  # powers of two: nothing is rounded twice
+            top = torch.exp2(top.log2().ceil())
+        torch.testing.assert_close(growth, top)
+    for step, most in ((PAGE, 1.0), (1, 2.0 if cache == torch.int8 else 1.05)):
+        lost = (held[step] - new).norm() / new.norm()
+        assert lost < most * (0.011 if cache == torch.int8 else 0.027)
+
+
+@pytest.mark.parametrize("backend", ["emulation", "triton"])
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("first", [0.0, 1e-42])
+def test_a_page_that_begins_with_next_to_nothing_takes_what_comes(
+    backend: str, cache: torch.dtype, first: float, request: pytest.FixtureRequest
+) -> None:
+    if backend == "triton":
+        request.getfixturevalue("interpreted")
+    caches = [torch.zeros(1, PAGE, 2, 16).to(cache) for _ in "kv"]
+    scales = {name: torch.zeros(1, 2) for name in ("k_scale", "v_scale")}
+    for end, value in enumerate((first, 3.0), start=1):
+        rows = torch.full((1, 2, 16), value)
+        append_pages(
+            rows, rows, *caches, torch.tensor([[0]]), torch.tensor([end]), torch.tensor([0, 1]),
+            **scales, backend=backend,
+        )  # fmt: skip
+    out = caches[0][0, :2].float() * scales["k_scale"][0][:, None]
+    torch.testing.assert_close(out[1], torch.full((2, 16), 3.0))
+    assert (out[0] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["emulation", "triton"])
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_marks_its_page_and_head_until_that_begins_anew(
+    backend: str, cache: torch.dtype, value: float, request: pytest.FixtureRequest
+) -> None:
+    if backend == "triton":
+        request.getfixturevalue("interpreted")
+    caches = [torch.zeros(2, PAGE, 2, 16).to(cache) for _ in "kv"]
+    scales = {name: torch.zeros(2, 2) for name in ("k_scale", "v_scale")}
+
+    def append(rows: torch.Tensor, end: int) -> list[bool]:
+        append_pages(
+            rows, torch.ones_like(rows), *caches, torch.tensor([[1, 0]]), torch.tensor([end]),
+            torch.tensor([0, len(rows)]), **scales, backend=backend,
+        )  # fmt: skip
+        assert scales["v_scale"].isfinite().all()
+        return scales["k_scale"].isnan().flatten().tolist()
+
+    rows = torch.ones(3, 2, 16)
+    rows[1, 1, 5] = value
+    assert append(rows, 3) == [False, False, False, True]  # the second head of page 1
+    out = paged_attention(
+        torch.ones(1, 2, 16), *caches, torch.tensor([[1, 0]]), torch.tensor([3]),
+        torch.tensor([0, 1]), **scales, kernel=f"fav2:{backend}",
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor)
+    assert out.isnan().all(-1).tolist() == [[False, True]]
+    assert append(torch.ones(1, 2, 16), 4) == [False, False, False, True]
+    assert append(torch.ones(4, 2, 16), 4) == [False] * 4
 
 
 def test_what_does_not_fit_is_refused() -> None:

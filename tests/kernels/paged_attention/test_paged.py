@@ -83,7 +83,7 @@ WRONG = {
     "no backward": {"q": torch.zeros(4, 4, 64, requires_grad=True)},
     "it needs to rise from 0": {"cu_q_lens": torch.tensor([0, 3, 2, 4, 4], dtype=torch.int32)},
     "has place for 0 to": {"kv_lens": torch.tensor([1, 2, 3, 999], dtype=torch.int32)},
-    "needs a GPU": {"kernel": "fav2:triton"},
+    "runs on a GPU": {"kernel": "fav2:triton"},
     "quantizes queries as the cache is": {"kernel": "qk_int8"},
 }
 

@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from sage_plugin.kernels.paged_attention.call import PagedCall, PagedRequest
+from sage_plugin.kernels.paged_attention.call import PagedCall
 from sage_plugin.kernels.paged_attention.executor import resolve
+from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.paged_records import PagedLaunch
 from tests.kernels.paged_attention.problems import CASES, DECODE, ROWS, draw, error, tolerance
 
@@ -50,7 +51,7 @@ def test_as_defined_with_poison_around(name: str, kernel: str, launch: str) -> N
         config = config.replaced(loads="pointer")
     drawn = draw(problem)
     call = PagedCall(*drawn.args, return_lse=True, **drawn.kwargs)
-    out, lse = resolve(call, PagedRequest(kernel, "triton", config)).run(call)
+    out, lse = resolve(call, BackendRequest(kernel, "triton", config)).run(call)
     assert error(out, drawn.out) < tolerance(problem, kernel)
     exact = kernel == "fav2" and not problem.cache
     torch.testing.assert_close(lse.double(), drawn.lse, rtol=0, atol=1e-5 if exact else 0.1)
@@ -63,11 +64,11 @@ def test_lengths_that_do_not_fit_read_and_write_nothing_outside() -> None:
     for lens, ends in itertools.product(((999, -5), (16, 16)), ((0, 1, 99), (-3, 1, 2))):
         given = (torch.tensor(x, dtype=torch.int32) for x in (lens, ends))
         call = PagedCall(q, k, v, table, *given)
-        out, _ = resolve(call, PagedRequest("fav2", "triton", LAUNCHES["one"])).run(call)
+        out, _ = resolve(call, BackendRequest("fav2", "triton", LAUNCHES["one"])).run(call)
         assert out.shape == q.shape
     lens = torch.tensor([999, -5], dtype=torch.int32)
     call = PagedCall(q, k.nan_to_num(), v.nan_to_num(), table, lens, drawn.args[5])
-    out, _ = resolve(call, PagedRequest("fav2", "triton", LAUNCHES["one"])).run(call)
+    out, _ = resolve(call, BackendRequest("fav2", "triton", LAUNCHES["one"])).run(call)
     assert out.isfinite().all()
     assert not out[1].any()
 
@@ -81,6 +82,6 @@ def test_splits_of_short_sequences_beside_a_prompt(
     problem = ROWS[name].but(lens=(42, 70, 0, 19, 33), rows=(21, 1, 2, 7, 8))
     drawn = draw(problem)
     call = PagedCall(*drawn.args, return_lse=True, **drawn.kwargs)
-    out, lse = resolve(call, PagedRequest("fav2", "triton", LAUNCHES["one"])).run(call)
+    out, lse = resolve(call, BackendRequest("fav2", "triton", LAUNCHES["one"])).run(call)
     assert error(out, drawn.out) < tolerance(problem, "fav2")
     torch.testing.assert_close(lse.double(), drawn.lse, rtol=0, atol=1e-5)

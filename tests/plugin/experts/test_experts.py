@@ -114,16 +114,19 @@ def test_strict_mode_raises_where_experts_cannot_be_run() -> None:
         logits(model)
 
 
-def test_a_rule_of_a_policy_chooses_the_kernel_of_experts() -> None:
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+def test_a_rule_of_a_policy_chooses_the_kernel_of_experts(op: str) -> None:
     model = mixture("mixtral")
     rules = (
         Rule("sdpa"),
-        Rule("int8_row", layers=("*layers.0.mlp.experts",), op="linear"),
+        Rule("int8_row", layers=("*layers.0.*",), op=op),
     )
     handle = sage_plugin.patch(model, policy=Policy(1, rules), min_seq=0)
     logits(model)
     assert rows_of(handle)[PATH].rules == {2: 1}
     assert list(rows_of(handle)) == [PATH]
+    # rules of grouped linears are of experts alone
+    assert (len(handle.report().linears) == 1) == (op == "grouped_linear")
 
 
 def test_a_second_patch_changes_experts_in_place() -> None:

@@ -10,8 +10,8 @@ pytest.importorskip("diffusers")
 import sage_plugin
 from sage_plugin.kernels.contract import ResolvedConfig
 from sage_plugin.kernels.linear import executor, torch_ops, traced
-from sage_plugin.kernels.linear.backends.emulation import LinearEmulation
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
+from sage_plugin.kernels.resolver import Resolver
 from sage_plugin.schema import LinearLaunch
 from tests.plugin.tiny import tiny
 
@@ -24,19 +24,20 @@ LINEARS = 12
 def asked(monkeypatch):
     """Folders that are looked into, where our product multiplies, as it would on a GPU."""
     folders = []
-    real = executor._built
+    real = Resolver.anew
 
-    def built(decision, call, request, facts):
-        if decision.variant != "emulation":
-            return real(decision, call, request, facts)
-        folders.append(request.config_dir)
-        found = ResolvedConfig(LAUNCH, "exact", "a folder", SAVED_MS)
-        return LinearEmulation(), found if request.config_dir else None
+    def anew(self, call, request):
+        answer = real(self, call, request)
+        if isinstance(answer, executor.LinearExecutor) and answer.decision.variant == "emulation":
+            folders.append(request.config_dir)
+            found = ResolvedConfig(LAUNCH, "exact", "a folder", SAVED_MS)
+            answer.found = found if request.config_dir else None
+        return answer
 
-    monkeypatch.setattr(executor, "_built", built)
-    executor._resolved.clear()
+    monkeypatch.setattr(Resolver, "anew", anew)
+    executor.resolver.answers.clear()
     yield folders
-    executor._resolved.clear()
+    executor.resolver.answers.clear()
 
 
 def test_a_folder_of_configs_reaches_linears_and_what_it_saves_is_told(asked, tmp_path):

@@ -26,13 +26,13 @@ WIDTH = 32
 @pytest.fixture
 def made_of_norms(monkeypatch):
     """What was made of norms: modulated or not, and in which dtype."""
-    made, original = [], compute.normalized
+    made, original = [], compute.quantize_norm
 
     def normalized(x, norm, weight, dtype):
         made.append((norm.factor is not None, norm.shift is not None, dtype))
         return original(x, norm, weight, dtype)
 
-    monkeypatch.setattr(compute, "normalized", normalized)
+    monkeypatch.setattr(compute, "quantize_norm", normalized)
     return made
 
 

@@ -10,20 +10,16 @@ import torch
 from sage_plugin import device
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.attention.prologue import emulation
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream, Rope
 from sage_plugin.kernels.support import prologue_reason
-from sage_plugin.kernels.surroundings import (
-    are_plain,
-    on_device,
-    wants_gradient,
-    without_autocast,
-)
+from sage_plugin.kernels.surroundings import are_plain, on_device, wants_gradient
 from sage_plugin.schema import LAYOUTS
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def prepared_qk(
+def streams_of(
     q: torch.Tensor,
     k: torch.Tensor,
     *,
@@ -31,8 +27,8 @@ def prepared_qk(
     rope: Rope | tuple[torch.Tensor, torch.Tensor] | torch.Tensor | None = None,
     q_norm: QkNorm | None = None,
     k_norm: QkNorm | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and K as attention takes them, from what their projections gave.
+) -> QkPair:
+    """Return what is to be done with Q and K as their projections gave them.
 
     Args:
         q: `(B, Hq, Sq, D)` in layout `"bhsd"`, `(B, Sq, Hq, D)` in `"bshd"`.
@@ -57,9 +53,7 @@ def prepared_qk(
     of_k = QkStream(tokens_first(k), k_norm, table)
     of_q.check("q")
     of_k.check("k")
-    with without_autocast(q.device):
-        q, k = joined_pair([of_q], [of_k])
-    return tokens_first(q), tokens_first(k)
+    return QkPair((of_q,), (of_k,))
 
 
 def joined_pair(q: Sequence[QkStream], k: Sequence[QkStream]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Launching the prologue: which streams go together, and the blocks of a program.
+"""Launching the prologue: which streams go together, where they go, and the blocks of a program.
 
 Nothing here is tuned: each byte is read and written once, and a program only needs enough of them
 under way.
@@ -6,27 +6,63 @@ under way.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from sage_plugin.kernels import launch_graph
-from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream, Rope
-from sage_plugin.kernels.attention.prologue.triton_kernel import (
+from sage_plugin.kernels.attention.prologue.arguments import (
     ChannelValues,
+    PrologueConfig,
+    QuantizedTokens,
     TableStrides,
     TokenStrides,
     TurnedTokens,
-    prologue_kernel,
 )
+from sage_plugin.kernels.attention.prologue.pair import QkPair, same_rope
+from sage_plugin.kernels.attention.prologue.record import QkNorm, QkStream, Rope
+from sage_plugin.kernels.attention.prologue.triton_kernel import prologue_kernel
 from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.launch_graph import Outputs
+from sage_plugin.kernels.quantize.recipe import LOG2E, TINY
 
 TILE = 2048
 """Channels that a program has of Q, and of K, where a norm does not need more at once."""
 WARP_CHANNELS = 1024
 MOST_WARPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRows:
+    """Where Q goes that is quantized by rows.
+
+    Attributes:
+        values: `(B, H, rows, padded channels)`; rows past the tokens become zeros.
+        scale: `(B, H, rows)`.
+        factor: softmax scale.
+        largest: the largest number of the type of values.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    factor: float
+    largest: float
+
+    def part(self, begin: int, end: int) -> QueryRows:
+        """Some of the rows."""
+        values, scale = (x[:, :, begin:end] for x in (self.values, self.scale))
+        return QueryRows(values, scale, self.factor, self.largest)
+
+    def arguments(self) -> QuantizedTokens:
+        """What the kernel gets."""
+        (batch, head, token), values = self.values.stride()[:3], self.values
+        strides = TokenStrides(batch, token, head)
+        batch, head, token = self.scale.stride()
+        return QuantizedTokens(
+            values, self.scale, strides, TokenStrides(batch, token, head), values.shape[2],
+            self.factor * LOG2E,
+        )  # fmt: skip
 
 
 def joined_pair(q: Sequence[QkStream], k: Sequence[QkStream]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +77,22 @@ def joined(streams: Sequence[QkStream]) -> torch.Tensor:
     return _repeated(streams, ())[0]
 
 
+def quantized_pair(pair: QkPair, rows: QueryRows) -> torch.Tensor:
+    """K as `joined_pair` gives it, while Q is quantized into rows; launched as scratch is."""
+    source = pair.k[0].source
+    batch, _, heads, head_dim = source.shape
+    tokens = sum(stream.source.shape[1] for stream in pair.k)
+    k = launch_graph.empty(source.device, source.dtype, batch, tokens, heads, head_dim)
+    ends, filled = 0, [stream for stream in pair.q if stream.source.shape[1]]
+    of_q: list[Part] = []
+    for stream in filled:
+        begin, ends = ends, ends + stream.source.shape[1]
+        end = rows.values.shape[2] if stream is filled[-1] else ends
+        of_q.append((stream.without_copies(), rows.part(begin, end)))
+    _launch_all(of_q, _parts(pair.k, k))
+    return k
+
+
 MOST_GRAPHS = 256
 """A model has a few forms, and some more with each size of its images."""
 FIRST, NEVER = object(), object()
@@ -53,13 +105,12 @@ def _repeated(q: Sequence[QkStream], k: Sequence[QkStream]) -> Outputs:
 
     A build may follow from how far an address is aligned, so that this is part of a form.
     """
-    inputs, shared = _inputs_of(q, k)
+    pair = QkPair(tuple(q), tuple(k))
+    inputs = pair.inputs()
     addresses = [x.data_ptr() for x in inputs]
     if launch_graph.has_launch_hooks() or len(set(addresses)) < len(addresses):
         return _launched(q, k)
-    residues = tuple(address % launch_graph.POINTER_ALIGNMENT for address in addresses)
-    forms = tuple(stream.form() for stream in (*q, *k))
-    key = (inputs[0].device, len(q), forms, shared, residues)
+    key = (inputs[0].device, pair.form())
     known = _graphs.get(key)
     if isinstance(known, launch_graph.LaunchGraph):
         return known.replay(addresses)
@@ -72,23 +123,15 @@ def _repeated(q: Sequence[QkStream], k: Sequence[QkStream]) -> Outputs:
     return outputs
 
 
-def _inputs_of(
-    q: Sequence[QkStream], k: Sequence[QkStream]
-) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
-    """All tensors that launches read, and which streams of K have the tables of Q's."""
-    shared = tuple(_same_rope(a.rope, b.rope) for a, b in zip(q, k, strict=False))
-    inputs = [x for stream in q for x in stream.tensors()]
-    for stream, same in itertools.zip_longest(k, shared):
-        of_stream = [*stream.tensors()]
-        inputs += of_stream[:-2] if same and stream.rope is not None else of_stream
-    return inputs, shared
-
-
 def _launched(q: Sequence[QkStream], k: Sequence[QkStream]) -> Outputs:
     out, other = _output_of(q), _output_of(k) if k else None
-    of_q = list(_parts(q, out))
-    of_k = [] if other is None else list(_parts(k, other))
-    left: list[tuple[QkStream, torch.Tensor]] = []
+    _launch_all(_parts(q, out), [] if other is None else _parts(k, other))
+    return out, other
+
+
+def _launch_all(of_q: Sequence[Part], of_k: Sequence[Part]) -> None:
+    """Launch all streams, those of Q and K together that are alike."""
+    left: list[Part] = []
     for one, two in zip(of_q, of_k, strict=False):
         if _alike(one[0], two[0]):
             _launch((one, two))
@@ -97,7 +140,6 @@ def _launched(q: Sequence[QkStream], k: Sequence[QkStream]) -> Outputs:
     common = min(len(of_q), len(of_k))
     for part in (*left, *of_q[common:], *of_k[common:]):
         _launch((part,))
-    return out, other
 
 
 def _output_of(streams: Sequence[QkStream]) -> torch.Tensor:
@@ -107,9 +149,11 @@ def _output_of(streams: Sequence[QkStream]) -> torch.Tensor:
     return torch.empty((batch, tokens, heads, head_dim), dtype=source.dtype, device=source.device)
 
 
-def _parts(
-    streams: Sequence[QkStream], out: torch.Tensor
-) -> Sequence[tuple[QkStream, torch.Tensor]]:
+Part = tuple[QkStream, torch.Tensor | QueryRows]
+"""A stream, and where its tokens go."""
+
+
+def _parts(streams: Sequence[QkStream], out: torch.Tensor) -> list[Part]:
     """Each stream with the place of its tokens in an output."""
     lengths = [stream.source.shape[1] for stream in streams]
     places = out.split(lengths, 1)
@@ -121,7 +165,7 @@ def _alike(one: QkStream, other: QkStream) -> bool:
     a, b = one.source, other.source
     if a.shape != b.shape or a.stride() != b.stride() or a.dtype != b.dtype:
         return False
-    return _form(one.norm) == _form(other.norm) and _same_rope(one.rope, other.rope)
+    return _form(one.norm) == _form(other.norm) and same_rope(one.rope, other.rope)
 
 
 def _form(norm: QkNorm | None) -> tuple[object, ...] | None:
@@ -130,56 +174,41 @@ def _form(norm: QkNorm | None) -> tuple[object, ...] | None:
     return norm.kind, norm.eps, norm.across_heads, norm.rounds_first
 
 
-def _same_rope(one: Rope | None, other: Rope | None) -> bool:
-    if one is other:
-        return True
-    if one is None or other is None:
-        return False
-    pairs = ((one.cos, other.cos), (one.sin, other.sin))
-    return (one.interleaved, one.skip) == (other.interleaved, other.skip) and all(
-        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-        for a, b in pairs
-    )
-
-
-def _launch(parts: Sequence[tuple[QkStream, torch.Tensor]]) -> None:
-    stream, place = parts[0]
+def _launch(parts: Sequence[Part]) -> None:
+    stream = parts[0][0]
     batch, tokens, heads, head_dim = stream.source.shape
     norm, rope = stream.norm, stream.rope
     across = norm is not None and norm.across_heads
-    width = 1 << (head_dim - 1).bit_length()
+    rows = next((place for _, place in parts if isinstance(place, QueryRows)), None)
+    outputs = tuple(place for _, place in parts if isinstance(place, torch.Tensor))
+    width = 1 << (head_dim - 1).bit_length() if rows is None else rows.values.shape[3]
     block_heads = 1 << (heads - 1).bit_length() if across else heads_at_once(heads, width)
     block_tokens = max(1, TILE // (block_heads * width))
     channels = block_tokens * block_heads * width
     turned = None if rope is None else _turned(rope, stream.source)
-    programs = batch * -(-tokens // block_tokens) * -(-heads // block_heads)
+    written = tokens if rows is None else rows.values.shape[2]
+    config = PrologueConfig(
+        NORM=0 if norm is None else 1 if norm.kind == "layer" else 2, ACROSS=across,
+        ROUNDS=norm is not None and norm.rounds_first, INTERLEAVED=rope is None or rope.interleaved,
+        TWIN=rope is None or rope.cos.shape[-1] != head_dim,
+        BY_HEAD=rope is not None and rope.cos.dim() == 4 and rope.cos.shape[2] > 1,
+        HEAD_DIM=head_dim, BLOCK_D=width, BLOCK_H=block_heads, BLOCK_S=block_tokens,
+        QMAX=0.0 if rows is None else rows.largest, TINY=TINY,
+    )  # fmt: skip
     launch_graph.launch(
-        prologue_kernel,
-        programs,
-        tuple(part.source for part, _ in parts),
-        tuple(out for _, out in parts),
+        prologue_kernel, batch * -(-written // block_tokens) * -(-heads // block_heads),
+        tuple(part.source for part, _ in parts), outputs or None,
+        None if rows is None else rows.arguments(),
         tuple(
             ChannelValues(*((n.weight, n.bias) if n is not None else (None, None)))
             for n in (part.norm for part, _ in parts)
         ),
-        turned,
-        TokenStrides(*stream.source.stride()[:3]),
-        TokenStrides(*place.stride()[:3]),
-        tokens,
-        heads,
-        1.0 if norm is None else norm.eps,
-        NORM=0 if norm is None else 1 if norm.kind == "layer" else 2,
-        ACROSS=across,
-        ROUNDS=norm is not None and norm.rounds_first,
-        INTERLEAVED=rope is None or rope.interleaved,
-        TWIN=rope is None or rope.cos.shape[-1] != head_dim,
-        BY_HEAD=rope is not None and rope.cos.dim() == 4 and rope.cos.shape[2] > 1,
-        HEAD_DIM=head_dim,
-        BLOCK_D=width,
-        BLOCK_H=block_heads,
-        BLOCK_S=block_tokens,
+        turned, TokenStrides(*stream.source.stride()[:3]),
+        TokenStrides(*outputs[0].stride()[:3]) if outputs else None, tokens, heads,
+        1.0 if norm is None else norm.eps, CONFIG=config,
         num_warps=min(MOST_WARPS, max(1, channels // WARP_CHANNELS)),  # not tuned: bytes decide
-    )
+        enable_fp_fusion=rows is None,  # numbers are rounded as the pre-pass does
+    )  # fmt: skip
 
 
 def heads_at_once(heads: int, width: int) -> int:

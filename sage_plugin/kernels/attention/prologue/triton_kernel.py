@@ -1,5 +1,6 @@
 """The Triton kernel of the prologue: norm and rotary embedding of tokens of Q, and of K with them.
 
+Where attention quantizes Q, its rows are quantized here, and Q is never written in 16 bits.
 A program has a block of tokens and heads. Channels lie in two tensors, the first of each pair and
 the second: halves of a head are loaded apart, neighbors are parted in registers. A table is read
 once for all heads of the block, and for Q and K together.
@@ -7,46 +8,10 @@ once for all heads of the block, and for Q and K together.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-
-class TokenStrides(NamedTuple):
-    """Strides of a tensor whose channels lie one after another."""
-
-    batch: Any
-    token: Any
-    head: Any
-
-
-class TableStrides(NamedTuple):
-    """Strides of cosines or sines; `second` leads from the first channel of a pair to the other."""
-
-    batch: Any
-    token: Any
-    head: Any
-    pair: Any
-    second: Any
-
-
-class TurnedTokens(NamedTuple):
-    """Cosines and sines in a kernel, and which tokens have them."""
-
-    cos: Any
-    sin: Any
-    cos_strides: Any
-    sin_strides: Any
-    begin: Any
-    end: Any
-
-
-class ChannelValues(NamedTuple):
-    """Weight and bias of a norm in a kernel, `None` where there is none."""
-
-    weight: Any
-    bias: Any
+from sage_plugin.kernels.quantize.triton.block_kernels import granule_values
 
 
 @triton.jit
@@ -126,20 +91,80 @@ def _of_pairs(table, strides, at, turned, other, TWIN: tl.constexpr):
 
 
 @triton.jit
+def _store_quantized(
+    to, first, second, b, s, h, tokens, heads, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, QMAX: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
+    """Quantize rows as `quantize_queries` does, each with a scale of its own, and write them.
+
+    Tokens and channels past the true ones become zeros; such channels lie behind both halves.
+    """
+    KIND: tl.constexpr = to.numbers.dtype.element_ty
+    first, second = first * to.multiplier, second * to.multiplier  # (tokens, heads, BLOCK)
+    one, other = tl.abs(first).to(tl.int32, bitcast=True), tl.abs(second).to(tl.int32, bitcast=True)
+    magnitude = tl.max(tl.maximum(one, other), 2)[:, :, None].to(tl.float32, bitcast=True)
+    magnitude = tl.where(s < tokens, magnitude, 0.0)  # (tokens, heads, 1)
+    finite = magnitude < float("inf")
+    amax = tl.maximum(tl.where(finite, magnitude, float("inf")), TINY)
+    kept = finite & (s < tokens)
+    first, second = tl.where(kept, first, 0.0), tl.where(kept, second, 0.0)
+    rows = (s < to.tokens) & (h < heads)
+    strides = to.scale_strides
+    at = b * strides.batch + s.to(tl.int64) * strides.token + h.to(tl.int64) * strides.head
+    tl.store(to.scale + at, amax / QMAX, mask=rows)
+    strides = to.number_strides
+    at = b * strides.batch + s.to(tl.int64) * strides.token + h.to(tl.int64) * strides.head
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * BLOCK)[None, None, :]
+        x = tl.join(first, second).reshape([first.shape[0], first.shape[1], 2 * BLOCK])
+        y = _with_zeros(granule_values(x, amax, KIND, QMAX), d, 2 * HALF, 2 * BLOCK)
+        tl.store(to.numbers + at + d, y, mask=rows)
+    else:
+        d = tl.arange(0, BLOCK)[None, None, :]
+        one = _with_zeros(granule_values(first, amax, KIND, QMAX), d, HALF, BLOCK)
+        other = _with_zeros(granule_values(second, amax, KIND, QMAX), d, HALF, BLOCK)
+        if HALF == BLOCK:
+            first_at, second_at = d, HALF + d
+        else:
+            first_at, second_at = (
+                d + tl.where(d < HALF, 0, HALF),
+                d + tl.where(d < HALF, HALF, BLOCK),
+            )
+        tl.store(to.numbers + at + first_at, one, mask=rows)
+        tl.store(to.numbers + at + second_at, other, mask=rows)
+
+
+@triton.jit
+def _with_zeros(x, d, LIVE: tl.constexpr, ALL: tl.constexpr):
+    """Quantized channels with zeros past the true ones, whatever ptxas makes of zeros in FP8."""
+    if LIVE == ALL:
+        return x
+    return tl.where(d < LIVE, x.to(tl.int8, bitcast=True), 0).to(x.dtype, bitcast=True)
+
+
+@triton.jit
 def prologue_kernel(
-    sources, outputs, values, turned, source_strides, output_strides, tokens, heads, eps,
-    NORM: tl.constexpr, ACROSS: tl.constexpr, ROUNDS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TWIN: tl.constexpr, BY_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    sources, outputs, quantized, values, turned, source_strides, output_strides, tokens, heads, eps,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens and heads of Q, or of Q and K.
 
-    Sources and outputs are `(B, S, H, D)`, one or two of each with the same strides; `turned` is
-    `None` without a rotary embedding, NORM 0 for none, 1 for LayerNorm and 2 for RMSNorm.
+    Sources are `(B, S, H, D)`, one or two with the same strides, and so are outputs. Where
+    `quantized` is given, the first source goes there and the others have outputs; `turned` is
+    `None` without a rotary embedding.
     """
+    INTERLEAVED: tl.constexpr = CONFIG.INTERLEAVED
+    HEAD_DIM: tl.constexpr = CONFIG.HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
-    BLOCK: tl.constexpr = BLOCK_D // 2
-    token_blocks, head_blocks = tl.cdiv(tokens, BLOCK_S), tl.cdiv(heads, BLOCK_H)
+    BLOCK: tl.constexpr = CONFIG.BLOCK_D // 2
+    BLOCK_S: tl.constexpr = CONFIG.BLOCK_S
+    BLOCK_H: tl.constexpr = CONFIG.BLOCK_H
+    KIND: tl.constexpr = sources[0].dtype.element_ty
+    PLAIN: tl.constexpr = 0 if quantized is None else 1  # the first source with an output
+    written = tokens
+    if quantized is not None:
+        written = quantized.tokens
+    token_blocks, head_blocks = tl.cdiv(written, BLOCK_S), tl.cdiv(heads, BLOCK_H)
     pid = tl.program_id(0)
     b = (pid // head_blocks // token_blocks).to(tl.int64)
     s = pid // head_blocks % token_blocks * BLOCK_S + tl.arange(0, BLOCK_S)[:, None, None]
@@ -156,33 +181,40 @@ def prologue_kernel(
     if turned is not None:
         here = (s >= turned.begin) & (s < turned.end)  # (tokens, 1, 1)
         row, head = (s - turned.begin).to(tl.int64), h
-        if BY_HEAD:
+        if CONFIG.BY_HEAD:
             seen = here & live
         else:
             seen, head = here & (d < HALF), 0
         to = turned.cos_strides
         place = b * to.batch + row * to.token + head * to.head + d * to.pair
-        cos, other_cos = _of_pairs(turned.cos, to, place, seen, 1.0, TWIN)
+        cos, other_cos = _of_pairs(turned.cos, to, place, seen, 1.0, CONFIG.TWIN)
         to = turned.sin_strides
         place = b * to.batch + row * to.token + head * to.head + d * to.pair
-        sin, other_sin = _of_pairs(turned.sin, to, place, seen, 0.0, TWIN)
-    if ACROSS:
+        sin, other_sin = _of_pairs(turned.sin, to, place, seen, 0.0, CONFIG.TWIN)
+    if CONFIG.ACROSS:
         channels, there, divisor = h * HEAD_DIM, h < heads, heads * HEAD_DIM
     else:  # of one head
         channels, there = tl.zeros([1, 1, 1], tl.int32), tl.full([1, 1, 1], True, tl.int1)
         divisor = HEAD_DIM
-    at = b * output_strides.batch + s.to(tl.int64) * output_strides.token
-    at += h.to(tl.int64) * output_strides.head
     for i in tl.static_range(len(sources)):
         if i == 1:
             first, second = next_first, next_second
         one, other = first.to(tl.float32), second.to(tl.float32)
-        if NORM > 0:
+        if CONFIG.NORM > 0:
             one, other = _normalized(
-                one, other, values[i], channels, there, live, divisor, eps,
-                NORM == 1, ACROSS, ROUNDS, INTERLEAVED, HALF, BLOCK, outputs[i].dtype.element_ty,
+                one, other, values[i], channels, there, live, divisor, eps, CONFIG.NORM == 1,
+                CONFIG.ACROSS, CONFIG.ROUNDS, INTERLEAVED, HALF, BLOCK, KIND,
             )  # fmt: skip
         if turned is not None:
             turned_one, turned_other = one * cos - other * sin, other * other_cos + one * other_sin
             one, other = tl.where(here, turned_one, one), tl.where(here, turned_other, other)
-        _store_pairs(outputs[i] + at, one, other, rows, INTERLEAVED, HALF, BLOCK)
+        if i < PLAIN:  # rounded as the other's output is
+            one, other = one.to(KIND).to(tl.float32), other.to(KIND).to(tl.float32)
+            _store_quantized(
+                quantized, one, other, b, s, h, tokens, heads, INTERLEAVED, HALF, BLOCK,
+                CONFIG.QMAX, CONFIG.TINY,
+            )  # fmt: skip
+        else:
+            at = b * output_strides.batch + s.to(tl.int64) * output_strides.token
+            at += h.to(tl.int64) * output_strides.head
+            _store_pairs(outputs[i - PLAIN] + at, one, other, rows, INTERLEAVED, HALF, BLOCK)

@@ -83,7 +83,7 @@ FP8_RECIPES: dict[str, Axes] = {
 }
 
 
-def common_regions(*, smooth_v: bool) -> tuple[Region, ...]:
+def common_regions(*, smooth_v: bool) -> tuple[Region[LaunchConfig], ...]:
     """Regions of every architecture that has no region of its own for a kernel."""
 
     def at(*tile: int) -> LaunchConfig:

@@ -10,22 +10,19 @@ STRIDE_BYTES = 16
 """Rows of the operands begin at multiples of it."""
 
 
-class GroupedTorchProducts:
-    """Multiplies by torch's own grouped products."""
-
-    def multiply(self, operands: GroupedOperands, out_dtype: torch.dtype) -> torch.Tensor:
-        """Multiply rows with the weight of their group, `(T, N)`."""
-        x, x_scale, weights, w_scale, group_sizes, bias = operands
-        ends = ends_of(group_sizes, x.shape[0])
-        columns = weights.transpose(1, 2)
-        if x_scale is None or w_scale is None:
-            out = torch._grouped_mm(x, columns, offs=ends)
-        else:
-            out = torch._scaled_grouped_mm(
-                x, columns, x_scale.flatten(), w_scale, offs=ends, out_dtype=torch.bfloat16,
-                use_fast_accum=True,
-            )  # fmt: skip
-        return finished_groups(out, ends, bias).to(out_dtype)
+def multiply_groups_torch(operands: GroupedOperands, out_dtype: torch.dtype) -> torch.Tensor:
+    """Multiply rows with the weight of their group by torch's own products, `(T, N)`."""
+    x, x_scale, weights, w_scale, group_sizes, bias = operands
+    ends = ends_of(group_sizes, x.shape[0])
+    columns = weights.transpose(1, 2)
+    if x_scale is None or w_scale is None:
+        out = torch._grouped_mm(x, columns, offs=ends)
+    else:
+        out = torch._scaled_grouped_mm(
+            x, columns, x_scale.flatten(), w_scale, offs=ends, out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )  # fmt: skip
+    return finished_groups(out, ends, bias).to(out_dtype)
 
 
 def finished_groups(

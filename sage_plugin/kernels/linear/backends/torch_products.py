@@ -8,6 +8,21 @@ from sage_plugin.kernels.linear.product import finished
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
 
+
+def _has_row_scales() -> bool:
+    """Whether torch's FP8 product on a CPU takes a scale for each row, as that of 2.11 does not."""
+    x = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
+    scale = torch.ones(16, 1, device="cpu")
+    try:
+        torch._scaled_mm(x, x.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
+ROW_SCALES_ON_CPU = _has_row_scales()
+"""Asked once and at the import, so that compilers see a constant."""
+
 FEWEST_INT8_ROWS = 17
 """What `_int_mm` asks for on a GPU."""
 

@@ -45,20 +45,27 @@ def _without_padding(x, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _store_granule(
-    to, x, amax, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QMAX: tl.constexpr,
-    QK8: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Quantise and store finite values that are at most `amax`, which may be infinite.
+def granule_values(x, amax, KIND: tl.constexpr, QMAX: tl.constexpr):
+    """Finite values that are at most `amax`, which may be infinite, as INT8 or FP8 numbers.
 
     The last byte of an fp32 number just over 1.5 * 2^23 is what was added, rounded, in INT8. What
     passes the limit of FP8 by an error of the product rounds to the limit.
     """
     y = x * (QMAX / amax)
-    if QK8:
-        y = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    else:
-        y = _without_padding(y.to(to.dtype.element_ty), HEAD_DIM, BLOCK_D)
+    if KIND.is_int():
+        return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    return y.to(KIND)
+
+
+@triton.jit
+def _store_granule(
+    to, x, amax, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QMAX: tl.constexpr,
+    QK8: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Quantise and store finite values that are at most `amax`, which may be infinite."""
+    y = granule_values(x, amax, to.dtype.element_ty, QMAX)
+    if not QK8:
+        y = _without_padding(y, HEAD_DIM, BLOCK_D)
     if MASKED:
         tl.store(to, y, mask=mask)
     else:

@@ -10,13 +10,14 @@ offsets.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from sage_plugin.kernels import launch_graph
 from sage_plugin.kernels.contract import AttentionParams, OutputForm, bhsd
 from sage_plugin.kernels.primitives import SequenceEnds, Strides
-from sage_plugin.kernels.quantize.operands import QuantizedOperands, Sizes
+from sage_plugin.kernels.quantize.operands import QuantizedOperands, Sizes, needs_shift
 from sage_plugin.kernels.quantize.recipe import FP16_FLOOR, FP16_HEADROOM, LOG2E, TINY, Recipe
 from sage_plugin.kernels.quantize.schedule import plan_of
 from sage_plugin.kernels.quantize.triton.key_mask import KeyMask
@@ -60,8 +61,12 @@ def quantize(
     problem: AttentionParams,
     launch: LaunchConfig,
     recipe: Recipe,
+    prologue: Callable[[QuantizedOperands], torch.Tensor] | None = None,
 ) -> QuantizedOperands:
-    """Quantise Q, K and V by the blocks of `launch`; inputs are read in place, never written."""
+    """Quantise Q, K and V by the blocks of `launch`; inputs are read in place, never written.
+
+    With a `prologue`, which fills the operands of Q and returns K, those given tell shapes alone.
+    """
     q4, k4, v4 = (bhsd(t, problem.layout) for t in (q, k, v))
     sizes = Sizes.of(q4, k4, problem, launch)
     heads_q, heads_k, head_dim = q4.shape[1], k4.shape[1], q4.shape[3]
@@ -88,7 +93,7 @@ def quantize(
         v_residual=new(torch.int32, heads, width),
         v_unit=v_unit,
         v_drifts=new(torch.int32, heads),
-        shift=new(torch.float32, *q_scale.shape) if _needs_shift(problem, launch) else None,
+        shift=new(torch.float32, *q_scale.shape) if needs_shift(problem, launch) else None,
         form=OutputForm.of(q, problem.layout),
         heads_q=heads_q,
         heads_k=heads_k,
@@ -101,14 +106,11 @@ def quantize(
         recipe=recipe,
         launch_config=launch,
     )
-    _launch(q4, k4, v4, operands, k_mean)
+    if prologue is None:
+        _launch(q4, k4, v4, operands, k_mean)
+    else:
+        _launch(None, bhsd(prologue(operands), problem.layout), v4, operands, k_mean)
     return operands
-
-
-def _needs_shift(problem: AttentionParams, launch: LaunchConfig) -> bool:
-    """Whether something of a call needs scores with what smoothing K took from them."""
-    capped = problem.softcap > 0.0 or problem.sinks is not None
-    return launch.smooth_k and (problem.lse or capped)
 
 
 def _turns(launch: LaunchConfig) -> int:
@@ -121,19 +123,19 @@ def _is_wide(*inputs: torch.Tensor) -> bool:
 
 
 def _launch(
-    q: torch.Tensor,
+    q: torch.Tensor | None,
     k: torch.Tensor,
     v: torch.Tensor,
     operands: QuantizedOperands,
     k_mean: torch.Tensor,
 ) -> None:
-    """Fill the operands, after one small launch that zeroes the counters."""
+    """Fill the operands, those of Q if it is given, after a small launch that zeroes counters."""
     ops, launch, recipe = operands, operands.launch_config, operands.recipe
     problem, packed = ops.problem, ops.problem.packed
     slots, width = k_mean.shape
     ratio = ops.heads_q // ops.heads_k
     plan = plan_of(
-        slots, ratio, ops.seq_q, ops.seq_k, width,
+        slots, ratio, 0 if q is None else ops.seq_q, ops.seq_k, width,
         (launch.block_m, launch.block_n, launch.q_granule), ops.shift is not None,
     )  # fmt: skip
     count = slots * (plan.parts + plan.groups) * (4 * width + 16)
@@ -141,13 +143,13 @@ def _launch(
     place = ops.v8.view(torch.uint8).flatten()[: 4 * count]
     fits = len(plan.launches) > 1 and place.numel() == 4 * count
     records = (
-        place.view(torch.float32) if fits else launch_graph.empty(q.device, torch.float32, count)
+        place.view(torch.float32) if fits else launch_graph.empty(v.device, torch.float32, count)
     )
-    counters = launch_graph.zeros(q.device, torch.int32, slots, COUNTERS.value + plan.groups)
+    counters = launch_graph.zeros(v.device, torch.int32, slots, COUNTERS.value + plan.groups)
     key_mask = KeyMask.of(ops)
     pv8 = recipe.pv == "fp8"
     amd = torch.version.hip is not None
-    limited = not (amd or launch.hadamard or _is_wide(q, k, v))
+    limited = not (amd or launch.hadamard or _is_wide(k, v, *(() if q is None else (q,))))
     outputs = PrepassOutputs(
         ops.q8, ops.k8, ops.v8, ops.q_scale, ops.shift, ops.k_scale, ops.k_scale_finite,
         ops.key_term,
@@ -159,7 +161,7 @@ def _launch(
         packed.cu_seqlens_q if packed else None, packed.cu_seqlens_k if packed else None
     )
     strides = PrepassStrides(
-        Strides(*q.stride()), Strides(*k.stride()), Strides(*v.stride()),
+        Strides(*(k if q is None else q).stride()), Strides(*k.stride()), Strides(*v.stride()),
         KeyMaskStrides(*key_mask.strides),
     )  # fmt: skip
     tensors = PrepassTensors(q, k, v, outputs, statistics, key_mask.values, ends)
@@ -175,7 +177,7 @@ def _launch(
             FLOOR=FP16_FLOOR, K_MEAN=launch.smooth_k, V_MEAN=launch.smooth_v,
             MASKED=key_mask.values is not None, LEFT=problem.left >= 0, TURNS=_turns(launch),
             GRANULE=launch.q_granule, PACKED=packed is not None, SHIFT=ops.shift is not None,
-            PHASE=phase,
+            QUERIES=q is not None, PHASE=phase,
         )  # fmt: skip
         launch_graph.launch(
             prepass_kernel, programs,

@@ -25,6 +25,7 @@ class PrepassConfig:
         TURNS: passes of the rotation.
         GRANULE: rows that share a scale.
         SHIFT: whether q . mean(K) is stored.
+        QUERIES: whether queries are quantized too.
         PHASE: 0 for all in one launch; 1 and 2 for the first and the second of two.
     """
 
@@ -52,6 +53,7 @@ class PrepassConfig:
     GRANULE: int
     PACKED: bool
     SHIFT: bool
+    QUERIES: bool
     PHASE: int
 
 

@@ -254,7 +254,7 @@ def prepass_kernel(
             tensors.k, tensors.v, outputs, statistics, key_mask, cu_seqlens, strides, slot,
             index - ahead, sizes, k_rows, groups, CONFIG, True,
         )  # fmt: skip
-    else:
+    elif CONFIG.QUERIES:
         if (PHASE == 0) & (index >= ahead):
             index -= 2 * k_blocks
         _quantize_q(

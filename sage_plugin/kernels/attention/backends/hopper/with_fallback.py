@@ -12,6 +12,7 @@ import torch
 
 from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
 from sage_plugin.kernels.attention.launch_space import default_config
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams
 from sage_plugin.kernels.fallback import FallbackReason
@@ -56,9 +57,29 @@ class HopperOrPortable(QuantizedPortable):
         A caller that knows the shape of a call alone, such as a tuner, may ask for the Hopper
         variant of one that has a window, a cap, sinks, packed sequences or a mask of rows.
         """
-        if not _takes(problem):
-            launch = _portable_config(self.kernel, launch, q.shape[-1])
+        launch = self._config_of(problem, launch, q)
         return super().prepare(q, k, v, problem=problem, launch=launch)
+
+    def prepare_unmade(
+        self,
+        pair: QkPair,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        problem: AttentionParams,
+        launch: LaunchConfig,
+    ) -> QuantizedOperands:
+        """As the portable variant does; likewise."""
+        launch = self._config_of(problem, launch, q)
+        return super().prepare_unmade(pair, q, k, v, problem=problem, launch=launch)
+
+    def _config_of(
+        self, problem: AttentionParams, launch: LaunchConfig, q: torch.Tensor
+    ) -> LaunchConfig:
+        if _takes(problem):
+            return launch
+        return _portable_config(self.kernel, launch, q.shape[-1])
 
     def launch(
         self,

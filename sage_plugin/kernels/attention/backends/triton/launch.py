@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from sage_plugin.kernels.attention.backends.triton.quantized_kernel import (
     QuantizedTensors,
     quantized_attention_kernel,
 )
+from sage_plugin.kernels.attention.prologue.launch import QueryRows, quantized_pair
+from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.contract import (
     AttentionParams,
     OutputForm,
@@ -63,6 +66,23 @@ class QuantizedPortable:
     ) -> QuantizedOperands:
         """Quantise on the current stream, in one Triton launch or two and one for counters."""
         return quantize(q, k, v, problem=problem, launch=launch, recipe=self.recipe)
+
+    def prepare_unmade(
+        self,
+        pair: QkPair,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        problem: AttentionParams,
+        launch: LaunchConfig,
+    ) -> QuantizedOperands:
+        """Quantise Q as its norm and embedding are computed, and K that is made beside it.
+
+        Q and K are `Unmade`, and `one_pass_reason` has nothing against it.
+        """
+        first = functools.partial(_prepared, pair)
+        return quantize(q, k, v, problem=problem, launch=launch, recipe=self.recipe, prologue=first)
 
     def launch(
         self,
@@ -106,6 +126,17 @@ class QuantizedPortable:
             **compiler_options(config),
         )  # fmt: skip
         return out, lse
+
+
+def _prepared(pair: QkPair, ops: QuantizedOperands) -> torch.Tensor:
+    """Fill the operands of Q and return K, in the call's layout."""
+    heads_first = (ops.sequences, ops.heads_q, ops.q8.shape[1])
+    rows = QueryRows(
+        ops.q8.view(*heads_first, ops.q8.shape[2]), ops.q_scale.view(heads_first),
+        ops.problem.scale, ops.recipe.qk_max,
+    )  # fmt: skip
+    k = quantized_pair(pair, rows)
+    return k.transpose(1, 2) if ops.problem.layout == "bhsd" else k
 
 
 class PlainPortable(ReadsInPlace):

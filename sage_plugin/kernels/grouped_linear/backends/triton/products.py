@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from sage_plugin import device
 from sage_plugin.kernels import launch_graph
 from sage_plugin.kernels.grouped_linear.backends.triton.grouped_kernel import (
     GroupedTensors,
@@ -19,6 +17,7 @@ from sage_plugin.kernels.grouped_linear.backends.triton.schedule_kernel import (
 )
 from sage_plugin.kernels.grouped_linear.operands import GroupedOperands
 from sage_plugin.kernels.launch_config import Memo, compiler_options
+from sage_plugin.kernels.linear.backends.triton.products import products_of
 from sage_plugin.kernels.repeats import Repeats, repeats_of
 from sage_plugin.schema import LinearLaunch
 
@@ -45,36 +44,6 @@ class ScheduleConfig:
     BLOCK_M: int
     ZERO_ROWS: int
     ZERO_WIDTH: int
-
-
-@dataclass(frozen=True)
-class GroupedConfig:
-    """What the product is compiled for.
-
-    Attributes:
-        BLOCK_M: rows of a tile; BLOCK_N columns; BLOCK_K channels of a step.
-        GROUP_M: blocks of rows that go through the columns together.
-        TMA: whether tiles are loaded through descriptors.
-        FLATTEN: whether the loops over tiles and channels are one pipeline.
-        EVEN_K: whether K is whole steps.
-        INT8: whether sums are integers.
-        SCALED: whether rows and weights have scales.
-        BIAS: whether there is a bias.
-        PER_TENSOR, ASYMMETRIC: what linears may have beside.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_K: int
-    GROUP_M: int
-    TMA: bool
-    FLATTEN: bool
-    EVEN_K: bool
-    INT8: bool
-    SCALED: bool
-    BIAS: bool
-    PER_TENSOR: bool = False
-    ASYMMETRIC: bool = False
 
 
 _repeats: Memo[Repeats] = Memo(4096)
@@ -124,26 +93,10 @@ def _multiply(
     table = launch_graph.empty(x.device, torch.int32, 1 + FIELDS * capacity)
     _schedule(group_sizes, table, out, capacity, launch)
     tiles = capacity * -(-columns // launch.block_n)
-    programs = tiles
-    if launch.programs:
-        facts = device.facts_of(x.device.type, x.device.index)
-        programs = min(tiles, launch.programs * facts.sm_count)
-    tma = launch.loads == "descriptor"
-    config = GroupedConfig(
-        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
-        GROUP_M=launch.group_m, TMA=tma, FLATTEN=tma and programs < tiles,
-        EVEN_K=channels % launch.block_k == 0, INT8=x.dtype == torch.int8,
-        SCALED=x_scale is not None, BIAS=bias is not None,
+    config, programs, *given = products_of(
+        x, weights, tiles, launch, SCALED=x_scale is not None,
+        BIAS=bias is not None,
     )  # fmt: skip
-    given: tuple[Any, Any] = (x, weights)
-    if tma:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        step = launch.block_k
-        given = (
-            TensorDescriptor.from_tensor(x, [launch.block_m, step]),
-            TensorDescriptor.from_tensor(weights.view(-1, channels), [launch.block_n, step]),
-        )
     launch_graph.launch(
         grouped_product_kernel, programs, *given,
         GroupedTensors(out, x_scale, w_scale, bias, table), rows, columns, channels, capacity,

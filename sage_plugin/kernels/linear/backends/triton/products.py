@@ -1,7 +1,8 @@
-"""Launch code of products of quantized rows: one launch with its epilogue."""
+"""Launch code of products of quantized rows, and torch's products where it cannot be built."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,15 +10,20 @@ import torch
 
 from sage_plugin import device
 from sage_plugin.kernels import launch_graph
+from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.launch_config import Memo, compiler_options
+from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
 from sage_plugin.kernels.linear.backends.triton.product_kernel import (
     ProductTensors,
     scaled_product_kernel,
 )
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.linear.weight import QuantizedWeight
+from sage_plugin.kernels.notice import warn_once
 from sage_plugin.kernels.repeats import Repeats, repeats_of
 from sage_plugin.schema import LinearLaunch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,9 @@ class ProductConfig:
         EVEN_K: whether K is whole steps.
         INT8: whether sums are integers.
         SCALED: whether rows and weight have scales.
+        BIAS: whether there is a bias.
         PER_TENSOR: whether rows and weight have one scale each.
         ASYMMETRIC: whether rows and weight have offsets.
-        BIAS: whether there is a bias.
     """
 
     BLOCK_M: int
@@ -46,9 +52,72 @@ class ProductConfig:
     EVEN_K: bool
     INT8: bool
     SCALED: bool
-    PER_TENSOR: bool
-    ASYMMETRIC: bool
     BIAS: bool
+    PER_TENSOR: bool = False
+    ASYMMETRIC: bool = False
+
+
+def products_of(
+    x: torch.Tensor, weight: torch.Tensor, tiles: int, launch: LinearLaunch, **more: bool
+) -> tuple[ProductConfig, int, Any, Any]:
+    """Return what a product is compiled for, its programs, and its operands as it loads them.
+
+    Args:
+        x: `(M, K)` contiguous.
+        weight: `(N, K)` contiguous, or `(E, N, K)` of groups.
+        tiles: tiles of the output.
+        launch: the launch config.
+        more: the fields of the config that are not the launch's.
+    """
+    programs = tiles
+    if launch.programs:
+        facts = device.facts_of(x.device.type, x.device.index)
+        programs = min(tiles, launch.programs * facts.sm_count)
+    tma = launch.loads == "descriptor"
+    config = ProductConfig(
+        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
+        GROUP_M=launch.group_m, TMA=tma, FLATTEN=tma and programs < tiles,
+        EVEN_K=x.shape[1] % launch.block_k == 0, INT8=x.dtype == torch.int8, **more,
+    )  # fmt: skip
+    if not tma:
+        return config, programs, x, weight
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows = TensorDescriptor.from_tensor(x, [launch.block_m, launch.block_k])
+    weight = weight.view(-1, weight.shape[-1])
+    columns = TensorDescriptor.from_tensor(weight, [launch.block_n, launch.block_k])
+    return config, programs, rows, columns
+
+
+class TritonProducts:
+    """Multiplies by our own kernel, with one launch config.
+
+    Attributes:
+        launch: the launch config.
+        by_torch: whether the kernel could not be built, and torch multiplies.
+    """
+
+    def __init__(self, launch: LinearLaunch) -> None:
+        self.launch, self.by_torch = launch, False
+
+    def multiply(
+        self,
+        rows: QuantizedRows,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Multiply quantized rows with a weight, `(M, N)`."""
+        if not self.by_torch:
+            try:
+                return multiply_triton(rows, weight, bias, out_dtype, self.launch)
+            except Exception as error:  # of the compiler; others are raised again
+                reason = build_failure(error)
+                if reason is None:
+                    raise
+                self.by_torch = True
+                warn_once(logger, "products by torch", "torch multiplies linears: %s", reason)
+        return TorchProducts().multiply(rows, weight, bias, out_dtype)
 
 
 _repeats: Memo[Repeats] = Memo(4096)
@@ -103,25 +172,10 @@ def _multiply(
     columns = w.shape[0]
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     tiles = -(-rows // launch.block_m) * -(-columns // launch.block_n)
-    programs = tiles
-    if launch.programs:
-        facts = device.facts_of(x.device.type, x.device.index)
-        programs = min(tiles, launch.programs * facts.sm_count)
-    tma = launch.loads == "descriptor"
-    config = ProductConfig(
-        BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, BLOCK_K=launch.block_k,
-        GROUP_M=launch.group_m, TMA=tma, FLATTEN=tma and programs < tiles,
-        EVEN_K=channels % launch.block_k == 0, INT8=x.dtype == torch.int8, SCALED=True,
-        PER_TENSOR=x_scale.dim() == 0, ASYMMETRIC=x_offset is not None, BIAS=bias is not None,
+    config, programs, *given = products_of(
+        x, w, tiles, launch, SCALED=True, BIAS=bias is not None, PER_TENSOR=x_scale.dim() == 0,
+        ASYMMETRIC=x_offset is not None,
     )  # fmt: skip
-    given: tuple[Any, Any] = (x, w)
-    if tma:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        given = (
-            TensorDescriptor.from_tensor(x, [launch.block_m, launch.block_k]),
-            TensorDescriptor.from_tensor(w, [launch.block_n, launch.block_k]),
-        )
     epilogue = ProductTensors(out, x_scale, x_offset, x_sums, w_scale, w_offset, w_sums, bias)
     launch_graph.launch(
         scaled_product_kernel, programs, *given, epilogue, rows, columns, channels, programs,

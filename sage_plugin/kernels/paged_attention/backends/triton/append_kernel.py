@@ -58,6 +58,16 @@ class AppendedStrides(NamedTuple):
 
 
 @triton.jit
+def _rounded(wide, cache, CONFIG: tl.constexpr):
+    """Numbers of an 8-bit cache, as it holds them."""
+    if CONFIG.ROUND:
+        # the sum rounds to an integer, halves to the even one
+        wide = (wide + 12582912.0) - 12582912.0
+    wide = tl.minimum(tl.maximum(wide, -CONFIG.LIMIT), CONFIG.LIMIT)
+    return wide.to(cache.dtype.element_ty)
+
+
+@triton.jit
 def _append(x, strides, number, h, token, slot, old, fresh, CONFIG: tl.constexpr):
     """Write the new tokens of one page: `(BLOCK_P, BLOCK_D)` of keys or of values."""
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
@@ -75,18 +85,21 @@ def _append(x, strides, number, h, token, slot, old, fresh, CONFIG: tl.constexpr
         wide = tile.to(tl.float32)
         unit = tl.max(tl.max(tl.abs(wide), 1), 0) / CONFIG.LIMIT
         scale = x.scale + number * strides.scale.page + h * strides.scale.head
-        before = tl.load(scale)
         kept = tl.max(old.to(tl.int32), 0) > 0
-        unit = tl.maximum(unit, tl.where(kept, before, 0.0))
-        held = tl.load(to, mask=old[:, None] & inside, other=0.0).to(tl.float32) * before
-        wide = tl.where(fresh[:, None], wide, held) / tl.where(unit > 0.0, unit, 1.0)
-        if CONFIG.ROUND:
-            # the sum rounds to an integer, halves to the even one
-            wide = (wide + 12582912.0) - 12582912.0
-        wide = tl.minimum(tl.maximum(wide, -CONFIG.LIMIT), CONFIG.LIMIT)
-        last = tl.where(unit > before, 1, 0) * old.to(tl.int32)
-        written = (fresh | (last > 0))[:, None] & inside
-        tl.store(to, wide.to(cache.dtype.element_ty), mask=written)
+        before = tl.where(kept, tl.load(scale), 0.0)
+        if not CONFIG.ROUND:
+            # by a power of two, by which FP8 numbers are divided without loss: the next one
+            growth = unit / tl.where(before > 0.0, before, unit)
+            bits = (growth.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+            grown = before * bits.to(tl.float32, bitcast=True)
+            unit = tl.where((growth > 1.0) & (growth < 1.2676506002282294e30), grown, unit)
+        odd = tl.sum(tl.sum((~(tl.abs(wide) < float("inf"))).to(tl.int32), 1), 0)
+        unit = tl.where((odd > 0) | (before != before), float("nan"), tl.maximum(unit, before))
+        divisor = tl.where(unit > 0.0, unit, 1.0)
+        tl.store(to, _rounded(wide / divisor, cache, CONFIG), mask=fresh[:, None] & inside)
+        if kept & (unit > before):
+            held = tl.load(to, mask=old[:, None] & inside, other=0.0).to(tl.float32) * before
+            tl.store(to, _rounded(held / divisor, cache, CONFIG), mask=old[:, None] & inside)
         tl.store(scale, unit)
 
 
