@@ -198,7 +198,7 @@ MUTANTS = (
     ),
     Mutant(
         "a causal rectangle is aligned as kernels do",
-        "plugin/route.py",
+        "plugin/obstacle.py",
         "return CAUSAL if call.is_causal and not _surely(q.shape[seq] == k.shape[seq]) else None",
         "return None",
         ("tests/plugin/test_route.py",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,9 @@ from sage_plugin.tune.configs.forecast import forecast
 from sage_plugin.tune.configs.inputs import from_drawn
 from sage_plugin.tune.configs.plan import TuningRequest, build
 from sage_plugin.tune.configs.session import tune
+from sage_plugin.tune.configs.space_file import SpaceFile
 from sage_plugin.tune.run import run_folder
+from sage_plugin.tune.run import study as study_module
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.search.search import SearchLimits
 from tests.registry import samples
@@ -179,6 +182,15 @@ def test_a_method_is_part_of_the_study_and_one_that_the_device_has(machine):
     assert plain.studies[0].id != graph.studies[0].id
     with pytest.raises(UsageError, match="timing method 'graph' on cpu"):
         build(request(device="cpu", method="graph"))
+
+
+def test_a_large_space_is_timed_in_more_rounds(machine, monkeypatch):
+    monkeypatch.setattr(study_module, "LARGE_SPACE", 100)
+    few = SpaceFile(Path("few.json"), (("block_n", (64, 128)),))
+    for space, rounds in ((None, 5), (few, 3)):
+        (study, *_) = build(request(device="cuda:0", space=space)).studies
+        assert study.timer.screen_rounds == rounds
+        assert (len(study.space) > 100) == (rounds == 5)
 
 
 def test_a_forecast_counts_what_is_tried_and_who_compiles(machine):

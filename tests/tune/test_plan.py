@@ -89,7 +89,7 @@ def test_masked_calls_have_studies_of_their_own_and_are_named_by_their_mask(tmp_
     assert kinds == {"none": 1, "key_bias": 2, "dense": 1}
     assert len({study.id for study in plan.studies}) == 3
     wide = dataclasses.replace(WIDE, mask_kind="dense")
-    with pytest.raises(CaptureError, match="264 bf16 bshd dense: goes to the host's attention"):
+    with pytest.raises(CaptureError, match="264, 96 tokens, bf16 bshd dense: goes to the host's"):
         build(request(wide))
 
 

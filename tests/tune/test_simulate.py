@@ -34,6 +34,16 @@ def test_the_best_is_found_for_a_tenth_of_the_launches(recorded):
         assert found.tried < found.configs / 2
 
 
+def test_noise_leads_the_search_of_a_large_space_astray_no_further(tmp_path):
+    name = "fav3_sage:hopper sm_90"
+    (study,) = simulate.read(landscapes.write(tmp_path / "run", name, seed=0, noise=0.01))
+    found = simulate.simulate(study, simulate.request_of(), repeats=12)
+    assert found.configs > 3000
+    assert found.regret <= 0.005
+    assert found.launches <= 0.01 * found.exhaustive
+    assert found.false_wins == 0
+
+
 def test_configs_that_are_alike_have_hardly_ever_a_winner(recorded):
     assert simulate.simulate(recorded[0], simulate.request_of(), repeats=25).false_wins < 0.02
 

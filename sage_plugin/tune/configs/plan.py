@@ -174,7 +174,7 @@ def _study(
         timed=group.timed,
         space=space,
         gate=family.gate_for(key.kernel),
-        timer=_timer(request, device, facts),
+        timer=_timer(request, device, facts).of_space(len(space)),
         device=device,
         facts=facts,
         toolchain=devices.toolchain(),

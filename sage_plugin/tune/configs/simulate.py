@@ -276,9 +276,8 @@ def _recorded(
 ) -> RecordedStudy:
     shape = family(key.family).shape_of(key)
     inputs = ReplayInputs(shape)
-    study = Study(
-        key, (inputs,), inputs, tuple(trials), gate, Timer("simulated"), "cpu", facts, toolchain
-    )
+    timer = Timer("simulated").of_space(len(trials))
+    study = Study(key, (inputs,), inputs, tuple(trials), gate, timer, "cpu", facts, toolchain)
     sigmas = [_noise(t.time) for t in trials.values() if t.time is not None and t.time.n > 1]
     return RecordedStudy(study, trials, statistics.median(sigmas))
 

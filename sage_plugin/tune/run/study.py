@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from sage_plugin.schema import (
     JsonRecord,
     Toolchain,
 )
+
+LARGE_SPACE, LARGE_SCREEN_ROUNDS = 1000, 5
+"""Configs of a space that counts as large, and the rounds of its screen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,14 @@ class Timer(JsonRecord):
     screen_s: float = 2.0
     race_rounds: int = 40
     race_s: float = 30.0
+
+    def of_space(self, configs: int) -> Timer:
+        """Return the timer for a space of so many configs.
+
+        Of a large one a small part is tried, the neighbors of the best: noise leads it astray.
+        """
+        more = LARGE_SCREEN_ROUNDS if configs > LARGE_SPACE else 0
+        return dataclasses.replace(self, screen_rounds=max(self.screen_rounds, more))
 
 
 @dataclass(frozen=True, slots=True)
