@@ -308,12 +308,29 @@ def test_the_third_call_of_a_form_is_replayed_with_its_own_tensors(name, runs):
     assert torch.equal(alone, found[0])
 
 
+@pytest.mark.usefixtures("interpreted", "nan_scratch")
+def test_what_q_and_k_share_is_replayed_with_them(runs):
+    row = ROWS["wan"]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        rope = row.rope()
+        q, k = (row.streams(torch.bfloat16, rope) for _ in range(2))
+        k = [replace(stream, norm=q[0].norm) for stream in k]
+        alike = launch.joined_pair(q, q)
+        assert torch.equal(*alike)
+        _, made = launch.joined_pair(q, k)
+        expected = emulation.joined(k).double()
+        assert error(made, expected) <= 0.3 * LIMITS[torch.bfloat16]
+    assert len(runs) == 2 * 2
+
+
 @pytest.mark.usefixtures("interpreted")
 def test_what_makes_another_build_or_cannot_be_told_apart_is_not_replayed(runs):
     row = ROWS["wan"]
     q, k = (row.streams(torch.bfloat16, row.rope()) for _ in range(2))
+    shorter = [replace(q[0], source=q[0].source[:, :-1])]
     for _ in range(3):
-        launch.joined_pair(q, q)  # one address twice
+        launch.joined_pair(q, shorter)  # one address, two sizes
     shifted = torch.zeros(q[0].source.numel() + 1, dtype=torch.bfloat16)[1:].as_strided(
         q[0].source.shape, q[0].source.stride()
     )

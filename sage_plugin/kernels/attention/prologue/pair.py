@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,27 +26,30 @@ class QkPair:
 
     q: tuple[QkStream, ...]
     k: tuple[QkStream, ...]
+    _inputs: tuple[torch.Tensor, ...] = field(init=False, default=(), repr=False)
     _form: tuple[object, ...] = field(init=False, default=(), repr=False)
 
-    def inputs(self) -> list[torch.Tensor]:
-        """All tensors that launches read, tables that Q and K share once."""
-        found = [x for stream in self.q for x in stream.tensors()]
-        for stream, shares in itertools.zip_longest(self.k, self._shared()):
-            of_stream = [*stream.tensors()]
-            found += of_stream[:-2] if shares else of_stream
-        return found
-
-    def _shared(self) -> tuple[bool, ...]:
-        """Which streams of K have tables, and they are those of Q's."""
-        pairs = zip(self.q, self.k, strict=False)
-        return tuple(b.rope is not None and same_rope(a.rope, b.rope) for a, b in pairs)
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """All tensors that launches read, each once: tables or a norm may be of Q and K alike."""
+        self.form()
+        return self._inputs
 
     def form(self) -> tuple[object, ...]:
         """All of it but numbers and addresses, of which the alignment: one form runs one build."""
         if not self._form:
-            residues = tuple(x.data_ptr() % ALIGNMENT for x in self.inputs())
-            forms = tuple(x.form() for x in (*self.q, *self.k))
-            object.__setattr__(self, "_form", (len(self.q), forms, self._shared(), residues))
+            streams = (*self.q, *self.k)
+            first: dict[tuple[int, int], int] = {}
+            found: list[torch.Tensor] = []
+            places = []
+            for x in (x for stream in streams for x in stream.tensors()):
+                place = first.setdefault((x.data_ptr(), x.nbytes), len(found))
+                if place == len(found):
+                    found.append(x)
+                places.append(place)
+            residues = tuple(x.data_ptr() % ALIGNMENT for x in found)
+            form = (len(self.q), tuple(x.form() for x in streams), tuple(places), residues)
+            object.__setattr__(self, "_inputs", tuple(found))
+            object.__setattr__(self, "_form", form)
         return self._form
 
     def unmade(self, layout: str) -> tuple[Unmade, Unmade]:
