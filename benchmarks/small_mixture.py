@@ -110,9 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     train(mixture, letters[:cut], args.steps)
     found["perplexity"] = {"fp32": perplexity(mixture, letters[cut:])}
     found["shares"] = shares(mixture, letters[cut:])
+    found["calls"] = {}
     for kernel in KERNELS:
-        with sage_plugin.patched(mixture, kernel="sdpa", linears=kernel, include="*experts"):
+        options = {"kernel": "sdpa", "linears": kernel, "include": "*experts"}
+        with sage_plugin.patched(mixture, **options) as handle:
             found["perplexity"][kernel] = perplexity(mixture, letters[cut:])
+            rows = handle.report().linears
+        found["calls"][kernel] = {row.layer: sum(row.calls.values()) for row in rows}
     args.output.write_text(json.dumps(found, indent=1) + "\n")
     print(found)
     return 0
