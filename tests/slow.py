@@ -83,17 +83,32 @@ INTERPRETED = "-interpreter]"
 
 SWEPT = (
     # Whole runs and builds of which `make test` has another one.
+    "tests/benchmarks/test_step_times.py::test_report_77",
     "tests/benchmarks/test_parallel_programs.py::test_two_processes",
+    "tests/cli/test_demo.py::test_a_policy_takes",
     "tests/cli/test_policy_prove.py::test_the_whole_path",
     "tests/cli/test_policy_sensitivity.py::test_it_is_measured",
+    "tests/cli/test_tune_options.py::test_a_real_signal_ends_the_children_and_names_the_command_that_goes_on[2]",
+    "tests/docs/test_families.py::test_a_row_made_again_is_the_row_of_the_page[diffusers-lumina2",
+    "tests/docs/test_families.py::test_a_row_made_again_is_the_row_of_the_page[transformers-t5",
     "tests/demo/test_pipeline.py::test_generated_digits_can_be_read",
-    "tests/families/test_ahead_of_time.py::test_both_launches_of_a_linear",
+    "tests/families/test_ahead_of_time.py::test_both_launches",
     "tests/kernels/linear/test_aot.py::test_no_fp8",
     "tests/kernels/test_aot.py::test_no_fp8",
+    "tests/kernels/test_aot.py::test_they_compile_without_queries",
     "tests/kernels/test_aot_hopper.py::test_a_block_that_overlaps_the_next_builds",
     "tests/kernels/test_aot_hopper.py::test_every_field_of_a_config_builds[fav3_sage-{'exp_lin",
+    "tests/kernels/test_aot_hopper.py::test_programs_that_share_their_last_tiles_build",
+    "tests/kernels/test_fused_prologue.py::test_operands_are_those_of_two_passes[fav3_sage",
+    "tests/kernels/test_two_step.py::test_q_k_and_v_are_free_after_the_first_step[all-",
+    "tests/kernels/test_two_step.py::test_q_k_and_v_are_free_after_the_first_step[causal-",
     "tests/plugin/linears/test_compile.py::test_a_patched_model_is_one_graph_for_all_steps[cogx",
     "tests/plugin/linears/test_compile.py::test_lengths_may_be_dynamic",
+    "tests/plugin/prologue/test_quantized.py::test_the_first_call_is_two_passes_and_all_others_one[cogx",
+    "tests/plugin/prologue/test_quantized.py::test_the_first_call_is_two_passes_and_all_others_one[flux",
+    "tests/plugin/test_continuous_batching.py::test_caches_of_8_bits_tell_nearly_the_same[24-int8-auto",
+    "tests/plugin/test_continuous_batching.py::test_caches_of_8_bits_tell_nearly_the_same[64-",
+    "tests/tune/test_simulate.py::test_noise_leads",
 )
 """How the ids of tests begin that `make test-slow` runs and `make test` does not."""
 

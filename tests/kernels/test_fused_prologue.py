@@ -81,9 +81,9 @@ def assert_same(fused, apart):
 
 
 @pytest.mark.usefixtures("interpreted", "nan_scratch")
-@pytest.mark.parametrize("kernel", QUANTIZED)
 @pytest.mark.parametrize("name", FORMS)
-def test_operands_are_those_of_two_passes(name, kernel):
+@pytest.mark.parametrize("kernel", QUANTIZED)
+def test_operands_are_those_of_two_passes(kernel, name):
     """To the bit; what those are of is tested against the definition in `test_prologue`."""
     layout = "bshd" if kernel == "sage" else "bhsd"
     every = kernel == "sage" and name != "sd3"  # whose sums of fp32 are of eight channels or 32

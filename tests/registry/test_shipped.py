@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -65,10 +66,15 @@ def shapes(signature):
         )
 
 
+@functools.cache
+def facts_of(card):
+    return load.read(load.file_path(load.shipped_dir(), card)).device
+
+
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("signature", SIGNATURES.values(), ids=SIGNATURES)
 def test_auto_finds_a_shipped_config(card, signature):
-    facts = load.read(load.file_path(load.shipped_dir(), card)).device
+    facts = facts_of(card)
     for shape in shapes(signature):
         decision = dispatch.decide(shape, facts)
         assert decision.label == "fav3_sage:hopper"
