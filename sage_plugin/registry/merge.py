@@ -53,8 +53,9 @@ def merge(
     """Merge entries into a registry file; the whole read-change-write is one critical section.
 
     An entry is written where the lower bound of its gain beats `min_gain`, or where it confirms the
-    baseline. Synthetic evidence never replaces an entry that was tuned on captures, nor do times
-    that were noisy or throttled replace what is held. Nothing is written where nothing changes.
+    baseline. Synthetic evidence never replaces an entry that was tuned on captures, what another
+    card measured none of this card's own, nor do times that were noisy or throttled replace what is
+    held. Nothing is written where nothing changes.
 
     Args:
         path: a `<device_slug>/<family>.json`; folders are made as needed.
@@ -163,6 +164,8 @@ def _refusal(entry: AnyEntry, old: AnyEntry | None, min_gain: float) -> str | No
         return None
     if evidence.synthetic and not old.evidence.synthetic:
         return "an entry tuned on captures is there, synthetic inputs do not replace it"
+    if evidence.measured_on and not old.evidence.measured_on:
+        return "this card measured its own, what another card measured does not replace it"
     if (old.config, old.evidence) == (entry.config, evidence):
         return ALREADY_THERE
     if evidence.stamp not in TRUSTED and entry.key.variant not in NO_SPEEDS:

@@ -96,6 +96,11 @@ def test_what_a_card_measured_is_written_for_a_sibling_and_marked():
     entries = load.read(load.file_path("into", h100.slug)).entries
     marks = {entry.key.seq_q: entry.evidence.measured_on for entry in entries}
     assert marks == {9: "", samples.KEY.seq_q: "NVIDIA H200"}
+    put(samples.entry(samples.key(seq_q=9), samples.config(block_m=64)), root="b", facts=h200)
+    kept = sage("configs merge b into --as nvidia-h100")
+    assert "this card measured its own" in kept.stdout + kept.stderr
+    (own,) = (e for e in load.read(load.file_path("into", h100.slug)).entries if e.key.seq_q == 9)
+    assert own.config == samples.entry().config
     put(samples.entry(), root="d", facts=dataclasses.replace(h200, sm_count=78))
     refused = sage("configs merge d into --as nvidia-h100")
     assert "are no siblings: sm_count is 78 and 132; tune on the card" in error_of(refused)

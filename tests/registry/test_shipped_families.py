@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
-from sage_plugin.errors import ConfigError
 from sage_plugin.families import family
 from sage_plugin.paged_records import PagedShape
 from sage_plugin.registry import load, lookup
-from sage_plugin.registry.store import text_of
 from sage_plugin.schema import LinearShape, RegistryFile
-from scripts import sibling_configs
 from tests.registry.test_shipped import CARDS
 
 
@@ -105,34 +99,3 @@ def test_no_shipped_config_is_out_of_reach(card: str, op: str) -> None:
         assert match is not None
         assert match.entry == entry
         assert bool(entry.evidence.measured_on) == (card != CARDS[0])
-
-
-def test_a_sibling_gets_what_the_same_chip_measured(tmp_path: Path) -> None:
-    folder = load.shipped_dir()
-    assert folder is not None
-    source = load.file_path(folder, CARDS[0])
-    path = sibling_configs.write(source, CARDS[1], tmp_path)
-    assert path == tmp_path / CARDS[1] / "attention.json"
-    made, measured = load.read(path), load.read(source)
-    assert made.device == load.read(load.file_path(folder, CARDS[1])).device
-    assert [e.config for e in made.entries] == [e.config for e in measured.entries]
-    assert {e.evidence.measured_on for e in made.entries} == {"NVIDIA H200"}
-    other = tmp_path / "other.json"
-    text = source.read_text().replace('"sm_count": 132', '"sm_count": 114')
-    other.write_text(text)
-    with pytest.raises(ConfigError, match="is no sibling of nvidia-h200: sm_count differ"):
-        sibling_configs.write(other, CARDS[1], tmp_path)
-
-
-def test_what_a_sibling_measured_itself_stays(tmp_path: Path) -> None:
-    folder = load.shipped_dir()
-    assert folder is not None
-    held = load.read(load.file_path(folder, CARDS[1]))
-    path = load.file_path(tmp_path, CARDS[1])
-    path.parent.mkdir()
-    own = replace(held.entries[0], evidence=replace(held.entries[0].evidence, measured_on=""))
-    path.write_text(text_of(replace(held, entries=(own,))))
-    sibling_configs.write(load.file_path(folder, CARDS[0]), CARDS[1], tmp_path)
-    entries = {entry.key: entry for entry in load.read(path).entries}
-    assert len(entries) > 1
-    assert entries[own.key].evidence == own.evidence
