@@ -205,16 +205,15 @@ def _without(same: Mapping[str, str], name: str) -> dict[str, str]:
 
 def _assigned(body: list[ast.stmt]) -> Iterator[tuple[int, str, str | None]]:
     """Line, name, and the name that it becomes another word for, of all assignments below."""
-    for statement in body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                value = node.value if isinstance(node, ast.Assign) else None
-                for target in targets:
-                    for one in ast.walk(target):
-                        if isinstance(one, ast.Name):
-                            alias = value.id if isinstance(value, ast.Name) else None
-                            yield node.lineno, one.id, alias
+    for node in (node for statement in body for node in ast.walk(statement)):
+        if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        plain = isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)
+        alias = node.value.id if plain else None
+        names = (one.id for target in targets for one in ast.walk(target)
+                 if isinstance(one, ast.Name))  # fmt: skip
+        yield from ((node.lineno, name, alias) for name in names)
 
 
 def _tuning_numbers(node: ast.AST) -> Iterator[tuple[int, str]]:

@@ -12,7 +12,6 @@ import torch
 
 from sage_plugin.kernels.attention.backends.triton.launch import QuantizedPortable
 from sage_plugin.kernels.attention.launch_space import default_config
-from sage_plugin.kernels.attention.prologue.pair import QkPair
 from sage_plugin.kernels.build_error import build_failure
 from sage_plugin.kernels.contract import NO_WINDOW, AttentionParams
 from sage_plugin.kernels.fallback import FallbackReason
@@ -43,43 +42,15 @@ class HopperOrPortable(QuantizedPortable):
         """Why the Hopper variant could not be built the first time; `None` while it can be."""
         return next(iter(self._unbuilt.values()), None)
 
-    def prepare(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        problem: AttentionParams,
-        launch: LaunchConfig,
-    ) -> QuantizedOperands:
-        """As the portable variant does; with its blocks where the decision table was not asked.
+    def config_for(
+        self, launch: LaunchConfig, problem: AttentionParams, head_dim: int
+    ) -> LaunchConfig:
+        """Return blocks of the portable variant where the decision table was not asked.
 
         A caller that knows the shape of a call alone, such as a tuner, may ask for the Hopper
         variant of one that has a window, a cap, sinks, packed sequences or a mask of rows.
         """
-        launch = self._config_of(problem, launch, q)
-        return super().prepare(q, k, v, problem=problem, launch=launch)
-
-    def prepare_unmade(
-        self,
-        pair: QkPair,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        problem: AttentionParams,
-        launch: LaunchConfig,
-    ) -> QuantizedOperands:
-        """As the portable variant does; likewise."""
-        launch = self._config_of(problem, launch, q)
-        return super().prepare_unmade(pair, q, k, v, problem=problem, launch=launch)
-
-    def _config_of(
-        self, problem: AttentionParams, launch: LaunchConfig, q: torch.Tensor
-    ) -> LaunchConfig:
-        if _takes(problem):
-            return launch
-        return _portable_config(self.kernel, launch, q.shape[-1])
+        return launch if _takes(problem) else _portable_config(self.kernel, launch, head_dim)
 
     def launch(
         self,
