@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,10 @@ def test_tensors_come_over_bit_for_bit_with_what_is_said_of_them(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({**drawn(), "kwargs": Harmful()}, "cannot be read as tensors and plain values alone"),
+        (
+            {**drawn(), "kwargs": Harmful()},
+            "plain values alone (it holds something else, or is damaged; nothing of it was run)",
+        ),
         ([1, 2], "holds a list, expected a dict"),
         ({"q": drawn()["q"]}, "holds no tensor k"),
         ({**drawn(), "v": 5}, "holds no tensor v"),
@@ -75,7 +79,7 @@ def test_tensors_come_over_bit_for_bit_with_what_is_said_of_them(tmp_path):
 def test_what_cannot_be_taken_over_is_left_out_by_name(tmp_path, monkeypatch, content, says):
     monkeypatch.chdir(tmp_path)
     pt = save(Path("pt"), "x_input_1.pt", content)
-    with pytest.raises(CaptureError, match=r"x_input_1\.pt: .*" + says):
+    with pytest.raises(CaptureError, match=r"x_input_1\.pt: .*" + re.escape(says)):
         convert(pt, Path("out"), CaptureOptions())
     assert not Path("out").exists()
     save(pt, "x_input_2.pt", drawn())
