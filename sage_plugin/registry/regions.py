@@ -26,23 +26,10 @@ Times = Mapping[Point, Mapping[AnyLaunch, float]]
 Name = TypeVar("Name")
 
 
-def winners(times: Times) -> dict[Point, AnyLaunch]:
-    """Return the fastest config of each point."""
-    return {at: min(row, key=row.__getitem__) for at, row in sorted(times.items())}
-
-
 def regret(times: Times, at: Point, config: AnyLaunch) -> float | None:
     """Return what a point loses by a config; `None` where it was not timed there."""
     row = times[at]
     return row[config] / min(row.values()) - 1 if config in row else None
-
-
-def prices(times: Times) -> dict[Point, dict[Point, float | None]]:
-    """Return the regret of each point's winner at every point."""
-    return {
-        at: {other: regret(times, other, config) for other in sorted(times)}
-        for at, config in winners(times).items()
-    }
 
 
 def region(times: Times, at: Point, config: AnyLaunch, limit: float = LIMIT) -> tuple[Box, float]:
@@ -65,12 +52,6 @@ def region(times: Times, at: Point, config: AnyLaunch, limit: float = LIMIT) -> 
             best = points
     found = tuple((min(values), max(values)) for values in zip(*best, strict=True))
     return found, max(loss for point in best if (loss := losses[point]) is not None)
-
-
-def fewest(times: Times, limit: float = LIMIT) -> dict[Point, Box]:
-    """Return the fewest points whose winners keep all within a limit, with their regions."""
-    boxes = {at: region(times, at, config, limit)[0] for at, config in winners(times).items()}
-    return {at: boxes[at] for at in _fewest(boxes, times.keys())}
 
 
 def priced(

@@ -26,30 +26,10 @@ def along(times):
     return {(seq,): row for seq, row in times.items()}
 
 
-def test_winners_are_priced_at_every_length():
-    assert regions.winners(TIMES) == {1024: A, 2048: B, 4096: C, 16_384: C}
-    prices = regions.prices(TIMES)
-    assert prices[1024] == pytest.approx({1024: 0, 2048: 0.05, 4096: 0.25, 16_384: 0.5})
-    assert prices[2048] == pytest.approx({1024: 0.005, 2048: 0, 4096: 0.01, 16_384: 0.1})
-    holes = {1024: {A: 1.0}, 2048: {B: 1.0}}
-    assert regions.prices(holes) == {1024: {1024: 0, 2048: None}, 2048: {1024: None, 2048: 0}}
-
-
-@pytest.mark.parametrize(
-    ("limit", "kept"),
-    [
-        (0.6, {1024: (1024, 16_384)}),
-        (0.02, {1024: (1024, 1024), 4096: (2048, 16_384)}),
-        (0.0, {1024: (1024, 1024), 2048: (2048, 2048), 4096: (4096, 16_384)}),
-    ],
-)
-def test_the_fewest_entries_within_a_limit_and_their_regions(limit, kept):
-    assert regions.fewest(along(TIMES), limit) == {(at,): (span,) for at, span in kept.items()}
-
-
 def test_a_region_ends_at_a_gap_and_where_nothing_was_timed():
-    gap = {1: {A: 1.0, B: 2.0}, 2: {A: 2.0, B: 1.0}, 3: {A: 1.0, B: 2.0}}
-    assert regions.fewest(along(gap)) == {(n,): ((n, n),) for n in (1, 2, 3)}
+    gap = along({1: {A: 1.0, B: 2.0}, 2: {A: 2.0, B: 1.0}, 3: {A: 1.0, B: 2.0}})
+    for n, config in ((1, A), (2, B), (3, A)):
+        assert regions.region(gap, (n,), config) == (((n, n),), 0.0)
     unknown = {(1,): {A: 1.0}, (2,): {B: 1.0}}
     assert regions.region(unknown, (1,), A) == (((1, 1),), 0.0)
     box, loss = regions.region(along(TIMES), (4096,), C, 0.02)
@@ -81,21 +61,26 @@ def test_a_region_is_the_largest_box_that_was_timed_whole(at, config, box):
 
 
 def test_the_fewest_of_many_boxes_are_taken_widest_first(monkeypatch):
-    exact = regions.fewest(HEADS)
+    times = {batch_key(*point): row for point, row in HEADS.items()}
+    every = [samples.entry(key, min(row, key=row.get)) for key, row in times.items()]
+    priced = regions.priced(every, times)
+    assert len(regions.redundant(priced)) == 2
     monkeypatch.setattr(regions, "MOST_COMPARED", 0)
-    found = regions.fewest(HEADS)
-    assert len(exact) == 3 <= len(found)
-    for point in HEADS:
+    kept = {*priced} - {*regions.redundant(priced)}
+    for seq, heads in HEADS:
         assert any(
-            all(low <= v <= high for v, (low, high) in zip(point, box, strict=True))
-            for box in found.values()
+            e.seq_q_range[0] <= seq <= e.seq_q_range[1]
+            and e.batch_heads_range[0] <= heads <= e.batch_heads_range[1]
+            for e in kept
         )
 
 
-def test_batches_that_were_timed_bound_what_an_entry_serves(path, tmp_path):
-    def key(seq, heads):
-        return samples.key(seq_q=seq, seq_k=seq, batch_heads=heads)
+def batch_key(seq, heads):
+    return samples.key(seq_q=seq, seq_k=seq, batch_heads=heads)
 
+
+def test_batches_that_were_timed_bound_what_an_entry_serves(path, tmp_path):
+    key = batch_key
     times = {key(*point): row for point, row in HEADS.items()}
     merged(path, samples.entry(key(2048, 30), B), samples.entry(key(2048, 8), A))
     price(path, times, limit=0.01, drop=False)
@@ -169,12 +154,19 @@ def with_tools(entry, tools):
     return dataclasses.replace(entry, evidence=evidence)
 
 
-def test_entries_that_others_cover_go_if_asked(path):
-    merged(path, held(1024, A), held(2048, B), held(4096, C))
-    changed = price(path, BY_KEY, limit=0.02, drop=True)
-    left = load.read(path).entries
-    assert [entry.key.seq_q for entry in left] == [1024, 4096]
-    assert samples.key(seq_q=2048, seq_k=2048) in changed
+@pytest.mark.parametrize(
+    ("limit", "kept"),
+    [
+        (0.6, {1024: (1024, 16_384)}),
+        (0.02, {1024: (1024, 1024), 4096: (2048, 16_384)}),
+        (0.0, {1024: (1024, 1024), 2048: (2048, 2048), 4096: (4096, 16_384)}),
+    ],
+)
+def test_entries_that_others_cover_go_if_asked(path, limit, kept):
+    merged(path, *(held(seq, min(row, key=row.get)) for seq, row in TIMES.items()))
+    changed = price(path, BY_KEY, limit=limit, drop=True)
+    assert {e.key.seq_q: e.seq_q_range for e in load.read(path).entries} == kept
+    assert {key.seq_q for key in changed} >= TIMES.keys() - kept.keys()
 
 
 def test_what_was_not_timed_beside_other_lengths_stays_as_it_was():
