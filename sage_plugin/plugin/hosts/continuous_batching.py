@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -108,12 +107,7 @@ class ContinuousBatching:
     def __enter__(self) -> ContinuousBatching:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
