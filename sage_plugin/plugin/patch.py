@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Literal, Self, overload
 
 from torch import nn
@@ -83,12 +82,7 @@ class PatchHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.unpatch()
 
     def __repr__(self) -> str:
@@ -393,14 +387,14 @@ def handle_of(obj: object) -> PatchHandle | None:
 
 
 def checked_options(
-    kernel: str,
-    variant: str,
-    config_dir: str | os.PathLike[str] | None,
-    include: str | Iterable[str] | None,
-    exclude: str | Iterable[str] | None,
-    min_seq: int,
-    on_unsupported: str,
-    check_finite: bool,
+    kernel: str = "auto",
+    variant: str = "auto",
+    config_dir: str | os.PathLike[str] | None = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    min_seq: int = MIN_SEQ,
+    on_unsupported: str = "fallback",
+    check_finite: bool = False,
     policy: str | os.PathLike[str] | Policy | None = None,
     linears: str | None = None,
     keep_originals: bool = True,

@@ -105,22 +105,7 @@ class NamedAttention:
             frames.pop()
 
 
-def _options(
-    kernel: str = "auto",
-    variant: str = "auto",
-    config_dir: str | os.PathLike[str] | None = None,
-    min_seq: int = MIN_SEQ,
-    on_unsupported: str = "fallback",
-    experts: str = "auto",
-) -> PatchOptions:
-    """The options of a patch that has these and leaves no layer out."""
-    return checked_options(
-        kernel=kernel, variant=variant, config_dir=config_dir, include=None, exclude=None,
-        min_seq=min_seq, on_unsupported=on_unsupported, check_finite=False, linears=experts,
-    )  # fmt: skip
-
-
-_NAMED = NamedAttention(_options())
+_NAMED = NamedAttention(checked_options(linears="auto"))
 
 
 def register(
@@ -174,7 +159,9 @@ def register(
         >>> named is register()
         True
     """
-    options = _options(kernel, variant, config_dir, min_seq, on_unsupported, experts)
+    options = checked_options(
+        kernel, variant, config_dir, None, None, min_seq, on_unsupported, linears=experts
+    )
     present = [library for library in _ENTRANCES if find_spec(library) is not None]
     if not present:
         raise PatchError(
