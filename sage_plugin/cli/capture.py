@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,13 +49,6 @@ Script = Annotated[
 ]
 Args = Annotated[list[str] | None, typer.Argument(help="Arguments of the script, untouched.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the captures.")]
-MaxCaptures = Annotated[int, typer.Option(min=1, help="Most captures of each op, at any time.")]
-Layers = Annotated[
-    list[str] | None, typer.Option(help="Glob of layer paths; repeatable, or with commas.")
-]
-Steps = Annotated[str | None, typer.Option(help="Denoising steps, such as 0,5,10-14.")]
-Every = Annotated[int, typer.Option(help="Of the steps, every N-th: 2 is every second one.")]
-PerShape = Annotated[int | None, typer.Option(help="Most captures of calls of one shape.")]
 FromPt = Annotated[
     Path | None,
     typer.Option(
@@ -65,31 +60,62 @@ FromPt = Annotated[
 PtLayout = Annotated[
     str | None, typer.Option("--layout", help="Of such files that do not say: bhsd or bshd.")
 ]
-Heads = Annotated[
-    str | None, typer.Option(help="Number of key heads, or indices such as 0,5,8-11 (or 3,).")
-]
-Batch = Annotated[str | None, typer.Option(help="Batch items, such as 0 or 0,1.")]
-MaxBytes = Annotated[
-    str, typer.Option(help="Most bytes of the folder; heads are left out to hold it.")
-]
-NumSteps = Annotated[
-    int | None,
-    typer.Option(min=1, help="Denoising steps: of the demo, or those that the script runs."),
-]
-MinSeq = Annotated[
-    int, typer.Option(min=0, help="Calls with fewer queries or keys, or rows, are not saved.")
-]
-Ops = Annotated[
-    str,
-    typer.Option("--op", help="attention, linear, grouped_linear, paged_attention, or several."),
-]
-Rows = Annotated[
-    int, typer.Option(min=1, help="Most rows of a linear's input, or of paged queries.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the captures in the folder.")]
 Size = Annotated[
     str | None, typer.Option(help="Demo size, small or large (default: large on a GPU).")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionOptions:
+    """Which calls are recorded, and how much of each."""
+
+    max_captures: Annotated[
+        int, typer.Option(min=1, help="Most captures of each op, at any time.")
+    ] = 10
+    layers: Annotated[
+        list[str] | None, typer.Option(help="Glob of layer paths; repeatable, or with commas.")
+    ] = None
+    steps: Annotated[str | None, typer.Option(help="Denoising steps, such as 0,5,10-14.")] = None
+    every: Annotated[int, typer.Option(help="Of the steps, every N-th: 2 is every second one.")] = 1
+    per_shape: Annotated[int | None, typer.Option(help="Most captures of calls of one shape.")] = (
+        None
+    )
+    heads: Annotated[
+        str | None, typer.Option(help="Number of key heads, or indices such as 0,5,8-11 (or 3,).")
+    ] = None
+    batch: Annotated[str | None, typer.Option(help="Batch items, such as 0 or 0,1.")] = None
+    max_bytes: Annotated[
+        str, typer.Option(help="Most bytes of the folder; heads are left out to hold it.")
+    ] = "4GiB"
+    num_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Denoising steps: of the demo, or those that the script runs."),
+    ] = None
+    min_seq: Annotated[
+        int, typer.Option(min=0, help="Calls with fewer queries or keys, or rows, are not saved.")
+    ] = 2
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the captures in the folder.")
+    ] = False
+    op: Annotated[
+        str,
+        typer.Option(
+            "--op", help="attention, linear, grouped_linear, paged_attention, or several."
+        ),
+    ] = ATTENTION
+    rows: Annotated[
+        int, typer.Option(min=1, help="Most rows of a linear's input, or of paged queries.")
+    ] = 1024
+
+    def checked(self) -> CaptureOptions:
+        """Return them as the library has them; an error names the option."""
+        from sage_plugin.capture.selection.options import CaptureOptions, parse_bytes
+
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        given |= {"total_steps": given.pop("num_steps"), "ops": given.pop("op")}
+        with _of_options():
+            sizes = {"layers": self.layers or "*", "max_bytes": parse_bytes(self.max_bytes)}
+            return CaptureOptions(**(given | sizes))
 
 
 EXAMPLES = (
@@ -102,45 +128,16 @@ EXAMPLES = (
 @shown_first("out", "max_captures", "overwrite")
 @flattened
 def command(
+    selection: SelectionOptions,
     script: Script = None,
     args: Args = None,
     out: Out = DEFAULT_FOLDER,
-    max_captures: MaxCaptures = 10,
-    layers: Layers = None,
-    steps: Steps = None,
-    every: Every = 1,
-    per_shape: PerShape = None,
-    heads: Heads = None,
-    batch: Batch = None,
-    max_bytes: MaxBytes = "4GiB",
-    num_steps: NumSteps = None,
-    min_seq: MinSeq = 2,
-    overwrite: Overwrite = False,
     size: Size = None,
     from_pt: FromPt = None,
     layout: PtLayout = None,
-    op: Ops = ATTENTION,
-    rows: Rows = 1024,
 ) -> None:
     """Record real inputs during inference, spread over layers and denoising steps."""
-    from sage_plugin.capture.selection.options import CaptureOptions, parse_bytes
-
-    with _of_options():
-        options = CaptureOptions(
-            max_captures=max_captures,
-            layers="*" if layers is None else layers,
-            steps=steps,
-            every=every,
-            per_shape=per_shape,
-            heads=heads,
-            batch=batch,
-            max_bytes=parse_bytes(max_bytes),
-            total_steps=num_steps,
-            min_seq=min_seq,
-            overwrite=overwrite,
-            ops=op,
-            rows=rows,
-        )
+    options = selection.checked()
     if from_pt is not None:
         if script is not None:
             raise UsageError(f"--from-pt {from_pt} runs nothing: leave {script} out")
@@ -159,8 +156,6 @@ def _convert(
     folder: Path, out: Path, options: CaptureOptions, size: str | None, layout: str
 ) -> None:
     """Take over the tensors of somebody's `.pt` files, and say what could not be."""
-    import dataclasses
-
     from sage_plugin.capture.recording import pt_files
 
     usual = {field.name: field.default for field in dataclasses.fields(options)}
@@ -180,8 +175,6 @@ def _convert(
 
 def _record_demo(out: Path, options: CaptureOptions, size: str | None) -> CaptureSummary:
     """Draw one digit with the embedded model and record from it."""
-    import dataclasses
-
     import torch
 
     from sage_plugin.capture.recording.recorder import CaptureRecorder

@@ -71,8 +71,8 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(**given: Any) -> None:  # noqa: ANN401
         for name, record in records.items():
-            values = {f.name: given.pop(f.name) for f in dataclasses.fields(record)}
-            given[name] = record(**values)
+            names = {f.name for f in dataclasses.fields(record)} & given.keys()
+            given[name] = record(**{one: given.pop(one) for one in names})
         command(**given)
 
     run.__doc__, run.__name__, run.__annotations__ = command.__doc__, command.__name__, {}

@@ -344,20 +344,9 @@ def record(
         1
     """
     options = CaptureOptions(
-        max_captures=max_captures,
-        layers=layers,
-        steps=steps,
-        every=every,
-        per_shape=per_shape,
-        heads=heads,
-        batch=batch,
-        max_bytes=max_bytes,
-        total_steps=total_steps,
-        min_seq=min_seq,
-        overwrite=overwrite,
-        ops=ops,
-        rows=rows,
-    )
+        max_captures, layers, steps, every, per_shape, heads, batch, max_bytes, total_steps,
+        min_seq, overwrite, ops, rows,
+    )  # fmt: skip
     handle_of(obj)  # refuses what can hold no attention
     return CaptureRecorder(folder, options, target=obj, on_save=on_save)
 

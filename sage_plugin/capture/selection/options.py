@@ -37,21 +37,7 @@ _INDEX_BYTES = 16 * 2**10  # of each capture's share: file header, manifest line
 class CaptureOptions:
     """Which calls are saved, and how much of each.
 
-    Attributes:
-        max_captures: most captures of each op family in the folder, at any time.
-        layers: globs of layer paths; one text may hold several, separated by commas.
-        steps: steps of the component, as numbers or as text such as `"0,5,10-14"`; `None` for all.
-        every: of the steps, only those that it divides: 2 is every second one.
-        per_shape: most captures of calls of one shape; `None` for as many as come.
-        heads: number of key heads of a capture, or their indices, as numbers or as text; `None` for
-            all that fit.
-        batch: indices of batch items, as numbers or as text; `None` for all that fit.
-        max_bytes: most bytes of the folder; each capture gets an equal share.
-        total_steps: number of steps of the run where it is known; spares writing and deleting.
-        min_seq: calls with fewer queries or keys, or rows, are counted and not saved.
-        overwrite: replace the captures that the folder holds.
-        ops: op families that are recorded, as names or as text such as `"attention,linear"`.
-        rows: most rows that a capture holds of the input of a linear, or of Q of paged attention.
+    The fields are the arguments of `record`, which says what each means.
 
     Raises:
         UsageError: a value is out of range.
