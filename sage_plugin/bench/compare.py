@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -94,7 +94,7 @@ def _table(case: ReplayInputs, plan: BenchPlan, device: torch.device) -> Table:
     timed = case.timed(judged, device)
     shape = timed.shape
     exact = judged.exact()
-    ready, failed = _candidates(case.family, plan, judged, timed, exact, facts)
+    ready, base, failed = _candidates(case.family, plan, judged, timed, exact, facts)
     if not ready:
         raise UnsupportedInputError(f"{case.name}: no kernel could run it: {'; '.join(failed)}")
     before = snapshot(device)
@@ -103,7 +103,6 @@ def _table(case: ReplayInputs, plan: BenchPlan, device: torch.device) -> Table:
     first = ready[0].label
     aa_ratio = median(samples[first].ms) / median(samples[f"{first} {AGAIN}"].ms)
     trust = stamp(aa_ratio, before, after)
-    base = _base(case.family, plan, shape, facts, ready)
     operations = timed.flops()
     rows = tuple(
         _row(case, shape, operations, one, base, samples, exact, trust, plan) for one in ready
@@ -127,14 +126,16 @@ def _candidates(
     timed: ReplayCall,
     exact: ExactRows,
     facts: DeviceFacts,
-) -> tuple[list[Candidate], list[str]]:
-    """The kernels that run, the reference among them, and why the others do not."""
+) -> tuple[list[Candidate], Candidate | None, list[str]]:
+    """The kernels that run, the reference first and by itself too, and why the others do not."""
     wanted = plan.kernels if plan.reference is None else (plan.reference, *plan.kernels)
     ready: dict[str, Candidate] = {}
+    labels: dict[tuple[str, str] | None, str] = {}
     failed = []
     for kernel, variant in wanted:
         decision = family.decide(timed.shape, facts, kernel=kernel, variant=variant)
         name = kernel if variant == "auto" else f"{kernel}:{variant}"
+        labels[kernel, variant] = decision.label
         if decision.reason is not None:
             failed.append(f"{name} cannot run this call: {decision.reason}")
         elif decision.label not in ready:
@@ -148,7 +149,7 @@ def _candidates(
                 logger.debug("%s failed", decision.label, exc_info=True)
                 first_line = (str(error).strip().splitlines() or ["no message"])[0]
                 failed.append(f"{name} failed: {type(error).__name__}: {first_line}")
-    return list(ready.values()), failed
+    return list(ready.values()), ready.get(labels.get(plan.reference, "")), failed
 
 
 def _timed(ready: list[Candidate], plan: BenchPlan, device: torch.device) -> dict[str, Samples]:
@@ -166,23 +167,6 @@ def _timed(ready: list[Candidate], plan: BenchPlan, device: torch.device) -> dic
         limits=limits_for(device),
         seed=plan.seed,
     )
-
-
-def _base(
-    family: Family,
-    plan: BenchPlan,
-    shape: AnyShape,
-    facts: DeviceFacts,
-    ready: Iterable[Candidate],
-) -> Candidate | None:
-    """The candidate that is the reference, kernel and variant; it stands first where it ran."""
-    if plan.reference is None:
-        return None
-    kernel, variant = plan.reference
-    wanted = family.decide(shape, facts, kernel=kernel, variant=variant)
-    if wanted.reason is not None:
-        return None
-    return next((one for one in ready if one.label == wanted.label), None)
 
 
 def _row(
