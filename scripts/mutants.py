@@ -235,7 +235,7 @@ MUTANTS = (
     # -- tuning ---------------------------------------------------------------------------------
     Mutant(
         "a race that breaks is not run in pairs",
-        "tune/configs/final.py",
+        "tune/configs/study_search.py",
         "if len(challengers) > 1:",
         "if len(challengers) > 100:",
         ("tests/tune/test_session.py", "tests/tune/test_search.py"),

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sage_plugin.schema import AnyLaunch, Trial
-from sage_plugin.tune.configs.final import MIN_BUDGET_S, run_final
 from sage_plugin.tune.configs.plan import TuningRequest
 from sage_plugin.tune.run.crash_marker import CrashMarker
 from sage_plugin.tune.run.ledger import Ledger
@@ -24,6 +23,7 @@ logger = logging.getLogger(__name__)
 TRIED_AGAIN = ("run_error", "timeout")
 """Failures that may have had another cause than the config: a later session tries it again."""
 
+MIN_BUDGET_S = 1.0
 RACE_SHARE = 0.3
 """Part of a study's time that is left for its race."""
 
@@ -158,3 +158,30 @@ class StudySearch:
         text = trial.reason or (f"ratio {ratio(trial):.4f}" if trial.stage == "screen" else "")
         logger.info("%s %s %s: %s", trial.stage, trial.status, trial.config.text(), text)
         return trial
+
+
+def run_final(runner: Runner, study: Study, race: Race) -> Trials:
+    """Race the finalists; where the race breaks, race each one alone with the first.
+
+    A process that dies says nothing about which of its configs was to blame. Pairs do, and a pair
+    is still an interleaved comparison with the baseline.
+    """
+    settled = _raced(runner, study, race)
+    if all(trial.status == "ok" for trial in settled.values()):
+        return settled
+    first, *challengers = race.configs
+    budget_s = max(MIN_BUDGET_S, race.budget_s / len(race.configs))
+    apart = dataclasses.replace(race, incumbent=None, budget_s=budget_s)
+    if len(challengers) > 1:
+        for challenger in challengers:
+            pair = _raced(runner, study, dataclasses.replace(apart, configs=(first, challenger)))
+            settled[challenger] = pair[challenger]
+            if pair[first].status == "ok":
+                settled[first] = pair[first]
+    if challengers and settled[first].status != "ok":
+        settled |= _raced(runner, study, dataclasses.replace(apart, configs=(first,)))
+    return settled
+
+
+def _raced(runner: Runner, study: Study, race: Race) -> Trials:
+    return {trial.config: trial for trial in runner.race(study, race)}
