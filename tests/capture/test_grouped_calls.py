@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 
 import sage_plugin
 from sage_plugin.capture.recording.recorder import record
+from sage_plugin.capture.store.linear_file import weight_hash
 from sage_plugin.capture.store.manifest import MANIFEST
 from sage_plugin.capture.store.reader import open_captures
-from sage_plugin.capture.store.weight_hash import weight_hash
 from sage_plugin.errors import CaptureError
 from sage_plugin.families import family
 from tests.plugin.experts.mixtures import experts_of, logits, mixture

@@ -11,9 +11,9 @@ import torch
 import sage_plugin
 from sage_plugin.capture.record import LinearCapture
 from sage_plugin.capture.recording.recorder import record
+from sage_plugin.capture.store.linear_file import weight_hash
 from sage_plugin.capture.store.manifest import MANIFEST
 from sage_plugin.capture.store.reader import open_captures
-from sage_plugin.capture.store.weight_hash import weight_hash
 from sage_plugin.errors import CaptureError, UsageError
 from sage_plugin.families import family
 from tests.capture.toys import LAYERS, denoise, video_model

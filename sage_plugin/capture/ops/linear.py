@@ -20,8 +20,8 @@ from sage_plugin.capture.call import autocast_dtype
 from sage_plugin.capture.ops.op import Extracted, Listener, Listening
 from sage_plugin.capture.record import LinearCapture
 from sage_plugin.capture.selection.options import CaptureOptions
+from sage_plugin.capture.store.linear_file import weight_hash
 from sage_plugin.capture.store.paths import weight_name
-from sage_plugin.capture.store.weight_hash import weight_hash
 from sage_plugin.plugin.component import Component, component_of
 from sage_plugin.plugin.hosts.diffusers import attention_modules
 from sage_plugin.plugin.linears.eligible import find_linears

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import torch
+
 from sage_plugin.capture.record import LinearCapture
 from sage_plugin.capture.store.file_kind import FileKind, Shapes, wrong_tensors
 from sage_plugin.capture.store.paths import is_plain_name
@@ -60,6 +64,17 @@ def weight_problem(record: LinearCapture, found: Shapes, dtypes: dict[str, str])
     if problem is None and dtypes["weight"] not in _DTYPES:
         return f"weight is {dtypes['weight']}"
     return problem
+
+
+def weight_hash(weight: torch.Tensor) -> str:
+    """Return SHA-256 of a tensor's bytes, row by row, in its own dtype.
+
+    Example:
+        >>> weight_hash(torch.zeros(2, 2)) == weight_hash(torch.zeros(4))
+        True
+    """
+    raw = weight.detach().contiguous().cpu().view(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().data).hexdigest()
 
 
 _CHECKS = (LinearCapture, line_problem, shape_problem, dtype_problem)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from sage_plugin.capture.record import AttentionCapture, CaptureRecord, LinearCapture
 from sage_plugin.capture.store.checks import capture_problem
+from sage_plugin.capture.store.linear_file import weight_hash
 from sage_plugin.capture.store.manifest import (
     COUNTS,
     MANIFEST,
@@ -22,7 +23,6 @@ from sage_plugin.capture.store.manifest import (
     read_manifest,
 )
 from sage_plugin.capture.store.paths import SUFFIX, printable
-from sage_plugin.capture.store.weight_hash import weight_hash
 from sage_plugin.errors import CaptureError
 
 
