@@ -232,6 +232,16 @@ def layer_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != WRAPPER)
 
 
+def layer_form(path: str) -> str:
+    """A layer's path without its numbers, equal for the same layer of every block.
+
+    Example:
+        >>> layer_form("transformer_2.blocks.12.attn1"), layer_form("model.layers.3")
+        ('transformer_2.blocks.*.attn1', 'model.layers.*')
+    """
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
 class Frame:
     """One running call of a processor or module.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from sage_plugin.errors import PatchError
 from sage_plugin.kernels.attention.prologue.one_pass import OnePass
@@ -25,20 +27,8 @@ HOST_KERNELS = ("sdpa:host",)
 class LayerReport:
     """Counts of one layer; calls inside compiled graphs are not counted.
 
-    Attributes:
-        layer: module path with the component in front.
-        calls: calls by `kernel:variant`, as chosen.
-        fallbacks: calls that stayed with the model's own attention, by reason.
-        config_sources: calls by where their launch config came from.
-        saved_ms: milliseconds saved over the baseline, by the times that the configs were
-            tuned with; 0 where none were.
-        timed_calls: how many of the calls that is the sum of.
-        rules: calls by the number of the policy's rule that decided them, from 1.
-        rule_steps: the denoising steps of those calls, by rule.
-        fused: calls whose norm and rotary embedding of Q and K were one kernel.
-        unfused: calls where they were the model's own, by reason.
-        in_quantization: calls that quantized Q in the pass of its norm and embedding.
-        one_pass: calls where that was a pass of its own, by reason.
+    `layer` is its module path with the component in front; the other fields are those of
+    `LayerCounts`, with the steps of a rule in their order.
     """
 
     layer: str
@@ -142,21 +132,11 @@ def report(obj: object) -> PluginReport:
 
 def row_of(layer: LayerContext) -> LayerReport:
     """What one layer did."""
-    counts = layer.counts
-    return LayerReport(
-        layer.name,
-        dict(counts.calls),
-        dict(counts.fallbacks),
-        dict(counts.config_sources),
-        counts.saved_ms,
-        counts.timed_calls,
-        dict(counts.rules),
-        {rule: tuple(sorted(steps)) for rule, steps in counts.rule_steps.items()},
-        counts.fused,
-        dict(counts.unfused),
-        counts.in_quantization,
-        dict(counts.one_pass),
-    )
+    counts = {f.name: getattr(layer.counts, f.name) for f in dataclasses.fields(layer.counts)}
+    plain: dict[str, Any]
+    plain = {name: dict(x) if isinstance(x, Counter) else x for name, x in counts.items()}
+    steps = {rule: tuple(sorted(seen)) for rule, seen in layer.counts.rule_steps.items()}
+    return LayerReport(layer.name, **(plain | {"rule_steps": steps}))
 
 
 def report_of(parts: Iterable[Component]) -> PluginReport:
@@ -202,23 +182,14 @@ def _idle_rules(parts: list[Component]) -> Iterator[str]:
 
 def joined(reports: Iterable[PluginReport]) -> PluginReport:
     """Several reports as one."""
-    rows: list[LayerReport] = []
-    skipped: dict[str, str] = {}
-    lost: list[str] = []
-    idle: list[str] = []
-    linears: list[LinearReport] = []
-    linears_left: dict[str, str] = {}
-    forwards = steps = 0
-    for one in reports:
-        rows += one.rows
-        skipped |= one.skipped
-        lost += one.lost
-        idle += one.idle_rules
-        linears += one.linears
-        linears_left |= one.linears_left
-        forwards += one.forwards
-        steps = max(steps, one.steps)
+    every = list(reports)
     return PluginReport(
-        tuple(rows), skipped, tuple(lost), tuple(idle), forwards, steps, tuple(linears),
-        linears_left,
-    )  # fmt: skip
+        tuple(row for one in every for row in one.rows),
+        dict(ChainMap(*(one.skipped for one in reversed(every)))),
+        tuple(name for one in every for name in one.lost),
+        tuple(rule for one in every for rule in one.idle_rules),
+        sum(one.forwards for one in every),
+        max((one.steps for one in every), default=0),
+        tuple(row for one in every for row in one.linears),
+        dict(ChainMap(*(one.linears_left for one in reversed(every)))),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sage_plugin.kernels.fallback import Fallback
 from sage_plugin.kernels.launch_config import fill_command
+from sage_plugin.plugin.context import layer_form
 from sage_plugin.plugin.linears import report as of_linears
 
 if TYPE_CHECKING:
@@ -35,19 +37,19 @@ def render(report: PluginReport, *, every_layer: bool = False) -> str:
     shown = groups if every_layer else groups[:MOST_GROUPS]
     lines = list(_summary(report))
     for name, rows in shown:
-        lines += [name, *_wrapped(_what_ran(rows))]
+        lines += [name, *wrapped(_what_ran(rows))]
     if rest := [row for _, rows in groups[len(shown) :] for row in rows]:
         lines.append(f"and {len(rest)} more layers; text(every_layer=True) shows all")
-        lines += _wrapped(_what_ran(rest))
+        lines += wrapped(_what_ran(rest))
     for line in of_linears.text_of(report.linears, report.linears_left):
         indent = line[: len(line) - len(line.lstrip())]
-        lines += _wrapped(line.lstrip(), indent)
+        lines += wrapped(line.lstrip(), indent)
     for what, names in _by_reason(report.skipped):
-        lines += _wrapped(f"not patched: {_named(names)} ({what})", "")
+        lines += wrapped(f"not patched: {_named(names)} ({what})", "")
     if report.lost:
-        lines += _wrapped(f"patch lost: {_named(report.lost)} (its processor was replaced)", "")
+        lines += wrapped(f"patch lost: {_named(report.lost)} (its processor was replaced)", "")
     for rule in report.idle_rules:
-        lines += _wrapped(f"never met: {rule}", "")
+        lines += wrapped(f"never met: {rule}", "")
     return "\n".join(lines)
 
 
@@ -58,14 +60,14 @@ def grouped(rows: Sequence[LayerReport]) -> list[tuple[str, list[LayerReport]]]:
     """
     groups: defaultdict[object, list[LayerReport]] = defaultdict(list)
     for row in rows:
-        groups[_form(row.layer), _counts(row)].append(row)
+        groups[layer_form(row.layer), _counts(row)].append(row)
     every: defaultdict[str, list[str]] = defaultdict(list)
     for row in rows:
-        every[_form(row.layer)].append(row.layer)
+        every[layer_form(row.layer)].append(row.layer)
     named = []
     for members in groups.values():
         layers = [row.layer for row in members]
-        name = shared_name(layers, every[_form(layers[0])])
+        name = shared_name(layers, every[layer_form(layers[0])])
         named.append((name if len(layers) == 1 else f"{name}, {len(layers)} layers", members))
     return named
 
@@ -186,45 +188,29 @@ def _sums(counts: Iterable[Mapping[str, int]], form: str) -> Iterator[str]:
     return (form.format(name, count) for name, count in total.items())
 
 
-def _counts(row: LayerReport) -> tuple[object, ...]:
+def _counts(row: LayerReport) -> str:
     """All that a row holds but its name."""
-    return (
-        tuple(row.calls.items()),
-        tuple(row.fallbacks.items()),
-        tuple(row.config_sources.items()),
-        round(row.saved_ms, 6),
-        row.timed_calls,
-        tuple(row.rules.items()),
-        tuple(row.rule_steps.items()),
-        row.fused,
-        tuple(row.unfused.items()),
-        row.in_quantization,
-        tuple(row.one_pass.items()),
-    )
-
-
-def _form(layer: str) -> str:
-    """A path without its numbers."""
-    return ".".join("*" if part.isdigit() else part for part in layer.split("."))
+    return repr(dataclasses.replace(row, layer="", saved_ms=round(row.saved_ms, 6)))
 
 
 def _by_reason(skipped: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     """Layers by why they are skipped and by form, with the reason."""
     groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for name, why in skipped.items():
-        groups[why, _form(name)].append(name)
+        groups[why, layer_form(name)].append(name)
     return [(why, names) for (why, _), names in groups.items()]
 
 
 def _named(layers: Sequence[str]) -> str:
     if len(layers) == 1:
         return layers[0]
-    forms = {_form(layer) for layer in layers}
+    forms = {layer_form(layer) for layer in layers}
     name = shared_name(layers, ()) if len(forms) == 1 else f"{layers[0]} and others"
     return f"{name}, {len(layers)} layers"
 
 
-def _wrapped(text: str, indent: str = "  ") -> list[str]:
+def wrapped(text: str, indent: str = "  ") -> list[str]:
+    """Cut a text into lines of a terminal, those after the first farther in."""
     return textwrap.wrap(
         text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ",
         break_long_words=False, break_on_hyphens=False,

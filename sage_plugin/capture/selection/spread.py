@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from sage_plugin.capture.selection.steps import StepSelection
 from sage_plugin.errors import UsageError
+from sage_plugin.plugin.context import layer_form
 
 NOT_SELECTED_LAYER = "layer not selected"
 NOT_SELECTED_STEP = "step not selected"
@@ -125,8 +126,8 @@ class SpreadPolicy:
         if not new:
             return
         self._layers += new
-        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(map(_kind, self._layers)))}
-        ordered = sorted(self._layers, key=lambda name: kinds[_kind(name)])
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(map(layer_form, self._layers)))}
+        ordered = sorted(self._layers, key=lambda name: kinds[layer_form(name)])
         self._position = {name: i for i, name in enumerate(ordered)}
         self._offset_rank = _bit_reversed_ranks(len(ordered))
         self._kept = {cell: self._rank(cell) for cell in self._kept}
@@ -261,11 +262,6 @@ class SpreadPolicy:
 def _stratum(index: int, parts: int, size: int) -> int:
     """The middle of the `index`-th of `parts` equal parts of `size` places."""
     return (2 * index + 1) * size // (2 * parts)
-
-
-def _kind(layer: str) -> str:
-    """The layer's path without its numbers, equal for the same layer of every block."""
-    return ".".join("*" if part.isdigit() else part for part in layer.split("."))
 
 
 def _radical_inverse(number: int, base: int) -> float:

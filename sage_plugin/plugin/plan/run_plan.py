@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from sage_plugin.kernels.attention import dispatch
 from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
 from sage_plugin.plugin import report_text
 from sage_plugin.plugin.component import Component
-from sage_plugin.plugin.context import LayerContext, PatchOptions
+from sage_plugin.plugin.context import LayerContext, PatchOptions, layer_form
 from sage_plugin.plugin.plan.model_calls import CROSS, SELF, calls_of, config_of
 from sage_plugin.plugin.policy.rules import ATTENTION, Rule
 from sage_plugin.registry.config_words import config_text
@@ -80,14 +79,14 @@ class RunPlan:
         groups: defaultdict[PlannedCall, list[str]] = defaultdict(list)
         every: defaultdict[str, list[str]] = defaultdict(list)
         for row in self.rows:
-            groups[dataclasses.replace(row, layer=_form(row.layer))].append(row.layer)
-            every[_form(row.layer)].append(row.layer)
+            groups[dataclasses.replace(row, layer=layer_form(row.layer))].append(row.layer)
+            every[layer_form(row.layer)].append(row.layer)
         for row, layers in groups.items():
             name = report_text.shared_name(layers, every[row.layer])
             count = f", {len(layers)} layers" if len(layers) > 1 else ""
             lines += [
-                *_wrapped(f"{name}{count}: {_shape_words(row.shape)}"),
-                *_wrapped(_words(row), 2),
+                *report_text.wrapped(f"{name}{count}: {_shape_words(row.shape)}", ""),
+                *report_text.wrapped(_words(row)),
             ]
         return "\n".join(lines)
 
@@ -175,18 +174,6 @@ def _facts_of(module: nn.Module) -> DeviceFacts:
     tensor = next(module.parameters(), torch.empty(0, device="cpu"))
     kind = tensor.device.type
     return dispatch.facts_of("cpu" if kind == "meta" else kind, tensor.device.index)
-
-
-def _form(layer: str) -> str:
-    """A path without its numbers."""
-    return ".".join("*" if part.isdigit() else part for part in layer.split("."))
-
-
-def _wrapped(text: str, indent: int = 0) -> list[str]:
-    return textwrap.wrap(
-        text, report_text.WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2),
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
 
 
 def _shape_words(shape: CallShape | None) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from sage_plugin.plugin.context import layer_form
 from sage_plugin.plugin.policy.rules import BASELINES
 from sage_plugin.schema import AnyShape
-from sage_plugin.tune.policy.grid import Estimate, Grid, Place, PolicyCell, kind
+from sage_plugin.tune.policy.grid import Estimate, Grid, Place, PolicyCell
 from sage_plugin.tune.policy.option import Option
 
 Judged = tuple[tuple[str, ...], Mapping[str, float | str]]
@@ -60,7 +61,7 @@ def neighbors(grid: Grid, captured: Mapping[Place, object], place: Place) -> Ite
         [(1, 2), (3, 1)]
     """
     layer, steps = place
-    alike = [p for p in captured if kind(grid.layers[p[0]]) == kind(grid.layers[layer])]
+    alike = [p for p in captured if layer_form(grid.layers[p[0]]) == layer_form(grid.layers[layer])]
     own = sorted(p for p in alike if p[0] == layer)
     across = sorted(p for p in alike if p[1] == steps)
     sides = (

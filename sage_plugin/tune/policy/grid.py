@@ -5,7 +5,7 @@ A linear has one cell for all steps: the weight that it multiplies is one.
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -117,20 +117,7 @@ class Grid:
 
 def work(shape: AnyShape) -> int:
     """Count the query-key pairs of a call, hidden ones included, or the products of a linear."""
-    if isinstance(shape, LinearShape):
-        return shape.rows * shape.in_features * shape.out_features
-    assert isinstance(shape, CallShape), "policies are of calls that are captured"
-    return shape.batch * shape.heads_q * shape.seq_q * shape.seq_k
-
-
-def kind(layer: str) -> str:
-    """Return a layer's path without its numbers: a kind stands at one place of a block.
-
-    Example:
-        >>> kind("transformer.blocks.12.attn1")
-        'transformer.blocks.#.attn1'
-    """
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", layer)
+    return math.prod(sizes(shape))
 
 
 def grid_of(

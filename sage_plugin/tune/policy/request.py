@@ -10,10 +10,6 @@ from sage_plugin.plugin.patch import MIN_SEQ
 from sage_plugin.tune.configs.plan import RUNS
 from sage_plugin.tune.run import run_folder
 
-MAX_LAYER_ERROR = 0.15
-CAPTURES_PER_CELL = 3
-STEP_RANGES = 5
-
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequest:
@@ -25,13 +21,13 @@ class PolicyRequest:
     folder: Path
     max_error: float | None = None
     max_ms: float | None = None
-    max_layer_error: float = MAX_LAYER_ERROR
+    max_layer_error: float = 0.15
     kernels: tuple[str, ...] = ()
     device: str | None = None
     config_dir: Path | None = None
-    step_ranges: int = STEP_RANGES
+    step_ranges: int = 5
     min_seq: int = MIN_SEQ
-    captures_per_cell: int = CAPTURES_PER_CELL
+    captures_per_cell: int = 3
     times: tuple[Path, ...] = ()
     sensitivity: Path | None = None
     runs_dir: Path = RUNS

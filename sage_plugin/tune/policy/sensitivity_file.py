@@ -13,8 +13,9 @@ from pathlib import Path
 
 from sage_plugin import files
 from sage_plugin.errors import ConfigError
+from sage_plugin.plugin.context import layer_form
 from sage_plugin.schema import JsonRecord
-from sage_plugin.tune.policy.grid import PolicyCell, kind
+from sage_plugin.tune.policy.grid import PolicyCell
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 4 * 2**20
@@ -85,7 +86,7 @@ def weighted(
     for cell in cells:
         one = known.get((cell.layer, cell.steps))
         if one is None:
-            alike = {steps for layer, steps in known if kind(layer) == kind(cell.layer)}
+            alike = {steps for layer, steps in known if layer_form(layer) == layer_form(cell.layer)}
             if not alike:
                 raise ConfigError(
                     f"{where}: no sensitivity to {cell.layer} or any like it: measure it with a "

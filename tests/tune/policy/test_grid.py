@@ -13,7 +13,7 @@ from sage_plugin.capture.store.manifest import CallCounts, LayerCalls, ShapeCoun
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError, UsageError
 from sage_plugin.plugin.policy.step_range import Band
-from sage_plugin.tune.policy.grid import grid_of, kind, work
+from sage_plugin.tune.policy.grid import grid_of, work
 from tests.bench.folders import record_of
 from tests.tune.policy import recordings
 from tests.tune.policy.recordings import CROSS, LAYERS, SHAPE
@@ -168,16 +168,3 @@ def test_counts_that_nobody_counted_are_refused(tmp_path, changes):
     recordings.write(tmp_path / "c", counts=changes)
     with pytest.raises(CaptureError):
         grid_of(open_captures(tmp_path / "c"), step_ranges=2, min_seq=16)
-
-
-@pytest.mark.parametrize(
-    ("layer", "same"),
-    [
-        ("transformer.blocks.12.attn1", "transformer.blocks.#.attn1"),
-        ("unet.down.1.attentions.0.attn2", "unet.down.#.attentions.#.attn2"),
-        ("model.layers.3", "model.layers.#"),
-        ("transformer_2.blocks.0.attn1", "transformer_2.blocks.#.attn1"),
-    ],
-)
-def test_the_kind_of_a_layer_is_its_path_without_numbers(layer, same):
-    assert kind(layer) == same
