@@ -141,20 +141,32 @@ class _Session:
                     return
                 budget_s = self._share()
                 study = self._left.popleft()
-            outcome = self._decided(study, runner, budget_s)
+                following = self._left[0] if self._left else None
+            lane = self._search(study, runner)
+            lane.prepare()
+            if following is not None:  # compilers have work while this study is timed
+                self._search(following, runner).prepare()
+            outcome = self._decided(lane, budget_s)
             with self._lock:
                 self._done[study.id] = outcome
                 self.write()
             self.notebook.observer.study_finished(study, outcome.verdict)
 
-    def _decided(self, study: Study, runner: Runner, budget_s: float) -> Outcome:
+    def _search(self, study: Study, runner: Runner) -> StudySearch:
+        request, incumbent = self.plan.request, self._incumbent(study)
+        return StudySearch(study, runner, request, self.notebook, incumbent)
+
+    def _decided(self, lane: StudySearch, budget_s: float) -> Outcome:
         """Search, race, decide and merge one study."""
-        request = self.plan.request
-        lane = StudySearch(study, runner, request, self.notebook, self._incumbent(study))
+        study = lane.study
         trials = lane.screen(budget_s)
         finals = lane.race(trials, budget_s)
         verdict = promote.decide(
-            study, trials, finals, min_gain=request.min_gain, run=self.plan.run_folder.name
+            study,
+            trials,
+            finals,
+            min_gain=self.plan.request.min_gain,
+            run=self.plan.run_folder.name,
         )
         written = "" if verdict.entry is None else _merge(self.plan, (verdict.entry,))
         return outcome_of(lane.search, study, verdict, written, trials, finals)

@@ -66,11 +66,17 @@ class StudySearch:
             study.space, incumbent, request.limits, request.error_limit, request.seed
         )
 
+    def prepare(self) -> None:
+        """Have the configs that open the search compiled, before it is this study's turn."""
+        known = self._known()
+        first = self.search.propose(known)
+        more = self.search.propose(known | self._pending(first), self._rank(known))
+        self.runner.prepare(self.study, [*first, *more])
+
     def screen(self, budget_s: float = float("inf")) -> Trials:
         """Judge and briefly time configs until search, limits or time end."""
         deadline = time.monotonic() + budget_s * (1 - RACE_SHARE)
-        former = self.notebook.ledger.trials(self.study.id, "screen")
-        trials = {c: trial for c, trial in former.items() if trial.status not in TRIED_AGAIN}
+        trials = self._known()
         done, total = len(trials), self.search.expected
         self.notebook.observer.study_started(self.study, done=done, total=max(done, total))
         while batch := self.search.propose(trials, self._rank(trials)):
@@ -116,8 +122,7 @@ class StudySearch:
 
     def _try(self, batch: Sequence[AnyLaunch], trials: Trials, deadline: float) -> None:
         """Judge a batch one by one until the time is up, and time together what passes."""
-        pending = {c: Trial(self.study.id, c, "screen", PENDING) for c in batch}
-        upcoming = self.search.propose(trials | pending)
+        upcoming = self.search.propose(trials | self._pending(batch))
         self.runner.prepare(self.study, [*batch, *upcoming])
         passed: list[Trial] = []
         for config in batch:
@@ -135,6 +140,14 @@ class StudySearch:
         for trial in self.runner.screen(self.study, passed, base):
             trials[trial.config] = self._note(trial)
             self.notebook.observer.trial_finished(self.study, trial)
+
+    def _known(self) -> Trials:
+        """What former sessions tried and need not try again."""
+        former = self.notebook.ledger.trials(self.study.id, "screen")
+        return {c: trial for c, trial in former.items() if trial.status not in TRIED_AGAIN}
+
+    def _pending(self, batch: Sequence[AnyLaunch]) -> Trials:
+        return {c: Trial(self.study.id, c, "screen", PENDING) for c in batch}
 
     def _judged(self, config: AnyLaunch) -> Trial:
         study, marker = self.study, self.notebook.marker
