@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from sage_plugin.capture.call import canonical
@@ -63,28 +61,24 @@ def test_a_sound_folder(folder):
     assert captures.problems == ()
     assert captures.call_counts.steps == {"transformer": 3}
     assert captures.call_counts.complete
+    assert captures.load(captures.records[0]).mask is None
 
 
-def test_no_folder(tmp_path):
-    with pytest.raises(CaptureError, match=r"nowhere does not exist: .*sage capture"):
-        open_captures(tmp_path / "nowhere")
-
-
-def test_an_empty_folder(tmp_path):
-    with pytest.raises(CaptureError, match="is empty"):
-        open_captures(tmp_path)
-
-
-def test_a_foreign_folder(tmp_path):
-    (tmp_path / "holiday.jpg").write_text("")
-    with pytest.raises(CaptureError, match=r"holds holiday\.jpg but no manifest\.jsonl"):
-        open_captures(tmp_path)
-
-
-def test_a_file_instead_of_a_folder(tmp_path):
-    (tmp_path / "x").write_text("")
-    with pytest.raises(CaptureError, match="is a file"):
-        open_captures(tmp_path / "x")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nowhere", "nowhere does not exist: .*sage capture"),
+        ("empty", "is empty"),
+        ("foreign", r"holds holiday\.jpg but no manifest\.jsonl"),
+        ("foreign/holiday.jpg", "is a file"),
+    ],
+)
+def test_what_is_not_a_capture_folder_is_told(tmp_path, name, says):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "holiday.jpg").write_text("")
+    with pytest.raises(CaptureError, match=says):
+        open_captures(tmp_path / name)
 
 
 MASKS = {
@@ -108,11 +102,6 @@ def test_a_mask_comes_back_as_kernels_take_it(tmp_path, name):
     assert found.mask.dtype == mask.dtype
     assert torch.equal(found.mask, mask)
     assert mask_kind(found.mask) == captures.records[0].shape.mask_kind
-
-
-def test_without_a_mask_there_is_none(folder):
-    captures = open_captures(folder)
-    assert captures.load(captures.records[0]).mask is None
 
 
 def test_a_mask_of_fp64_is_fp32_to_kernels(tmp_path):
@@ -207,17 +196,6 @@ def test_left_overs_of_an_interrupted_write(folder):
         "000002.safetensors",
         "000003.safetensors.tmp",
     ]
-
-
-def test_a_flipped_bit_is_found_on_loading(folder):
-    path = folder / "000001.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-    captures = open_captures(folder)
-    captures.load(captures.records[0])
-    with pytest.raises(CaptureError, match="checksum"):
-        captures.load(captures.records[1])
 
 
 def test_a_file_that_went_away_after_opening(folder):
@@ -318,23 +296,6 @@ def test_damaged_counts_cost_only_the_counts(folder, text):
     assert len(captures.records) == 2
     assert captures.counts == {}
     assert "call counts are unknown" in captures.problems[0]
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.binary(max_size=200), st.booleans())
-def test_no_manifest_makes_it_crash(folder, data, append):
-    """Whatever the bytes are, the result is a folder or a sentence."""
-    sound = (folder / MANIFEST).read_bytes()
-    (folder / MANIFEST).write_bytes(sound + data if append else data)
-    try:
-        found = len(open_captures(folder).records)
-    except CaptureError:
-        found = 0
-    finally:
-        (folder / MANIFEST).write_bytes(sound)
-    assert found == (2 if append else 0)
 
 
 def test_deeply_nested_json(folder):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from sage_plugin.capture.store import writer as writer_home
 from sage_plugin.capture.store import writer as writer_module
 from sage_plugin.capture.store.manifest import COUNTS, MANIFEST, CallCounts, read_manifest
 from sage_plugin.capture.store.reader import open_captures
@@ -216,20 +215,6 @@ def test_overwriting_without_a_new_capture_keeps_the_old_ones(tmp_path):
     captures = open_captures(folder)
     assert captures.records == (old,)
     assert captures.counts == {"a": 3}
-
-
-def test_overwriting_on_a_full_disk_keeps_the_old_captures(tmp_path, monkeypatch):
-    folder = tmp_path / "c"
-    old = opened(folder).save(tensors(), line())
-    again = opened(folder, overwrite=True)
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(writer_home, "save_file", full)
-    with pytest.raises(OutputError):
-        again.save(tensors(1), line(step=5))
-    assert open_captures(folder).records == (old,)
 
 
 def test_another_schema_is_not_overwritten(tmp_path):
