@@ -136,37 +136,33 @@ def _parameters(function: types.FunctionType) -> tuple[str, ...]:
 
 
 def _of_diffusers(given: Arguments, x: Pending) -> Found | None:
-    """`diffusers.models.embeddings`: Flux, CogVideoX, Hunyuan and many others."""
-    return _flagged(given, x, given["sequence_dim"], complex_axis=1)
+    """`diffusers.models.embeddings`: Flux, CogVideoX, Hunyuan and many others; and Qwen-Image.
 
-
-def _of_qwen(given: Arguments, x: Pending) -> Found | None:
-    """Qwen-Image: complex for each token, or a pair of tables along the third dimension."""
-    return _flagged(given, x, 2, complex_axis=1)
-
-
-def _flagged(given: Arguments, x: Pending, axis: int, complex_axis: int) -> Found | None:
+    Complex numbers of each token, or a pair of tables along the dimension that is told, the third
+    one where none is.
+    """
     freqs = given["freqs_cis"]
     if len(x.shape) != 4:
         return None
     if not given["use_real"]:
-        return _complex(freqs, complex_axis)
+        return _complex(freqs)
     if given["use_real_unbind_dim"] not in (-1, -2) or not _is_pair(freqs, 2):
         return None
-    return Rope(freqs[0], freqs[1], given["use_real_unbind_dim"] == -1), axis
+    rope = Rope(freqs[0], freqs[1], given["use_real_unbind_dim"] == -1)
+    return rope, given.get("sequence_dim", 2)
 
 
-def _complex(freqs: object, axis: int) -> Found | None:
+def _complex(freqs: object) -> Found | None:
     """Complex numbers of each token, `(S, D/2)` or `(B, S, D/2)`."""
     if not isinstance(freqs, torch.Tensor) or freqs.dtype != torch.complex64:
         return None
-    return (Rope.of(freqs), axis) if freqs.dim() in (2, 3) else None
+    return (Rope.of(freqs), 1) if freqs.dim() in (2, 3) else None
 
 
 def _of_z_image(given: Arguments, x: Pending) -> Found | None:
     """Z-Image and its kin: complex numbers, `(B, S, D/2)`."""
     freqs = given["freqs_cis"]
-    return _complex(freqs, 1) if len(x.shape) == 4 and _rank(freqs) == 3 else None
+    return _complex(freqs) if len(x.shape) == 4 and _rank(freqs) == 3 else None
 
 
 def _of_wan(given: Arguments, x: Pending) -> Found | None:
@@ -203,7 +199,7 @@ def _rank(given: object) -> int:
 
 FORMS: dict[tuple[str, ...], Form] = {
     ("x", "freqs_cis", "use_real", "use_real_unbind_dim", "sequence_dim"): _of_diffusers,
-    ("x", "freqs_cis", "use_real", "use_real_unbind_dim"): _of_qwen,
+    ("x", "freqs_cis", "use_real", "use_real_unbind_dim"): _of_diffusers,
     ("x_in", "freqs_cis"): _of_z_image,
     ("hidden_states", "freqs_cos", "freqs_sin"): _of_wan,
 }
