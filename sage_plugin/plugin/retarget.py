@@ -24,30 +24,6 @@ from sage_plugin.plugin.twin import COPYING, COPYING_MODULES, LAYER, ORIGINAL, C
 logger = logging.getLogger(__name__)
 
 
-def patched_class(original: type) -> type | None:
-    """The subclass of a processor's class that calls our attention; made once per class.
-
-    Args:
-        original: class of an attention processor, not one that this function made.
-
-    Returns:
-        The subclass, or `None` where the class makes no attention call that can be redirected.
-    """
-    return _processors(original)
-
-
-def patched_module_class(original: type) -> type | None:
-    """The subclass of an attention module's class that calls our attention; made once per class.
-
-    Args:
-        original: class of a module of transformers, not one that this function made.
-
-    Returns:
-        The subclass, or `None` where its `forward` looks no attention function up.
-    """
-    return _modules(original)
-
-
 def _generated(generate: Callable[[type], type | None], original: type) -> type | None:
     try:
         return generate(original)
@@ -93,8 +69,11 @@ def _attends(cls: type, name: str) -> bool:
     return False
 
 
-_processors = ClassMemo(functools.partial(_generated, _generate))
-_modules = ClassMemo(functools.partial(_generated, _generate_module))
+patched_class = ClassMemo(functools.partial(_generated, _generate))
+"""Makes the subclass of a processor's class that calls our attention, once per class; `None` where
+it makes no attention call that can be redirected."""
+patched_module_class = ClassMemo(functools.partial(_generated, _generate_module))
+"""The same of an attention module's class; `None` where its `forward` looks no function up."""
 
 
 def _subclass(
