@@ -53,10 +53,10 @@ class Forecast:
         )
 
 
-def forecast(plan: TuningPlan, *, num_workers: int, flops_per_s: float | None = None) -> Forecast:
+def forecast(plan: TuningPlan, *, num_workers: int) -> Forecast:
     """Predict how long a plan takes where no trial of it is known."""
     on_cpu = plan.facts.kind == "cpu"
-    rate = flops_per_s or (matmul_flops_per_s() / EMULATION if on_cpu else GPU_FLOPS_PER_S)
+    rate = matmul_flops_per_s() / EMULATION if on_cpu else GPU_FLOPS_PER_S
     total, tried = 0.0, 0
     for study in plan.studies:
         count = Search(study.space, limits=plan.request.limits).expected

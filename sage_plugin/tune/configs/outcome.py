@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,22 +121,34 @@ def _winner_notes(
 
 
 def write_metadata(plan: TuningPlan, argv: Sequence[str]) -> None:
-    """Write `run_metadata.json`."""
-    request = plan.request
-    options = {
-        "min_gain": request.min_gain,
-        "seed": request.seed,
-        "timeout_s": request.timeout_s,
-        **dataclasses.asdict(request.error_limit),
-        **dataclasses.asdict(request.limits),
+    """Write `run_metadata.json`: what tells, later, what a run measured and with what."""
+    request, studies = plan.request, plan.studies
+    data = {
+        "argv": list(argv),
+        "options": {
+            "min_gain": request.min_gain,
+            "seed": request.seed,
+            "timeout_s": request.timeout_s,
+            **dataclasses.asdict(request.error_limit),
+            **dataclasses.asdict(request.limits),
+        },
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "git": run_folder.git_revision(),
+        "device": plan.facts.to_json(),
+        "toolchain": studies[0].toolchain.to_json(),
+        "studies": [
+            {
+                "id": study.id,
+                "key": study.key.to_json(),
+                "configs": len(study.space),
+                "inputs": [source.label for source in study.sources],
+                "timed": study.timed.label,
+                "gate": study.gate.to_json(),
+                "timer": study.timer.to_json(),
+            }
+            for study in studies
+        ],
     }
-    data = run_folder.metadata(
-        argv=argv,
-        facts=plan.facts,
-        studies=plan.studies,
-        options=options,
-        git=run_folder.git_revision(),
-    )
     files.write_json(plan.run_folder / run_folder.METADATA, data, follow=False)
 
 

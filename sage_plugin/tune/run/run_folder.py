@@ -19,7 +19,7 @@ from typing import Any
 from sage_plugin import files
 from sage_plugin.errors import ConfigError, OutputError, UsageError
 from sage_plugin.paged_records import PAGED_ATTENTION
-from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR, DeviceFacts, Trial
+from sage_plugin.schema import ATTENTION, GROUPED_LINEAR, LINEAR, Trial
 from sage_plugin.tune.run.study import Study
 
 logger = logging.getLogger(__name__)
@@ -128,37 +128,6 @@ def write_trials(path: Path, studies: Sequence[Study], trials: Iterable[Trial]) 
             known = _known(by_id[trial.study], trial)
             writer.writerow({name: known.get(name) for name in names})
     files.write_atomically(path, stream.getvalue(), follow=False)
-
-
-def metadata(
-    *,
-    argv: Sequence[str],
-    facts: DeviceFacts,
-    studies: Sequence[Study],
-    options: dict[str, Any],
-    git: str,
-) -> dict[str, Any]:
-    """Collect what tells, later, what a run measured and with what."""
-    return {
-        "argv": list(argv),
-        "options": options,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "git": git,
-        "device": facts.to_json(),
-        "toolchain": studies[0].toolchain.to_json(),
-        "studies": [
-            {
-                "id": study.id,
-                "key": study.key.to_json(),
-                "configs": len(study.space),
-                "inputs": [source.label for source in study.sources],
-                "timed": study.timed.label,
-                "gate": study.gate.to_json(),
-                "timer": study.timer.to_json(),
-            }
-            for study in studies
-        ],
-    }
 
 
 def git_revision() -> str:
