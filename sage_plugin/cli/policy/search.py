@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from sage_plugin.plugin.policy.rules import Rule
     from sage_plugin.tune.policy.choice import Assignment
-    from sage_plugin.tune.policy.request import PolicyRequest
     from sage_plugin.tune.policy.search import PolicySearchResult
 
 PLOT = "front.png"
@@ -104,12 +103,17 @@ def command(
     """Search a policy on captures: which kernel for each layer and denoising step."""
     from sage_plugin.tune.policy import front_plot
     from sage_plugin.tune.policy.request import PolicyRequest
+    from sage_plugin.tune.policy.search import search as run_search
 
     if not dry_run:
         _check_output(output, overwrite=overwrite)
     fields = {field.name: getattr(search, field.name) for field in dataclasses.fields(search)}
     fields |= {"kernels": tuple(search.kernels or ()), "times": tuple(search.times or ())}
-    found = _search(PolicyRequest(folder, **fields))
+    with progress() as report:
+        found = run_search(
+            PolicyRequest(folder, **fields),
+            lambda what, done, total: report(f"{what} ({done} of {total})"),
+        )
     plot = found.run_folder / PLOT
     missing = front_plot.save(found, plot, max_error=search.max_error, max_ms=search.max_ms)
     stdout.print(_front_table(found) if dry_run else _rules_table(found))
@@ -143,13 +147,6 @@ def _check_output(path: Path, *, overwrite: bool) -> None:
         )
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--output {path}: the folder {path.absolute().parent} does not exist")
-
-
-def _search(request: PolicyRequest) -> PolicySearchResult:
-    from sage_plugin.tune.policy.search import search
-
-    with progress() as report:
-        return search(request, lambda what, done, total: report(f"{what} ({done} of {total})"))
 
 
 def _rules_table(found: PolicySearchResult) -> Group:

@@ -250,7 +250,7 @@ def is_policy(path: Path) -> bool:
         False
     """
     try:
-        data = _data(path)
+        data = files.read_json(path, MAX_FILE_BYTES, "policy")
     except ConfigError:
         return False
     return isinstance(data, dict) and "rules" in data
@@ -258,7 +258,7 @@ def is_policy(path: Path) -> bool:
 
 def was_searched(path: Path) -> bool:
     """Return whether `sage policy search` wrote a policy, and not a person."""
-    data = _data(path)
+    data = files.read_json(path, MAX_FILE_BYTES, "policy")
     return isinstance(data, dict) and data.get("prediction") is not None
 
 
@@ -268,7 +268,7 @@ def read(path: Path) -> Policy:
     Raises:
         ConfigError: it cannot be read, or is no sound policy; the sentence names file and rule.
     """
-    data = _data(path)
+    data = files.read_json(path, MAX_FILE_BYTES, "policy")
     if isinstance(data, dict) and data.get("schema_version") != SCHEMA_VERSION:
         raise ConfigError(
             f"{path}: schema version {data.get('schema_version')!r}; this release reads "
@@ -281,16 +281,6 @@ def read(path: Path) -> Policy:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return checked(policy, str(path))
-
-
-def _data(path: Path) -> object:
-    """A file's JSON.
-
-    Raises:
-        ConfigError: it cannot be read, is too large, or is no strict JSON.
-    """
-    data: object = files.read_json(path, MAX_FILE_BYTES, "policy")
-    return data
 
 
 def checked(policy: Policy, where: str) -> Policy:
