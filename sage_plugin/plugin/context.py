@@ -77,20 +77,13 @@ Listener = Callable[[CallEvent], None]
 
 @dataclass(frozen=True)  # no slots: traced code reads it
 class PatchOptions:
-    """What `patch` was asked for, checked.
+    """What `patch` was asked for, checked: its arguments by their names, and what follows.
 
     Attributes:
-        kernel: kernel name, `"auto"` or one of `schema.KERNELS`.
-        variant: variant name, `"auto"` or one that the kernel has.
-        config_dir: folder of configs that is searched first, or `None`.
-        min_seq: calls with fewer queries or keys go to the host's attention.
         strict: an unsupported call is an error, not a fallback.
-        check_finite: eager outputs of kernels are looked at for NaN and infinity.
         include: globs of layer paths to patch, `None` for all.
-        exclude: globs of layer paths to leave alone.
         policy: rules that choose the kernel of each call, `None` where `kernel` does.
         linears: kernel of the linears that no rule of the policy names, `None` to leave them.
-        keep_originals: the original weights of linears are kept in CPU memory.
         requests: what shall compute a call where no policy chooses, without and with grouped heads.
         of_linears: the same for a linear, whose weight says the kernel.
     """
