@@ -244,20 +244,6 @@ def test_no_shape_has_two_while_another_has_none(calls, limit, announced, per_sh
             assert len(seen) > limit
 
 
-def test_a_shape_that_comes_late_takes_the_place_of_a_second_one():
-    policy = SpreadPolicy(3, total_steps=3)
-    policy.add_layers(["a.0", "a.1"])
-    for step in range(3):
-        for layer in ("a.0", "a.1"):
-            cell = CaptureCell(layer, step)
-            shape = "late" if (layer, step) == ("a.1", 2) else "common"
-            verdict = policy.judge(cell, shape)
-            if verdict.keep:
-                policy.commit(cell, verdict, shape)
-    assert CaptureCell("a.1", 2) in policy.kept
-    assert len(policy.kept) == 3
-
-
 def test_a_full_shape_goes_on_spreading_among_its_own():
     policy = SpreadPolicy(8, per_shape=2)
     policy.add_layers(["a.0"])
