@@ -39,6 +39,14 @@ def _nothing_said() -> None:
 
 
 @pytest.fixture
+def no_graphs() -> Iterator[None]:
+    """Nothing is compiled before the test, and nothing of it is left."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def interpreted() -> None:
     """Run portable kernels in Triton's interpreter, with casts as a GPU does them."""
     pytest.importorskip("triton")

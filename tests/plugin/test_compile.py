@@ -15,12 +15,7 @@ from sage_plugin.plugin.patch import patch, unpatch
 from tests.plugin.tiny import random, tiny
 from tests.plugin.toys import Direct, ToyAttention, qkv, sage
 
-
-@pytest.fixture(autouse=True)
-def _no_graphs():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_graphs")
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "sage"])

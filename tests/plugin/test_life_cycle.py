@@ -424,6 +424,9 @@ def test_a_copy_of_any_kind_is_the_unpatched_model(name, way, tmp_path):
     state = twin.state_dict()
     assert list(state) == list(model.module.state_dict())
     assert all(torch.equal(state[key], value) for key, value in model.module.state_dict().items())
+    sage(twin)
+    model.run(twin)
+    assert handle.report().total_calls() == 0
     model.run()
     assert handle.report().kernel_calls() == CALLS[name]
 

@@ -20,16 +20,10 @@ from sage_plugin.plugin.policy import rules as policy
 from sage_plugin.plugin.policy.rules import PRESETS, Policy, Rule
 from tests.plugin.tiny import tiny
 
+pytestmark = pytest.mark.usefixtures("no_graphs")
 STEPS = 5
 
 BY_FIRST_RULE = FallbackReason(Fallback.POLICY, 1)
-
-
-@pytest.fixture(autouse=True)
-def _no_graphs():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Loop:

@@ -17,16 +17,10 @@ from tests.kernels.calls import EMULATED, Shape, launch
 from tests.matrix.definition import definition
 from tests.reports.machine import assert_close
 
+pytestmark = pytest.mark.usefixtures("no_graphs")
 kernels = pytest.mark.parametrize("kernel", EMULATED)
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(2, 4, 2, 200, 333, 80)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def arguments(machine, kernel, *, packed=False, mask=None, sinks=None, config=None):
