@@ -17,17 +17,17 @@ import torch
 from sage_plugin import device as devices
 from sage_plugin.accuracy.gate import failures
 from sage_plugin.accuracy.metrics import errors_of
-from sage_plugin.accuracy.output import ExactRows
-from sage_plugin.bench.candidate import Candidate, candidate
+from sage_plugin.accuracy.output import CheckedOutput, ExactRows
 from sage_plugin.bench.difference import difference
 from sage_plugin.bench.rows import EMULATION_NOTE, KernelRow, Table
 from sage_plugin.errors import SageError, UnsupportedInputError
 from sage_plugin.families import Family
-from sage_plugin.families.family import ReplayCall
+from sage_plugin.families.family import ReplayCall, SplitCall
+from sage_plugin.kernels.contract import HOST, Decision, ResolvedConfig
 from sage_plugin.measure.clocks import snapshot, stamp
 from sage_plugin.measure.timing import Samples, TimingLimits, measure
 from sage_plugin.replay.inputs import ReplayInputs
-from sage_plugin.schema import AnyShape, DeviceFacts
+from sage_plugin.schema import AnyShape, DeviceFacts, ErrorMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,30 @@ class BenchPlan:
     config_dir: str | None = None
     seed: int = 0
     differences: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel that can run an input.
+
+    Attributes:
+        decision: kernel and variant.
+        found: the launch config, `None` if nothing is tuned.
+        checked: rows of its output, before the last rounding.
+        errors: of those rows against the exact ones.
+        timed: the timed call in its two parts.
+    """
+
+    decision: Decision
+    found: ResolvedConfig | None
+    checked: CheckedOutput
+    errors: ErrorMetrics
+    timed: SplitCall
+
+    @property
+    def label(self) -> str:
+        """`kernel:variant`."""
+        return self.decision.label
 
 
 def limits_for(device: torch.device) -> TimingLimits:
@@ -140,7 +164,7 @@ def _candidates(
             failed.append(f"{name} cannot run this call: {decision.reason}")
         elif decision.label not in ready:
             try:
-                ready[decision.label] = candidate(
+                ready[decision.label] = _candidate(
                     family, decision, judged, timed, exact, facts, config_dir=plan.config_dir
                 )
             except SageError as error:
@@ -150,6 +174,30 @@ def _candidates(
                 first_line = (str(error).strip().splitlines() or ["no message"])[0]
                 failed.append(f"{name} failed: {type(error).__name__}: {first_line}")
     return list(ready.values()), ready.get(labels.get(plan.reference, "")), failed
+
+
+def _candidate(
+    family: Family,
+    decision: Decision,
+    judged: ReplayCall,
+    timed: ReplayCall,
+    exact: ExactRows,
+    facts: DeviceFacts,
+    *,
+    config_dir: str | None = None,
+) -> Candidate:
+    """Judge one run of a kernel and prepare its timed calls, all with one launch config."""
+    found = None
+    if decision.variant != HOST:
+        key = family.call_key(timed.shape, decision)
+        found = family.find_launch(key, facts, config_dir=config_dir)
+    config = None if found is None else found.config
+    checked = judged.checked(decision, config, exact)
+    split = timed.split(decision, config, facts)
+    if timed is not judged:  # what cannot run at the full size shows here
+        split.alone()
+    errors = errors_of(checked, exact, dtype=judged.dtype)
+    return Candidate(decision, found, checked, errors, split)
 
 
 def _timed(ready: list[Candidate], plan: BenchPlan, device: torch.device) -> dict[str, Samples]:

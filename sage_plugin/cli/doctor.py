@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.configs.card import As, facts_of
+from sage_plugin.cli.configs.sources import As, facts_of
 from sage_plugin.cli.console import command_line, say, stdout
 from sage_plugin.cli.options import Device, ShapeOptions, lengths
 from sage_plugin.errors import ConfigError, UsageError, number_of

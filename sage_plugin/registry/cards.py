@@ -1,14 +1,18 @@
-"""Cards that are not here, by what their registry files recorded of them."""
+"""Cards that are not here: what files recorded of them, and what a sibling measured for them."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.registry import load
-from sage_plugin.schema import DeviceFacts
+from sage_plugin.schema import AnyEntry, DeviceFacts, RegistryFile
+
+CHIP = ("kind", "arch", "sm_count", "smem_bytes", "fp8_dtype")
+"""Facts that two cards share whose kernels take the same time but for memory and clocks."""
 
 
 def recorded(slug: str, config_dir: str | Path | None = None) -> DeviceFacts:
@@ -47,3 +51,26 @@ def _cards(config_dir: str | Path | None) -> Iterator[tuple[str, DeviceFacts]]:
                 continue  # `sage configs check` says what is wrong with it
             if facts.slug == file.parent.name:
                 yield facts.slug, facts
+
+
+def for_sibling(file: RegistryFile, sibling: DeviceFacts) -> RegistryFile:
+    """Return a file of a sibling's, each entry of which names the card that was measured.
+
+    Raises:
+        ConfigError: the chips differ.
+    """
+    for name in CHIP:
+        own, other = getattr(file.device, name), getattr(sibling, name)
+        if own != other:
+            raise ConfigError(
+                f"{file.device.name} and {sibling.name} are no siblings: {name} is {own} and "
+                f"{other}; tune on the card itself"
+            )
+    entries = tuple(_of_sibling(entry, file.device.name) for entry in file.entries)
+    return dataclasses.replace(file, device=sibling, entries=entries)
+
+
+def _of_sibling(entry: AnyEntry, measured_on: str) -> AnyEntry:
+    name = entry.evidence.measured_on or measured_on
+    evidence = dataclasses.replace(entry.evidence, measured_on=name)
+    return dataclasses.replace(entry, evidence=evidence)

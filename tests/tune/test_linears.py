@@ -19,7 +19,7 @@ from sage_plugin.tune.configs import space_file
 from sage_plugin.tune.configs.inputs import from_drawn
 from sage_plugin.tune.configs.plan import TuningPlan, TuningRequest, build
 from sage_plugin.tune.configs.session import tune
-from sage_plugin.tune.held import prices, results
+from sage_plugin.tune.held import runs
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.search.learned_order import learned
@@ -73,10 +73,10 @@ def test_a_session_writes_what_the_runtime_reads(on_gpu, tmp_path) -> None:
     assert (entries[key].rows_range, entries[key].evidence.synthetic) == ((16, 32), True)
     found = LINEAR_FAMILY.find_launch(key, FACTS, config_dir=str(tmp_path / "configs"))
     assert (found.config, found.source) == (entries[key].config, "exact")
-    assert results.read(plan.run_folder).entries == tuple(
+    assert runs.results_of(plan.run_folder).entries == tuple(
         outcome.entry for outcome in report.outcomes
     )
-    facts, times = prices.of_runs([plan.run_folder])
+    facts, times = runs.times_of([plan.run_folder])
     assert facts == FACTS
     assert times[key][best] / times[key][plan.studies[1].default] == pytest.approx(0.7)
 

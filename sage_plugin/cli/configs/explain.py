@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.configs.card import As, facts_of
+from sage_plugin.cli.configs.sources import As, facts_of
 from sage_plugin.cli.console import say
 from sage_plugin.cli.linear_options import LinearOptions
 from sage_plugin.cli.options import (

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from sage_plugin import files
-from sage_plugin.cli.configs.card import As, facts_of
-from sage_plugin.cli.configs.sources import files_of
+from sage_plugin.cli.configs.sources import As, facts_of, files_of
 from sage_plugin.cli.console import command_line, say
 from sage_plugin.cli.options import ConfigDir, Device, one_of
 from sage_plugin.errors import UsageError, number_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sage_plugin.cli.configs.card import As, facts_of
+from sage_plugin.cli.configs.sources import As, facts_of
 from sage_plugin.cli.console import say, stdout
 from sage_plugin.cli.options import ConfigDir, Device, check_config_dir
 from sage_plugin.errors import ConfigError, number_of

@@ -41,7 +41,6 @@ def apply(run: Runs, config_dir: ConfigDir = None, min_gain: MinGain = 0.01) -> 
 def merge(paths: Paths, min_gain: MinGain = 0.0, card: Sibling = None) -> None:
     """Merge tuned configs into a folder; an entry replaces another only by the rules of tuning."""
     from sage_plugin.registry import cards
-    from sage_plugin.registry.siblings import for_sibling
 
     *sources, into = paths
     if not sources:
@@ -51,7 +50,7 @@ def merge(paths: Paths, min_gain: MinGain = 0.0, card: Sibling = None) -> None:
     found = [file for path in sources for file in files_of(path)]
     if card is not None:
         sibling = cards.recorded(card, into)
-        found = [for_sibling(file, sibling) for file in found]
+        found = [cards.for_sibling(file, sibling) for file in found]
     _merge(found, into, min_gain)
 
 

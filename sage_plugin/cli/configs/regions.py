@@ -27,10 +27,10 @@ def command(
     from sage_plugin.registry.entries import ranges
     from sage_plugin.registry.merge import price
     from sage_plugin.tune.configs.plan import RUNS
-    from sage_plugin.tune.held import prices, results
+    from sage_plugin.tune.held import runs
 
-    folders = [path if results.is_run(path) else RUNS / path for path in run]
-    facts, times = prices.of_runs(folders)
+    folders = [path if runs.is_run(path) else RUNS / path for path in run]
+    facts, times = runs.times_of(folders)
     families = {key.family for key in times}
     if len(families) > 1:
         raise UsageError(f"runs of one op family are needed, got {', '.join(sorted(families))}")

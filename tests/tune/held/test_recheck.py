@@ -15,7 +15,7 @@ from sage_plugin.tune.configs import inputs
 from sage_plugin.tune.configs.inputs import TuningInputs
 from sage_plugin.tune.configs.plan import TuningRequest
 from sage_plugin.tune.configs.session import tune
-from sage_plugin.tune.held import recheck, results
+from sage_plugin.tune.held import recheck, runs
 from sage_plugin.tune.run import run_folder
 from tests.registry import samples
 from tests.tune import captures
@@ -93,8 +93,8 @@ def test_a_run_is_read_back_as_configs(tmp_path):
     plan = recheck.build([one], request(tmp_path, update=False))
     tune(plan, ScriptedRunner(lambda config: 0.5 if config.block_n == 64 else 1.0))
     assert not plan.registry_path.exists(), "it was measured only"
-    assert results.is_run(plan.run_folder)
-    file = results.read(plan.run_folder)
+    assert runs.is_run(plan.run_folder)
+    file = runs.results_of(plan.run_folder)
     assert (file.device, file.toolchain) == (CPU, device.toolchain())
     (entry,) = file.entries
     assert (entry.config.block_n, entry.key.kernel) == (64, "sage")
@@ -121,4 +121,4 @@ def test_a_damaged_run_is_named(tmp_path, name, text, says):
         if one is not None:
             (tmp_path / file).write_text(one)
     with pytest.raises(ConfigError, match=says):
-        results.read(tmp_path)
+        runs.results_of(tmp_path)

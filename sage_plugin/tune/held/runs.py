@@ -1,4 +1,4 @@
-"""The times of configs in runs, by the call that they were measured at."""
+"""What runs left in their folders, read back: the configs that won, and the times of all."""
 
 from __future__ import annotations
 
@@ -6,15 +6,50 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_plugin.errors import ConfigError
-from sage_plugin.registry.entries import key_from_json
-from sage_plugin.schema import AnyKey, AnyLaunch, DeviceFacts, Trial
+from sage_plugin.registry import load
+from sage_plugin.registry.entries import entry_from_json, key_from_json
+from sage_plugin.schema import (
+    ATTENTION,
+    SCHEMA_VERSION,
+    AnyKey,
+    AnyLaunch,
+    DeviceFacts,
+    RegistryFile,
+    Toolchain,
+    Trial,
+)
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 
 Prices = dict[AnyKey, dict[AnyLaunch, float]]
 
 
-def of_runs(runs: Sequence[Path]) -> tuple[DeviceFacts, Prices]:
+def is_run(path: Path) -> bool:
+    """Whether a path is the folder of a run with results."""
+    return (path / run_folder.RESULTS).is_file()
+
+
+def results_of(folder: Path) -> RegistryFile:
+    """Read the winners of a run, and the card and software that it ran with."""
+    path = folder / run_folder.RESULTS
+    results, metadata = run_folder.read(path), run_folder.read(folder / run_folder.METADATA)
+    try:
+        rows = [row["entry"] for row in results["results"]]
+        entries = tuple(entry_from_json(row) for row in rows if row is not None)
+        facts = DeviceFacts.from_json(metadata["device"])
+        toolchain = Toolchain.from_json(metadata["toolchain"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{folder} holds no results of a run: no {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for entry in entries:
+        for problem in load.entry_problems(entry):
+            raise ConfigError(f"{path}: {problem}")
+    family = entries[0].key.family if entries else ATTENTION
+    return RegistryFile(SCHEMA_VERSION, family, facts, toolchain, entries)
+
+
+def times_of(runs: Sequence[Path]) -> tuple[DeviceFacts, Prices]:
     """Read the times of all sound configs of some runs on one card."""
     cards: dict[str, DeviceFacts] = {}
     times: Prices = {}
@@ -29,14 +64,14 @@ def of_runs(runs: Sequence[Path]) -> tuple[DeviceFacts, Prices]:
             raise ConfigError(f"{path} is of no run: no {error}") from None
         cards[facts.slug] = facts
         for key, study in studies:
-            if found := of_study(ledger, study):
+            if found := _of_study(ledger, study):
                 times[key] = found
     if len(cards) != 1:
         raise ConfigError(f"runs of one card are needed, got {', '.join(sorted(cards)) or 'none'}")
     return next(iter(cards.values())), times
 
 
-def of_study(ledger: Ledger, study: str) -> dict[AnyLaunch, float]:
+def _of_study(ledger: Ledger, study: str) -> dict[AnyLaunch, float]:
     """Return the times of a study's sound configs: of its race if there was one, else its screen.
 
     A screen's times are taken at different moments: where each has its ratio to the default of the

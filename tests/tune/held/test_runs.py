@@ -11,7 +11,7 @@ import pytest
 from sage_plugin.errors import ConfigError
 from sage_plugin.registry import load
 from sage_plugin.schema import LaunchConfig, Trial
-from sage_plugin.tune.held import prices
+from sage_plugin.tune.held.runs import times_of
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 from tests.cli.program import sage
@@ -43,7 +43,7 @@ def ledger(
 
 def test_ratios_stand_over_times_and_races_over_ratios(tmp_path):
     run = ledger(tmp_path / "r", 1024, TIMES[1024], drift=1.5, finals=[(A, 2.0), (B, 1.9)])
-    facts, found = prices.of_runs([run])
+    facts, found = times_of([run])
     assert facts == FACTS
     (times,) = found.values()
     assert times == pytest.approx({A: 1.0, B: 0.95, C: 1.5})
@@ -53,12 +53,12 @@ def test_runs_of_two_cards_or_of_none_are_refused(tmp_path):
     other = dataclasses.replace(FACTS, slug="nvidia-h200")
     runs = [ledger(tmp_path / "a", 1, {A: 1.0}), ledger(tmp_path / "b", 2, {A: 1.0}, facts=other)]
     with pytest.raises(ConfigError, match=r"one card are needed, got nvidia-h100.*, nvidia-h200"):
-        prices.of_runs(runs)
+        times_of(runs)
     (tmp_path / "a" / run_folder.METADATA).write_text('{"device": 5}')
     with pytest.raises(ConfigError, match="DeviceFacts"):
-        prices.of_runs(runs[:1])
+        times_of(runs[:1])
     with pytest.raises(ConfigError, match="no such file"):
-        prices.of_runs([tmp_path / "absent"])
+        times_of([tmp_path / "absent"])
 
 
 def test_the_command_writes_regions_and_drops_what_they_cover(tmp_path, monkeypatch):
