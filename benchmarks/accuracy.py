@@ -325,7 +325,9 @@ def _count(cells: Sequence[dict[str, Any]]) -> str:
     return f"{sum(one['at_most'] for one in cells)} of {len(cells)} cells (worst head: {heads})"
 
 
-def identity(device: str, found: peer_kernels.Found, commit: str | None) -> dict[str, Any]:
+def identity(
+    device: str, commit: str | None, found: peer_kernels.Found = peer_kernels.NOBODY
+) -> dict[str, Any]:
     """What a result has to be read with: device, versions, commit, date, command."""
     return {
         "device": devices.facts(device).to_json(),
@@ -445,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*lines_of(rows[-1]), sep="\n", flush=True)
     elapsed = time.perf_counter() - start
     said = verdict(rows)
-    body = identity(args.device, found, args.commit)
+    body = identity(args.device, args.commit, found)
     left_out = [f"left out on {n} of {len(args.cases)} inputs: {what}" for what, n in notes.items()]
     body |= {"elapsed_s": elapsed, "verdict": said, "notes": left_out, "rows": rows}
     print(*left_out, f"{len(rows)} inputs in {elapsed:.0f} s", sep="\n")

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import peer_kernels
 import torch
 from accuracy import identity, kernels, write
 from gpu_options import gpu_parser
@@ -128,9 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device, dtype = ("cuda", torch.float16) if cuda else ("cpu", torch.float32)
     network, tokenizer = captured.load("smollm2", device=device, dtype=dtype)
     prompt = inputs.token_ids(tokenizer, args.prompt).to(device)
-    nobody = peer_kernels.Found((), {}, ())
     facts = {"dtype": str(dtype).removeprefix("torch."), "prompt": args.prompt}
-    body = identity(device, nobody, args.commit) | facts | {"tokens": args.tokens}
+    body = identity(device, args.commit) | facts | {"tokens": args.tokens}
     rows: list[Row] = []
     for row in rows_of(network, prompt, args):
         rows.append(row)

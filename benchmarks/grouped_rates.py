@@ -14,10 +14,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import peer_kernels
 import torch
 from accuracy import identity, write
-from gpu_options import gpu_parser, on_gpu
+from gpu_options import beginnings, gpu_parser, on_gpu, positive
 
 from sage_plugin import device
 from sage_plugin.families import GROUPED_LINEAR_FAMILY
@@ -134,21 +133,13 @@ def line_of(found: Facts) -> str:
     return f"{found['model']:22s} {found['tokens']:6d} {found['routing']:6s} {', '.join(cells)}"
 
 
-def models(text: str) -> list[str]:
-    """The models whose names begin with what an option names."""
-    wanted = text.split(",")
-    found = [name for name in MODELS if any(name.startswith(part) for part in wanted)]
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(MODELS)}")
-    return found
-
-
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all rows and write one JSON file."""
     parser = gpu_parser(__doc__)
-    parser.add_argument("--models", type=models, default=list(MODELS), help="beginnings of names")
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds of timing a row")
+    add = parser.add_argument
+    add("--models", type=beginnings(MODELS), default=list(MODELS), help="beginnings of names")
+    add("--budget", type=positive, default=1.0, help="seconds of timing a row")
     args = on_gpu(parser, parser.parse_args(argv), "a CPU's times say nothing")
     args.method, args.kernels = "events", KERNELS
     table = []
@@ -158,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 table.append(row(name, tokens, routing, args))
                 print(line_of(table[-1]), flush=True)
                 torch.cuda.empty_cache()
-    nobody = peer_kernels.Found((), {}, ())
-    write(args.output, identity(args.device, nobody, args.commit) | {"rows": table})
+    write(args.output, identity(args.device, args.commit) | {"rows": table})
     return 0
 
 

@@ -15,10 +15,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import peer_kernels
 import torch
 from accuracy import identity, write
-from gpu_options import gpu_parser, on_gpu
+from gpu_options import beginnings, gpu_parser, on_gpu, positive
 
 from sage_plugin import device
 from sage_plugin.families import LINEAR_FAMILY
@@ -110,24 +109,13 @@ def line_of(found: Facts) -> str:
     return f"{found['linear']:20s} TFLOPS: {', '.join(cells)}"
 
 
-def linears(text: str) -> list[str]:
-    """The linears whose names begin with what an option names."""
-    wanted = text.split(",")
-    found = [name for name in SHAPES if any(name.startswith(part) for part in wanted)]
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(SHAPES)}")
-    return found
-
-
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked."""
     parser = gpu_parser(__doc__)
     add = parser.add_argument
-    add("--linears", type=linears, default=list(SHAPES), help="beginnings of names")
-    add("--budget", type=float, default=2.0, help="seconds of timing a linear")
+    add("--linears", type=beginnings(SHAPES), default=list(SHAPES), help="beginnings of names")
+    add("--budget", type=positive, default=2.0, help="seconds of timing a linear")
     args = parser.parse_args(argv)
-    if not args.budget > 0:
-        parser.error("argument --budget: needs a number above zero")
     args.method, args.kernels = "events", KERNELS
     return on_gpu(parser, args, "a CPU's times say nothing")
 
@@ -141,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.append(row(name, args))
         print(line_of(table[-1]), flush=True)
         torch.cuda.empty_cache()
-    nobody = peer_kernels.Found((), {}, ())
-    write(args.output, identity(args.device, nobody, args.commit) | {"rows": table})
+    write(args.output, identity(args.device, args.commit) | {"rows": table})
     return 0
 
 

@@ -67,6 +67,9 @@ class Found:
     left_out: tuple[str, ...]
 
 
+NOBODY = Found((), {}, ())
+
+
 def timed_peers() -> Found:
     """Peers in the forms that are worth timing: with quantisation, and the kernel alone."""
     return _find(judged=False)

@@ -36,7 +36,7 @@ from accuracy import (
     twin_rows,
     write,
 )
-from gpu_options import gpu_parser, on_gpu
+from gpu_options import gpu_parser, on_gpu, positive
 
 import sage_plugin
 from sage_plugin import device as devices
@@ -269,12 +269,12 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--presets", type=preset_names, default=list(presets()))
     add("--kernels", type=kernels, default=list(OURS))
-    add("--budget", type=float, default=8.0, help="seconds of timing a preset")
+    add("--budget", type=positive, default=8.0, help="seconds of timing a preset")
     add("--rows", type=int, default=64, help="rows judged in every head")
     add("--search", action="store_true", help="every config of the space")
     args = parser.parse_args(argv)
-    if args.rows < 1 or not args.budget > 0:
-        parser.error("arguments --rows and --budget: need numbers above zero")
+    if args.rows < 1:
+        parser.error("argument --rows: needs a number above zero")
     return on_gpu(parser, args, "a CPU's times say nothing")
 
 
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tables.append(how)
         rows += table
         torch.cuda.empty_cache()
-    write(args.output, identity(args.device, found, args.commit) | {"tables": tables, "rows": rows})
+    write(args.output, identity(args.device, args.commit, found) | {"tables": tables, "rows": rows})
     return 0
 
 

@@ -17,12 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import peer_kernels
 import step_models
 import step_timing
 import torch
 from accuracy import identity, write
-from gpu_options import gpu_parser, on_gpu
+from gpu_options import gpu_parser, on_gpu, positive
 
 import sage_plugin
 from sage_plugin import device as devices
@@ -175,19 +174,15 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("policy", type=Path, help="policy file")
     add("--model", choices=list(step_models.MODELS), default="cogvideox-2b")
     add("--steps", type=int, default=50, help="denoising steps")
-    add("--budget", type=float, default=15.0, help="seconds of timing")
+    add("--budget", type=positive, default=15.0, help="seconds of timing")
     add("--tiny", action="store_true", help="a tiny model, for a CPU")
     args = parser.parse_args(argv)
-    if args.tiny and not torch.cuda.is_available():
-        args.device = "cpu"
-        return args
     return on_gpu(parser, args, "a full-size step takes minutes on a CPU; try --tiny there")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = parsed(argv)
-    nobody = peer_kernels.Found((), {}, ())
     facts = measured(args)
     for row in facts["bands"]:
         print(f"steps {row['steps']}: predicted {row['predicted_ms']:.1f} ms, real {row['ms']:.1f}")
@@ -196,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"mean of {args.steps} steps: predicted {mean['predicted_ms']:.1f} ms, real "
         f"{mean['ms']:.1f}, unpatched {unpatched:.1f}; {facts['step_ms']}"
     )
-    body = identity(args.device, nobody, args.commit)
+    body = identity(args.device, args.commit)
     write(args.output, body | {"model": args.model, "policy": str(args.policy)} | facts)
     return 0
 

@@ -16,12 +16,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import peer_kernels
 import step_models
 import step_timing
 import torch
 from accuracy import identity, kernels, write
-from gpu_options import gpu_parser, on_gpu
+from gpu_options import gpu_parser, on_gpu, positive
 from step_peers import PEERS
 
 Facts = dict[str, Any]
@@ -74,14 +73,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         help="kernels of attention, each with +KERNEL for the linears too, or " + ", ".join(PEERS),
     )
     add("--layers", type=int, help="at most so many blocks of each kind")
-    add("--budget", type=float, default=20.0, help="seconds of timing a model")
+    add("--budget", type=positive, default=20.0, help="seconds of timing a model")
     add("--compiled", action="store_true", help="with compiled blocks too")
     add("--config-dir", help="folder of configs, to time each kernel with them too")
     add("--tiny", action="store_true", help="tiny models, for a CPU")
     args = parser.parse_args(argv)
-    if args.tiny and not torch.cuda.is_available():
-        args.device = "cpu"
-        return args
     return on_gpu(parser, args, "a full-size step takes minutes on a CPU; try --tiny there")
 
 
@@ -115,7 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write; a model that fails costs its own row alone."""
     args = parsed(argv)
     torch._dynamo.config.recompile_limit = GRAPHS
-    nobody = peer_kernels.Found((), {}, ())
     rows, failed = [], []
     for name in args.models:
         try:
@@ -125,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(failed[-1], file=sys.stderr, flush=True)
         write(
             args.output,
-            identity(args.device, nobody, args.commit) | {"models": rows, "failed": failed},
+            identity(args.device, args.commit) | {"models": rows, "failed": failed},
         )
     return 1 if failed else 0
 

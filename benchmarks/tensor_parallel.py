@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import parallel_run
-import peer_kernels
 import torch
 from accuracy import identity, write
 from gpu_options import gpu_parser, on_gpu
@@ -121,8 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=8, help="how often each forward is timed")
     add("--tiny", action="store_true", help="a tiny model, for CPUs")
     args = parser.parse_args(argv)
-    if not args.tiny:
-        on_gpu(parser, args, "a full-size forward takes minutes on a CPU; try --tiny there")
+    on_gpu(parser, args, "a full-size forward takes minutes on a CPU; try --tiny there")
     with parallel_run.place() as at, tempfile.TemporaryDirectory() as own:
         folders = [own]
         torch.distributed.broadcast_object_list(folders)
@@ -132,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts = measured(args, at, folders[0])
         if at.rank == 0:
             print(*lines_of(facts), sep="\n", flush=True)
-            about = identity(str(at.device), peer_kernels.Found((), {}, ()), args.commit)
+            about = identity(str(at.device), args.commit)
             write(Path(args.output), about | {"gpus": at.world} | facts)
         torch.distributed.barrier()
     return 0

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from sage_plugin.families.grouped_linear.replay import drawn
-from sage_plugin.measure.timing import Samples
 from sage_plugin.schema import LinearShape
+from tests.benchmarks.stubs import half_milliseconds
 from tests.kernels.grouped_linear.cases import exact
 
 WAYS = ["torch", "fp8_row", "fp8_row alone", "tokens, bf16", "tokens, fp8_row"]
@@ -25,13 +25,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(module, "MODELS", {"small": module.Mixture(4, 2, 64, 24)})
     monkeypatch.setattr(module, "TOKENS", (8,))
 
-    def measure(calls, *, method: str, **_: object) -> dict[str, Samples]:
-        return {
-            name: Samples(name=name, ms=(0.5 * (at + 1),) * 3, method=method)
-            for at, name in enumerate(calls)
-        }
-
-    monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(module, "measure", half_milliseconds)
     return module
 
 
@@ -64,5 +58,3 @@ def test_the_file_has_every_routing(
     assert skewed["largest_group"] > 4
     assert even["tflops"]["torch"] == pytest.approx(2 * 16 * 64 * 48 / 0.5e-3 * 1e-12)
     assert "tokens, fp8_row 0 (0.80x)" in rates.line_of(even)
-    with pytest.raises(argparse.ArgumentTypeError, match="names none of small"):
-        rates.models("large")

@@ -113,26 +113,3 @@ def test_the_file_holds_every_variant_of_every_head_dim(
         assert row["outside_us"] == row["total_us"] > 0
         assert row["above_sdpa_us"] == pytest.approx(row["total_us"] - sdpa["total_us"])
     assert "above SDPA) + no launch" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--kernels", "fav4"], "'fav4' is not known"),
-        (["--head-dims", "0"], "needs numbers above zero"),
-        (["--groups", "0"], "need numbers above zero"),
-        (["--output", "no/such/out.json"], "no/such is not a folder"),
-        ([], "there is no GPU that torch can use, and without one nothing is launched"),
-    ],
-)
-def test_wrong_options_end_in_one_sentence(
-    options: list[str],
-    sentence: str,
-    host_cost: ModuleType,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        host_cost.main(["--output", str(tmp_path / "h.json"), *options])
-    assert ended.value.code == 2
-    assert sentence in capsys.readouterr().err.splitlines()[-1]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from sage_plugin.families.linear.replay import drawn
-from sage_plugin.measure.timing import Samples
 from sage_plugin.schema import LinearShape
+from tests.benchmarks.stubs import half_milliseconds
 
 SHAPE = (32, 64, 48)
 NAMES = ["bf16", "gelu, bf16", "fp8_row", "fp8_row alone", "gelu, fp8_row"]
@@ -24,13 +24,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.import_module("linear_rates")
     monkeypatch.setattr(module, "SHAPES", {"small up": SHAPE, "small down": (32, 48, 64)})
 
-    def measure(calls, *, method: str, **_: object) -> dict[str, Samples]:
-        return {
-            name: Samples(name=name, ms=(0.5 * (at + 1),) * 3, method=method)
-            for at, name in enumerate(calls)
-        }
-
-    monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(module, "measure", half_milliseconds)
     return module
 
 
@@ -55,12 +49,6 @@ def test_a_row_has_times_and_rates(rates: ModuleType) -> None:
     assert found["tflops"]["bf16"] == pytest.approx(2 * 32 * 64 * 48 / 0.5e-3 * 1e-12)
     assert "fp8_row 0 (0.33x)" in rates.line_of(found)
     assert "gelu" not in rates.line_of(found)
-
-
-def test_linears_are_named_by_their_beginnings(rates: ModuleType) -> None:
-    assert rates.linears("small d") == ["small down"]
-    with pytest.raises(argparse.ArgumentTypeError, match="names none of small up"):
-        rates.linears("large")
 
 
 def test_the_file_has_every_linear(

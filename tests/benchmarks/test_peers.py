@@ -98,28 +98,6 @@ def test_the_file_holds_tables_and_rows(
     assert "A/A" in said
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--presets", "cogvideo"], "'cogvideo': allowed are cogvideox-2b"),
-        (["--kernels", "fav4"], "'fav4' is not known"),
-        (["--budget", "0"], "need numbers above zero"),
-        ([], "there is no GPU that torch can use"),
-    ],
-)
-def test_wrong_options_end_in_one_sentence(
-    options: list[str],
-    sentence: str,
-    peers: ModuleType,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        peers.main(["--output", str(tmp_path / "p.json"), *options])
-    assert ended.value.code == 2
-    assert sentence in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_a_failing_kernel_leaves_the_others(
     peers: ModuleType,
     peer_kernels: ModuleType,

@@ -71,16 +71,6 @@ def test_every_kernel_is_timed_in_both_layouts(prepass: ModuleType) -> None:
     assert "bhsd     1.0 us" in prepass.line_of(found[0])
 
 
-def test_without_a_gpu_it_says_so(
-    prepass: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        prepass.main(["--output", str(tmp_path / "a.json")])
-    assert "no GPU" in capsys.readouterr().err
-
-
 def test_the_file_has_the_rows_of_each_preset(
     prepass: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,16 +68,6 @@ def test_a_backend_that_refuses_is_left_out(
     assert cell["ratio"]["eager"]["sage:emulation"] == pytest.approx(4.0)
 
 
-def test_without_a_gpu_it_says_so(
-    short_calls: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        short_calls.main(["--output", str(tmp_path / "a.json")])
-    assert "no GPU" in capsys.readouterr().err
-
-
 def test_the_file_has_a_cell_a_size(
     short_calls: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
