@@ -78,6 +78,15 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch, nowhere: Iterator[Path]) -> It
 
 
 @pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let work be planned for a card that is not here; a script has to run in place of it."""
+    from sage_plugin import device as devices
+    from tests.registry.samples import FACTS
+
+    monkeypatch.setattr(devices, "chosen", lambda _: (torch.device("cuda:0"), FACTS))
+
+
+@pytest.fixture
 def nan_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill what is allocated without a value with NaN, so that unwritten memory shows."""
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-import torch
 
-from sage_plugin import device as devices
 from sage_plugin.tune.configs import subprocess_runner
-from tests.registry.samples import FACTS
 from tests.tune.scripted import ScriptedRunner
 
 
@@ -25,12 +22,6 @@ def _alone(unconfigured, monkeypatch, tmp_path, request):
     handlers, level = root.handlers[:], root.level
     yield
     root.handlers[:], root.level = handlers, level
-
-
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """Let commands work for a card that is not here; a script has to run in place of it."""
-    monkeypatch.setattr(devices, "chosen", lambda _: (torch.device("cuda:0"), FACTS))
 
 
 @pytest.fixture

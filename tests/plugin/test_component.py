@@ -11,11 +11,7 @@ pytest.importorskip("diffusers")
 
 from sage_plugin.plugin.patch import patch, unpatch
 from tests.plugin.tiny import CALLS, tiny
-from tests.plugin.toys import ByProduct, Direct, ToyAttention, qkv
-
-
-def processors(module):
-    return [m.processor for m in module.modules() if hasattr(m, "processor")]
+from tests.plugin.toys import ByProduct, Direct, ToyAttention, processors, qkv
 
 
 def test_report_100_fused_projections_are_patched_again(caplog):

@@ -13,6 +13,7 @@ pytest.importorskip("diffusers")
 
 from sage_plugin.plugin.patch import patch, unpatch
 from tests.plugin.tiny_families import FAMILIES, Tiny, tiny
+from tests.plugin.toys import processors
 
 MASKED = (
     "ace_step", "allegro", "chroma", "cosmos", "ernie", "hunyuan_image", "hunyuan_video",
@@ -41,10 +42,6 @@ class Host(TorchFunctionMode):
         if not self.mask:
             given["attn_mask"] = None
         return func(**given)
-
-
-def processors(module):
-    return [m.processor for m in module.modules() if hasattr(m, "processor")]
 
 
 def effect(model: Tiny, **change: bool) -> float:

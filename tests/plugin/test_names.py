@@ -29,6 +29,7 @@ from sage_plugin.plugin.patch import patch, unpatch
 from tests.plugin.tiny import CALLS
 from tests.plugin.tiny import tiny as picture
 from tests.plugin.tiny_transformers import DECODER, FAMILIES, TOKENS, tiny, words
+from tests.plugin.toys import difference
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "sage_plugin"
@@ -60,10 +61,6 @@ def named_model(family, **options):
     register(**{"kernel": "fav2", "min_seq": 1, **options})
     model.module.set_attn_implementation(NAME)
     return model
-
-
-def difference(found, expected):
-    return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 # -- transformers ----------------------------------------------------------------------------------

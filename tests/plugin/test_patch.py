@@ -21,11 +21,7 @@ from sage_plugin.plugin.hosts.diffusers import find_denoisers, has_attention
 from sage_plugin.plugin.patch import PatchHandle, handle_of, patch, patched, refresh, unpatch
 from tests.plugin import tiny_transformers
 from tests.plugin.tiny import CALLS, Pipeline, random, tiny, vae
-from tests.plugin.toys import ByProduct, Direct, ToyAttention, generated, qkv
-
-
-def processors(module):
-    return [m.processor for m in module.modules() if hasattr(m, "processor")]
+from tests.plugin.toys import ByProduct, Direct, ToyAttention, generated, processors, qkv
 
 
 @pytest.mark.parametrize("name", CALLS)

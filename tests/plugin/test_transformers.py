@@ -20,6 +20,7 @@ from sage_plugin.plugin.hosts import transformers_dispatch as interface
 from sage_plugin.plugin.patch import patch, patched, unpatch
 from tests.plugin.tiny import Pipeline
 from tests.plugin.tiny_transformers import FAMILIES, TOKENS, tiny, words
+from tests.plugin.toys import difference
 
 ALL_TAKEN = [name for name, family in FAMILIES.items() if not family.reason]
 MASKED = ("llama", "gemma2", "gpt-oss", "bert")
@@ -27,10 +28,6 @@ MASKED = ("llama", "gemma2", "gpt-oss", "bert")
 
 def attention_classes(module):
     return [type(m) for m in module.modules() if "Attention" in type(m).__name__]
-
-
-def difference(found, expected):
-    return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -176,8 +176,17 @@ def sage(module: nn.Module) -> PatchHandle:
     return patch(module, kernel="sage", min_seq=0)
 
 
+def processors(module: nn.Module) -> list[Any]:
+    return [m.processor for m in module.modules() if hasattr(m, "processor")]
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, over the largest value."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
 def generated(module: nn.Module) -> list[str]:
     """Attention modules and processors that are of our classes; norms are not among them."""
-    found = [*module.modules(), *(m.processor for m in module.modules() if hasattr(m, "processor"))]
+    found = [*module.modules(), *processors(module)]
     ours = [type(x).__name__ for x in found if hasattr(type(x), "_sage_original")]
     return [name for name in ours if not name.endswith("Norm")]

@@ -7,9 +7,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 
-from sage_plugin import device as devices
 from sage_plugin.errors import ConfigError, DeviceError, UsageError
 from sage_plugin.families import LINEAR_FAMILY
 from sage_plugin.registry import load, lookup
@@ -28,12 +26,6 @@ from tests.registry.samples import FACTS
 from tests.tune.scripted import ScriptedRunner
 
 SMALL, LARGE = (LinearShape(rows, 4096, 4096, "bfloat16") for rows in (16, 4096))
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plans be made for a card that is not here."""
-    monkeypatch.setattr(devices, "chosen", lambda _: (torch.device("cuda:0"), FACTS))
 
 
 def planned(folder: Path, *shapes: LinearShape, **changes) -> TuningPlan:
