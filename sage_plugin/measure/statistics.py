@@ -13,16 +13,13 @@ EXACT_RANKS = 40
 """Up to this many pairs the distribution of the signed-rank sum is counted, not approximated."""
 
 
-def median_interval(
-    samples: Sequence[float], confidence: float = 0.95
-) -> tuple[float, float, float]:
-    """Return the median and its distribution-free interval from binomial order statistics.
+def median_interval(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median and its distribution-free 95 % interval, by binomial order statistics.
 
     Below six samples no such interval reaches 95 %; the range of the samples is returned.
 
     Args:
         samples: at least one measurement.
-        confidence: coverage of the interval, between 0 and 1.
 
     Returns:
         `(median, low, high)` in the unit of the samples.
@@ -37,17 +34,17 @@ def median_interval(
     if not samples:
         raise ValueError("median_interval: got no samples, needs at least one")
     ordered = sorted(samples)
-    rank = _binomial_rank(len(ordered), confidence)
+    rank = _binomial_rank(len(ordered))
     return median(ordered), ordered[rank], ordered[-1 - rank]
 
 
 @cache
-def _binomial_rank(n: int, confidence: float) -> int:
+def _binomial_rank(n: int) -> int:
     """Largest `r` such that the order statistics `r` and `n - 1 - r` cover the median."""
     tail, rank, term = 0.0, 0, 0.5**n
     while rank < n // 2:
         tail += term
-        if tail > (1 - confidence) / 2:
+        if tail > 0.025:
             break
         term *= (n - rank) / (rank + 1)
         rank += 1
