@@ -73,18 +73,22 @@ class StudySearch:
         more = self.search.propose(known | self._pending(first), self._rank(known))
         self.runner.prepare(self.study, [*first, *more])
 
-    def screen(self, budget_s: float = float("inf")) -> Trials:
-        """Judge and briefly time configs until search, limits or time end."""
-        deadline = time.monotonic() + budget_s * (1 - RACE_SHARE)
+    def open(self) -> Trials:
+        """Judge and time what is measured whatever the limits, and add what is known before."""
         trials = self._known()
         done, total = len(trials), self.search.expected
         self.notebook.observer.study_started(self.study, done=done, total=max(done, total))
-        while batch := self.search.propose(trials, self._rank(trials)):
-            mandatory = any(config in self.search.first for config in batch)
-            if trials and not mandatory and time.monotonic() > deadline:
-                break
-            self._try(batch, trials, float("inf") if mandatory else deadline)
+        if missing := [config for config in self.search.first if config not in trials]:
+            self._try(missing, trials, float("inf"))
         return trials
+
+    def screen(self, trials: Trials, budget_s: float = float("inf")) -> None:
+        """Judge and briefly time more configs until search, limits or time end."""
+        deadline = time.monotonic() + budget_s * (1 - RACE_SHARE)
+        while batch := self.search.propose(trials, self._rank(trials)):
+            if time.monotonic() > deadline:
+                break
+            self._try(batch, trials, deadline)
 
     def race(self, trials: Trials, budget_s: float = float("inf")) -> Trials:
         """Race the finalists; from the ledger where the same ones were raced before."""
