@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.slow import is_slow, is_swept
@@ -17,6 +18,8 @@ rotate()
 
 import torch  # noqa: E402
 
+hypothesis.settings.register_profile("whatever the load", deadline=None)
+hypothesis.settings.load_profile("whatever the load")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -91,7 +91,7 @@ def hints(of: type[JsonRecord]) -> dict[str, object]:
 
 @pytest.mark.parametrize("of", RECORDS, ids=lambda of: of.__name__)
 def test_a_round_trip_through_text_gives_the_record_back(of):
-    @settings(max_examples=25, deadline=None, derandomize=True)
+    @settings(max_examples=25, derandomize=True)
     @given(record=records(of))
     def check(record):
         text = json.dumps(record.to_json(), allow_nan=False)
@@ -273,7 +273,7 @@ def test_a_changed_copy_is_checked_like_any_other():
         CONFIG.replaced(num_warps="8")
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(config=records(LaunchConfig))
 def test_the_text_of_a_config_gives_it_back_and_tells_configs_apart(config):
     assert LaunchConfig.from_json(json.loads(config.text())) == config

@@ -38,7 +38,7 @@ def entries(draw):
     return samples.entry(key, config, because=evidence, seq_q_range=(1, key.seq_q))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(entries(), max_size=6, unique_by=lambda entry: entry.key))
 def test_what_was_written_is_read_back(listed):
     file = samples.file(*listed)
@@ -49,7 +49,7 @@ def test_what_was_written_is_read_back(listed):
     assert store.text_of(again) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.encode)))
 def test_random_bytes_are_a_config_error(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "random.json"

@@ -106,7 +106,7 @@ def test_every_field_of_the_key_is_either_discrete_or_a_number():
     assert fields - tested == {"seq_q", "seq_k", "batch_heads"}
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=60)
 @given(
     measured=st.dictionaries(st.integers(16, 4096), st.integers(1, 9), min_size=1, max_size=6),
     asked=st.integers(8, 8192),

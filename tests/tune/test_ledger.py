@@ -43,7 +43,7 @@ def fresh(tmp_path_factory):
     return make
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(trials(), max_size=8))
 def test_what_was_appended_is_read_back(fresh, listed):
     path = fresh()
@@ -57,7 +57,7 @@ def test_what_was_appended_is_read_back(fresh, listed):
     assert {(t.study, t.stage, t.config): t for t in again.all()} == last
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(trials(), min_size=1, max_size=4), st.data(), trials())
 def test_a_line_torn_at_any_byte_costs_that_trial_alone(fresh, listed, data, later):
     path = fresh()
@@ -77,7 +77,7 @@ def test_a_line_torn_at_any_byte_costs_that_trial_alone(fresh, listed, data, lat
     assert {key(t): t for t in Ledger(path).all()} == {key(t): t for t in [*whole, later]}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_no_trials_and_no_obstacle(fresh, content):
     path = fresh()

@@ -48,7 +48,7 @@ def every(problem):
         yield sum(e.ms for e in choice), error
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     rows=st.lists(ESTIMATES, min_size=1, max_size=4),
     budget=st.integers(1, 30).map(lambda n: n / 200),
@@ -77,7 +77,7 @@ def test_the_most_that_can_be_saved_within_the_error(rows, budget, weights):
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(rows=st.lists(ESTIMATES, min_size=1, max_size=4), percent=st.integers(20, 99))
 def test_the_least_error_within_a_time(rows, percent):
     problem = problem_of(rows)
@@ -146,7 +146,7 @@ def test_one_option_everywhere_stays_with_the_host_where_it_may_not_run():
     assert problem.baseline_ms == 8.0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=st.lists(ESTIMATES, min_size=1, max_size=12))
 def test_the_front_goes_from_no_error_to_the_fastest(rows):
     problem = problem_of(rows)

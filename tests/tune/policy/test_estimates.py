@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sage_plugin.tune.policy.estimates import estimated, neighbors, worst_of
@@ -94,7 +94,6 @@ def test_a_layer_of_another_kind_is_no_neighbor_and_keeps_the_hosts_attention():
     assert [e.label for e in other.estimates] == ["sdpa"]
 
 
-@settings(deadline=None)
 @given(
     captured=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1),
     place=st.tuples(st.integers(0, 3), st.integers(0, 2)),

@@ -45,7 +45,7 @@ def counts_of(layer_calls, steps, runs=1, **changes):
     return dataclasses.replace(base, **changes)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=st.data(), steps=st.integers(1, 60), bands=st.integers(1, 12), runs=st.integers(1, 3))
 def test_every_call_of_a_run_is_in_exactly_one_cell(data, steps, bands, runs):
     each = st.lists(st.integers(0, 5), min_size=steps, max_size=steps)

@@ -31,7 +31,7 @@ def best(groups, capacity):
     return max(values, default=None)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     groups=GROUPS,
     capacity=st.integers(0, 256).map(lambda n: n / 64),
@@ -54,7 +54,7 @@ def test_what_is_chosen_fits_and_lies_between_the_rounded_optimum_and_the_bound(
     assert value >= best(groups, capacity - room * min(1, len(groups) / (grid or knapsack.GRID)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(groups=GROUPS, wanted=st.integers(-64, 256).map(lambda n: n / 64))
 def test_the_dual_question_is_the_same_with_value_and_weight_exchanged(groups, wanted):
     """Least weight for a value: the shortfall below each group's best is what must fit."""

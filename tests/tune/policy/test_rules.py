@@ -29,7 +29,7 @@ def chosen_of(grid, labels):
     ]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data(), layers=st.integers(1, 12), count=st.integers(1, 5), more=st.integers(0, 20))
 def test_every_layer_and_step_gets_what_was_chosen_from_one_rule_at_most(data, layers, count, more):
     steps = data.draw(st.none() | st.just(count + more))

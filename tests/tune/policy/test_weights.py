@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sage_plugin.errors import ConfigError
@@ -34,7 +34,6 @@ def weights_of(cells, rmse):
     return tuple(c.weight for c in weighted(Sensitivities(1, "sage", tuple(rows)), cells, "e"))
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.floats(1e-4, 0.2), st.floats(1e-4, 1.0)), min_size=2, max_size=8
