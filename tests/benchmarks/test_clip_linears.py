@@ -21,6 +21,5 @@ def test_a_line_has_the_means_over_clips_and_the_worst_frame(monkeypatch: pytest
     assert "PSNR 19.79 dB (worst frame 19.17)" in line
     for options in module.VARIANTS.values():
         assert checked_options(
-            options["kernel"], "auto", None, None, None, 0, "error", False, None,
-            options.get("linears"),
+            options["kernel"], min_seq=0, on_unsupported="error", linears=options.get("linears"),
         )  # fmt: skip

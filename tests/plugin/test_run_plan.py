@@ -20,7 +20,7 @@ H200 = load.read(load.file_path(load.shipped_dir(), "nvidia-h200")).device
 
 
 def options(**changes):
-    plain = checked_options("auto", "auto", None, None, None, 2, "fallback", False)
+    plain = checked_options(min_seq=2)
     return dataclasses.replace(plain, **changes)
 
 
