@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -36,7 +37,7 @@ class JsonRecord:
             raise ConfigError(
                 f"{cls.__name__}: unknown field {unknown[0]!r}; allowed: {', '.join(fields)}"
             )
-        hints = typing.get_type_hints(cls)
+        hints = _types_of(cls)  # type: ignore[arg-type]
         values: dict[str, Any] = {}
         for name, spec in fields.items():
             if name in data:
@@ -61,6 +62,12 @@ def record_from_json(data: object, kinds: Iterable[Any]) -> Any:  # noqa: ANN401
         ConfigError: as `JsonRecord.from_json` of that kind.
     """
     return _fitting(data, list(kinds)).from_json(data)
+
+
+@functools.cache
+def _types_of(cls: type) -> dict[str, Any]:
+    """The types of a record's fields, which take Python longer to find than a record to check."""
+    return typing.get_type_hints(cls)
 
 
 def _required(spec: dataclasses.Field[Any]) -> bool:
