@@ -1,11 +1,12 @@
 """Logits of a language model whose linears are spread over GPUs, unpatched and patched.
 
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --output tensor_parallel.json
-        [--kernels auto+auto] [--layers 4] [--tokens 8192] [--rounds 8] [--tiny]
+        [--model mixtral] [--kernels auto+auto] [--layers 4] [--tokens 8192] [--rounds 8] [--tiny]
 
-The model has random weights and the width of Llama 3.2 1B; transformers spreads it by its own plan
-(`tp_plan="auto"`). A patched linear quantizes the shard of its process, and a row-parallel one
-multiplies before its sum over processes. Logits are compared with the unpatched model on one GPU.
+The model has random weights and the width of Llama 3.2 1B, or eight experts of half its
+feed-forward layers; transformers spreads it by its own plan (`tp_plan="auto"`). A patched linear
+quantizes the shard of its process, and a row-parallel one multiplies before its sum over processes.
+Logits are compared with the unpatched model on one GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gpu_options import gpu_parser, on_gpu
 from parallel_run import Place
 from step_times import kernels_and_linears
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import sage_plugin
 
@@ -34,6 +35,14 @@ FULL: Facts = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_he
                "num_key_value_heads": 8, "vocab_size": 32000}  # fmt: skip
 TINY: Facts = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
                "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
+MORE: dict[str, tuple[Facts, Facts]] = {
+    "llama": ({}, {}),
+    "mixtral": (
+        {"num_local_experts": 8, "intermediate_size": 4096},
+        {"num_local_experts": 4, "intermediate_size": 64},
+    ),
+}
+"""What a kind of model has beside, full-size and tiny."""
 DTYPE = torch.bfloat16
 
 
@@ -72,16 +81,17 @@ def measured(args: Any, at: Place, folder: str) -> Facts:  # noqa: ANN401
     times = parallel_run.timed(steps, at, args.rounds)
     for row in rows:
         row["time"] = times[f"{row['kernel']}, {row['gpus']}"].to_json()
-    return {"layers": args.layers, "tokens": args.tokens, "rows": rows}
+    return {"model": args.model, "layers": args.layers, "tokens": args.tokens, "rows": rows}
 
 
 def _saved(folder: str, args: Any) -> None:  # noqa: ANN401
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **(TINY if args.tiny else FULL), num_hidden_layers=args.layers,
-        max_position_embeddings=args.tokens, initializer_range=0.1 if args.tiny else 0.02,
+    config = AutoConfig.for_model(
+        args.model, **((FULL, TINY)[args.tiny] | MORE[args.model][args.tiny]),
+        num_hidden_layers=args.layers, max_position_embeddings=args.tokens,
+        initializer_range=0.1 if args.tiny else 0.02,
     )  # fmt: skip
-    LlamaForCausalLM(config).to(DTYPE).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(DTYPE).save_pretrained(folder)
 
 
 def _loaded(folder: str, at: Place, parts: int) -> nn.Module:
@@ -115,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--kernels", type=kernels_and_linears, default=["auto+auto"],
         help="kernels of attention, each with +KERNEL for the linears too")  # fmt: skip
+    add("--model", choices=tuple(MORE), default="llama", help="its kind")
     add("--layers", type=int, default=4, help="so many blocks")
     add("--tokens", type=int, default=8192, help="length of the prompt")
     add("--rounds", type=int, default=8, help="how often each forward is timed")
