@@ -109,6 +109,16 @@ class QuantizedWeight:
         return (values if self.smooth is None else values / self.smooth).to(dtype)
 
 
+def shape_or_type(given: object) -> str:
+    """Tell what was given in place of a tensor that fits.
+
+    Example:
+        >>> shape_or_type(torch.ones(2, 3)), shape_or_type([1.0])
+        ('(2, 3)', 'list')
+    """
+    return str(tuple(given.shape)) if isinstance(given, torch.Tensor) else type(given).__name__
+
+
 def _is_best_by_torch(data: torch.Tensor) -> bool:
     rows, channels = data.shape
     if data.dtype == torch.int8 or (rows | channels) % torch_alignment(int8=False):
@@ -144,13 +154,14 @@ def quantize_weight(
         2176
     """
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or weight.numel() == 0:
-        given = tuple(weight.shape) if isinstance(weight, torch.Tensor) else type(weight).__name__
         raise UnsupportedInputError(
-            f"weight is {given}; it needs two dimensions, (out_features, in_features)"
+            f"weight is {shape_or_type(weight)}; it needs two dimensions, (out_features, "
+            "in_features)"
         )
-    if not weight.is_floating_point():
+    if not weight.is_floating_point() or weight.layout is not torch.strided:
         raise UnsupportedInputError(
-            f"weight is {weight.dtype}; only floating types can be quantized"
+            f"weight is {weight.dtype} of layout {weight.layout}; only dense floating tensors can "
+            "be quantized"
         )
     facts = device.facts_of(weight.device.type, weight.device.index)
     fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
@@ -159,10 +170,10 @@ def quantize_weight(
     if rotation and channels % rotation:
         raise UnsupportedInputError(f"rotation {rotation} does not divide {channels} in_features")
     if smooth is not None:
-        if smooth.shape != (channels,):
+        if not isinstance(smooth, torch.Tensor) or smooth.shape != (channels,):
             raise UnsupportedInputError(
-                f"smooth is {tuple(smooth.shape)}; it needs one factor for each of {channels} "
-                "in_features"
+                f"smooth is {shape_or_type(smooth)}; it needs a tensor of one factor for each of "
+                f"{channels} in_features"
             )
         smooth = smooth.detach().to(weight.device, torch.float32).contiguous()
         if not ((smooth > 0.0) & smooth.isfinite()).all():
@@ -214,12 +225,18 @@ def smoothing(
         >>> smoothing(torch.tensor([4.0, 1.0]), torch.tensor([[1.0, 1.0]]))
         tensor([2., 1.])
     """
-    if largest.shape != weight.shape[1:] or not 0.0 <= strength <= 1.0:
+    tensors = isinstance(largest, torch.Tensor) and isinstance(weight, torch.Tensor)
+    if not tensors or largest.shape != weight.shape[1:] or not 0.0 <= strength <= 1.0:
         raise UnsupportedInputError(
-            f"largest is {tuple(largest.shape)}, weight {tuple(weight.shape)} and strength "
+            f"largest is {shape_or_type(largest)}, weight {shape_or_type(weight)} and strength "
             f"{strength}; they need to be (K,), (N, K) and between 0 and 1"
         )
     of_input = largest.detach().float()
+    if not ((of_input >= 0.0) & of_input.isfinite()).all():
+        raise UnsupportedInputError(
+            "largest has magnitudes that are below 0 or not finite; give x.abs().amax(0) of "
+            "inputs that are finite"
+        )
     of_weight = weight.detach().abs().amax(0).to(of_input)
     factors = of_input**strength / of_weight ** (1.0 - strength)
     return torch.where((of_input > 0.0) & (of_weight > 0.0), factors, 1.0)

@@ -91,6 +91,8 @@ def test_an_illegal_config_is_passed_over_or_refused(tmp_path, monkeypatch) -> N
     assert launch_of() == default_launch(KEY, CPU)
     with pytest.raises(UnsupportedInputError, match="block_k 48"):
         launch_of(launch=TUNED.replaced(block_k=48))
+    with pytest.raises(UnsupportedInputError, match=r"launch is dict; give a sage_plugin\.schema"):
+        launch_of(launch={"block_k": 64})
     wrong = {'{"block_k": 48}': "block_k 48", '{"pv_flush": 1}': "pv_flush", "1": "int"}
     for text, says in wrong.items():
         monkeypatch.setenv("SAGE_PLUGIN_LINEAR_LAUNCH", text)

@@ -47,12 +47,11 @@ class QuantizedRows:
         """Return the same as `(M, K)` with `(M, 1)` numbers."""
         if self.data.dim() == 2:
             return self
+        data = self.data[None] if self.data.dim() == 1 else self.data.flatten(0, -2)
         scale = self.scale if self.scale.dim() == 0 else self.scale.reshape(-1, 1)
         if self.offset is None or self.sums is None:
-            return QuantizedRows(self.data.flatten(0, -2), scale)
-        return QuantizedRows(
-            self.data.flatten(0, -2), scale, self.offset.reshape(-1, 1), self.sums.reshape(-1, 1)
-        )
+            return QuantizedRows(data, scale)
+        return QuantizedRows(data, scale, self.offset.reshape(-1, 1), self.sums.reshape(-1, 1))
 
 
 def quantized_rows(
