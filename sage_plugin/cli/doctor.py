@@ -89,7 +89,7 @@ def _plan(text: str, facts: DeviceFacts, seq_len: list[str], card: str | None) -
 
 
 def _plan_of_model(path: Path, facts: DeviceFacts, seq_len: list[str]) -> RunPlan:
-    from sage_plugin.plugin.patch import MIN_SEQ, checked_options
+    from sage_plugin.plugin.options.checked import MIN_SEQ, checked_options
     from sage_plugin.plugin.plan.model_calls import CallWishes, calls_of, read_config
     from sage_plugin.plugin.plan.run_plan import RunPlan, planned
 

@@ -10,7 +10,7 @@ from typing import Self
 
 from torch import nn
 
-from sage_plugin.errors import number_of
+from sage_plugin.errors import UsageError, number_of
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.experts.layer import ExpertsLayer
 from sage_plugin.plugin.hosts.diffusers import attention_modules
@@ -93,6 +93,7 @@ def accelerate(
     Raises:
         PatchError: there is nothing to patch.
         ConfigError: the policy is no sound one, or one of another model.
+        UsageError: another argument is out of range.
 
     Example:
         >>> import torch, sage_plugin
@@ -103,6 +104,11 @@ def accelerate(
         model (ModuleDict): 1 attention layer on kernel 'auto'
           linears: none taken; 4 left: projections into and out of the blocks stay in 16 bit
     """
+    if not isinstance(compile, bool):
+        raise UsageError(
+            f"compile is {compile!r}; give True or False, and call .compile() of the blocks "
+            "yourself for other modes"
+        )
     rules = None if policy is None else chosen_policy(policy)
     ruled = rules is not None and any(rule.op in LINEARS for rule in rules.rules)
     handle = patch(obj, policy=rules, linears=None if ruled else "auto")

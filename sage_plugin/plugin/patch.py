@@ -15,18 +15,16 @@ from typing import Literal, Self, overload
 
 from torch import nn
 
-from sage_plugin.errors import ConfigError, PatchError, UsageError
-from sage_plugin.kernels.attention import dispatch
+from sage_plugin.errors import ConfigError, PatchError
 from sage_plugin.plugin import policy_op as routed
 from sage_plugin.plugin.component import Component, lock
 from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, PatchState
 from sage_plugin.plugin.hosts.diffusers import choose
-from sage_plugin.plugin.linears.options import checked_linears
+from sage_plugin.plugin.options.checked import MIN_SEQ, checked_options
 from sage_plugin.plugin.owners import modules_of, part_of, parts_of
 from sage_plugin.plugin.plan.run_plan import RunPlan, plan_of
 from sage_plugin.plugin.policy.fit import fitting_rules
 from sage_plugin.plugin.policy.rules import ATTENTION, LINEAR, Policy
-from sage_plugin.plugin.policy.rules import chosen as chosen_policy
 from sage_plugin.plugin.report import PluginReport, joined, report_of
 from sage_plugin.plugin.steps.caller import schedulers_of
 from sage_plugin.plugin.steps.tracker import StepTracker
@@ -34,8 +32,16 @@ from sage_plugin.schema import GROUPED_LINEAR
 
 logger = logging.getLogger(__name__)
 
-MIN_SEQ = 1024
-ON_UNSUPPORTED = ("fallback", "error")
+__all__ = [
+    "MIN_SEQ",
+    "InnerHandle",
+    "PatchHandle",
+    "handle_of",
+    "patch",
+    "patched",
+    "refresh",
+    "unpatch",
+]
 
 
 class PatchHandle:
@@ -348,7 +354,7 @@ def patched(
         1
     """
     if components is not None and not isinstance(components, str):
-        components = tuple(components)
+        components = tuple(components) if isinstance(components, Iterable) else components
     chosen = choose(obj, components)
     before = {
         name: (part.state.options, part.counts())
@@ -392,51 +398,6 @@ def handle_of(obj: object) -> PatchHandle | None:
     return next((part.handle for part in parts if part is not None), None)
 
 
-def checked_options(
-    kernel: str,
-    variant: str,
-    config_dir: str | os.PathLike[str] | None,
-    include: str | Iterable[str] | None,
-    exclude: str | Iterable[str] | None,
-    min_seq: int,
-    on_unsupported: str,
-    check_finite: bool,
-    policy: str | os.PathLike[str] | Policy | None = None,
-    linears: str | None = None,
-    keep_originals: bool = True,
-) -> PatchOptions:
-    """The options of a patch, checked; errors are those of `patch`."""
-    text = kernel if ":" in kernel or variant == "auto" else f"{kernel}:{variant}"
-    kernel, variant = dispatch.parse_kernel(text)
-    if config_dir is not None:
-        config_dir = os.path.expanduser(config_dir)
-        if not os.path.isdir(config_dir):
-            raise ConfigError(f"config_dir {os.fspath(config_dir)!r} is not a folder")
-    if min_seq < 0:
-        raise UsageError(f"min_seq is {min_seq}; it is a number of tokens, 0 or more")
-    if on_unsupported not in ON_UNSUPPORTED:
-        raise UsageError(
-            f"on_unsupported is {on_unsupported!r}; choose one of {', '.join(ON_UNSUPPORTED)}"
-        )
-    if policy is not None and (kernel, variant) != ("auto", "auto"):
-        raise UsageError(
-            f"kernel {kernel!r} and a policy were given; a policy names the kernels itself"
-        )
-    return PatchOptions(
-        policy=None if policy is None else chosen_policy(policy),
-        kernel=kernel,
-        variant=variant,
-        config_dir=None if config_dir is None else os.fspath(config_dir),
-        min_seq=min_seq,
-        strict=on_unsupported == "error",
-        check_finite=bool(check_finite),
-        include=None if include is None else _globs(include),
-        exclude=_globs(exclude or ()),
-        linears=checked_linears(linears),
-        keep_originals=bool(keep_originals),
-    )
-
-
 def _tracker_for(obj: object, policy: Policy | None) -> StepTracker | None:
     """What tells the denoising steps that a policy goes by.
 
@@ -469,10 +430,6 @@ def _check_policy_of(parts: list[Component], policy: Policy | None) -> None:
     }
     models = (type(part.module).__name__ for part in parts)
     fitting_rules(policy, models, names, others="sage_plugin.continuous_batching()")
-
-
-def _globs(patterns: str | Iterable[str]) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def _nothing_chosen(parts: list[Component], options: PatchOptions) -> str:

@@ -231,6 +231,11 @@ def chosen(policy: str | os.PathLike[str] | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return checked(policy, "policy")
+    if not isinstance(policy, str | os.PathLike):
+        raise ConfigError(
+            f"policy is {type(policy).__name__}; give a file, one of {', '.join(PRESETS)}, or a "
+            "sage_plugin.plugin.policy.rules.Policy"
+        )
     if isinstance(policy, str) and policy in PRESETS:
         return Policy(SCHEMA_VERSION, PRESETS[policy])
     path = Path(os.path.expanduser(policy))

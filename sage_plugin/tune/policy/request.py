@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sage_plugin.errors import UsageError
-from sage_plugin.plugin.patch import MIN_SEQ
+from sage_plugin.plugin.options.checked import MIN_SEQ
 from sage_plugin.tune.configs.plan import RUNS
 from sage_plugin.tune.run import run_folder
 

@@ -13,7 +13,7 @@ from sage_plugin import files
 from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError, TuningError, UsageError
-from sage_plugin.plugin.patch import MIN_SEQ
+from sage_plugin.plugin.options.checked import MIN_SEQ
 from sage_plugin.plugin.policy.rules import (
     BASELINES,
     HOST,
