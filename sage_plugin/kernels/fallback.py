@@ -101,6 +101,7 @@ class Fallback(Enum):
     LINEAR_OFFLOADED = "{} moves its weight at every call"
     LINEAR_READ = "the model reads its weight beside calling it"
     LINEAR_DEVICE = "the input is on another device than the weight"
+    LINEAR_SMOOTHING = "it has {} input channels here, and smoothing factors of {}"
     LINEAR_NEW = "came in after patch; call refresh"
     EXPERTS_KERNEL = "{} multiplies no groups"
     EXPERTS_NORM = "a norm follows its experts"

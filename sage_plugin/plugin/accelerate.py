@@ -149,7 +149,7 @@ def _taken(part: Component) -> str:
     """Which linears and experts of a component run on what, and why the others do not."""
     layers: list[LinearLayer | ExpertsLayer] = list(part.linears.layers.values())
     layers += part.experts.layers.values()
-    kernels = Counter(x.quantized.kernel for x in layers if x.quantized is not None)
+    kernels = Counter(x.quantized.label for x in layers if x.quantized is not None)
     told = ", ".join(f"{count} on {kernel}" for kernel, count in kernels.items()) or "none taken"
     saved = sum(layer.saved_bytes() for layer in layers)
     if saved > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_plugin import device
 from sage_plugin.errors import UnsupportedInputError
@@ -77,6 +78,12 @@ class QuantizedWeight:
         return self.data.shape[0]
 
     @property
+    def label(self) -> str:
+        """Kernel, and what is done to input channels before: `int8_row+rotation=64`."""
+        rotation = f"+rotation={self.rotation}" if self.rotation else ""
+        return f"{self.kernel}{rotation}{'' if self.smooth is None else '+smoothing=true'}"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors() if tensor is not None)
@@ -87,11 +94,9 @@ class QuantizedWeight:
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the weight on a device."""
-        data, scale, smooth, offset, sums = (
-            None if tensor is None else tensor.to(device) for tensor in self.tensors()
-        )
-        assert data is not None
-        assert scale is not None
+        data, scale = self.data.to(device), self.scale.to(device)
+        offset, sums = (None if one is None else one.to(device) for one in (self.offset, self.sums))
+        smooth = None if self.smooth is None else smooth_on(data.device, self.smooth)
         return QuantizedWeight(data, scale, self.kernel, smooth, self.rotation, offset, sums)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -117,6 +122,23 @@ def shape_or_type(given: object) -> str:
         ('(2, 3)', 'list')
     """
     return str(tuple(given.shape)) if isinstance(given, torch.Tensor) else type(given).__name__
+
+
+_elsewhere: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Factors of smoothing on other devices. Rows are remembered by the very tensor of factors, so that
+linears that share it share their quantized input too, wherever they go."""
+
+
+def smooth_on(device: torch.device, smooth: torch.Tensor) -> torch.Tensor:
+    """Return factors of smoothing on a device, the same fp32 tensor for each linear with them."""
+    if smooth.dtype != torch.float32 or smooth.requires_grad or not smooth.is_contiguous():
+        smooth = smooth.detach().float().contiguous()
+    if smooth.device == device:
+        return smooth
+    places: dict[torch.device, torch.Tensor] = _elsewhere.setdefault(smooth, {})
+    if device not in places:
+        places[device] = smooth.to(device)
+    return places[device]
 
 
 def _is_best_by_torch(data: torch.Tensor) -> bool:
@@ -175,7 +197,7 @@ def quantize_weight(
                 f"smooth is {shape_or_type(smooth)}; it needs a tensor of one factor for each of "
                 f"{channels} in_features"
             )
-        smooth = smooth.detach().to(weight.device, torch.float32).contiguous()
+        smooth = smooth_on(weight.device, smooth)
         if not ((smooth > 0.0) & smooth.isfinite()).all():
             raise UnsupportedInputError("smooth has factors that are not above 0 and finite")
     with torch.no_grad():

@@ -55,6 +55,8 @@ class LinearLayer:
         kernel: kernel by name, or `"auto"`.
         rule: number of the policy's rule that chose the kernel, 0 where none did.
         keep: whether the original is kept.
+        rotation: most input channels of a block that is rotated, 0 for none.
+        smooth: what its input channels are divided by, `None` for none.
         quantized: the 8-bit weight; `None` where a kernel has not run yet, and once somebody read
             the original, which may have been written since.
         ready: whether a kernel runs `quantized` where it is.
@@ -71,6 +73,8 @@ class LinearLayer:
     kernel: str
     rule: int
     keep: bool
+    rotation: int = 0
+    smooth: torch.Tensor | None = None
     quantized: QuantizedWeight | None = None
     ready: bool = False
     waiting: bool = False
@@ -236,7 +240,10 @@ class LinearLayer:
             self._send_away(weight)
 
     def _quantize(self, module: nn.Module, weight: torch.Tensor) -> None:
+        channels, smooth = weight.shape[1], self.smooth
         kernel = compute.kernel_for(weight, self.kernel)
+        if smooth is not None and len(smooth) != channels:  # of a shard of its channels
+            kernel = FallbackReason(Fallback.LINEAR_SMOOTHING, (channels, len(smooth)))
         if isinstance(kernel, FallbackReason):
             self._fetch(module)
             self.left, self.quantized = kernel, None
@@ -247,7 +254,9 @@ class LinearLayer:
                 self.left = self._needed
                 return
         self._needed, self._dtype, self._version = None, weight.dtype, weight._version
-        self.quantized, self.ready = compute.quantize_weight(weight, kernel), True
+        rotation = compute.rotation_of(channels, self.rotation)
+        self.quantized = compute.quantize_weight(weight, kernel, smooth=smooth, rotation=rotation)
+        self.ready = True
         if self.keep:
             self._send_away(weight)
         else:

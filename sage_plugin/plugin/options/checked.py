@@ -8,7 +8,10 @@ from typing import Any
 
 from sage_plugin.errors import ConfigError, UnknownKernelError, UsageError
 from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.linear.rows.row_format import ROTATIONS
 from sage_plugin.plugin.context import PatchOptions
+from sage_plugin.plugin.linears.smoothing import Smoothing
+from sage_plugin.plugin.linears.smoothing import read as read_smoothing
 from sage_plugin.plugin.options.texts import texts
 from sage_plugin.plugin.policy.rules import BASELINE, Policy
 from sage_plugin.plugin.policy.rules import chosen as chosen_policy
@@ -31,6 +34,8 @@ def checked_options(
     policy: str | os.PathLike[str] | Policy | None = None,
     linears: str | None = None,
     keep_originals: bool = True,
+    rotation: int = 0,
+    smoothing: str | os.PathLike[str] | None = None,
 ) -> PatchOptions:
     """The options of a patch, checked; errors are those of `patch`."""
     _check_kinds(
@@ -54,8 +59,10 @@ def checked_options(
         raise UsageError(
             f"kernel {kernel!r} and a policy were given; a policy names the kernels itself"
         )
+    rules = None if policy is None else chosen_policy(policy)
+    _check_rotation(rotation, linears)
     return PatchOptions(
-        policy=None if policy is None else chosen_policy(policy),
+        policy=rules,
         kernel=kernel,
         variant=variant,
         config_dir=None if config_dir is None else os.fspath(config_dir),
@@ -66,7 +73,55 @@ def checked_options(
         exclude=_globs("exclude", exclude or ()),
         linears=_checked_linears(linears),
         keep_originals=keep_originals,
+        rotation=rotation,
+        smoothing=_factors(smoothing, rules, linears),
+        smooth_linears=smoothing is not None,
     )
+
+
+def _check_rotation(rotation: int, linears: str | None) -> None:
+    """Raise unless linears can be rotated so.
+
+    Raises:
+        UsageError: no such block, or no linears.
+    """
+    if rotation not in ROTATIONS or isinstance(rotation, bool):
+        raise UsageError(
+            f"rotation is {rotation!r}; choose one of {', '.join(map(str, ROTATIONS))}"
+        )
+    if rotation and linears is None:
+        raise UsageError(
+            f"rotation is {rotation} and linears is None; name their kernel with linears=, or "
+            "rotate in a rule of the policy"
+        )
+
+
+def _factors(
+    smoothing: str | os.PathLike[str] | None, policy: Policy | None, linears: str | None
+) -> Smoothing | None:
+    """The factors of smoothing: of the argument, or of the policy that has rules with them.
+
+    Raises:
+        UsageError: there is nothing to smooth.
+        ConfigError: there are none, or the file is not one of factors.
+    """
+    smooths = policy is not None and policy.smooths
+    if smoothing is not None:
+        _check_kinds((str | os.PathLike, "a path", {"smoothing": smoothing}))
+        if linears is None and not smooths:
+            raise UsageError(
+                "smoothing is given and neither linears nor a rule of the policy uses it; name "
+                "their kernel with linears="
+            )
+        return read_smoothing(smoothing)
+    if policy is None or not smooths:
+        return None
+    if not policy.smoothing:
+        raise ConfigError(
+            "the policy has rules with smoothing and names no file of factors; write one with "
+            "`sage policy smoothing`, and name it with smoothing="
+        )
+    return read_smoothing(policy.smoothing)
 
 
 def _checked_linears(linears: str | None) -> str | None:

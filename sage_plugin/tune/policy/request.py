@@ -34,6 +34,7 @@ class PolicyRequest:
     captures_per_cell: int = CAPTURES_PER_CELL
     times: tuple[Path, ...] = ()
     sensitivity: Path | None = None
+    smoothing: Path | None = None
     runs_dir: Path = RUNS
     run_name: str | None = None
     fresh: bool = False
