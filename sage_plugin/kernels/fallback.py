@@ -84,6 +84,7 @@ class Fallback(Enum):
     EAGER_IS_NOT_SOFTMAX = "the model's eager attention does more than softmax"
     IMPLEMENTATION = "masks and arguments of {!r} attention are its own"
     PACKED_BY_HOST = "sequences are packed, and their ends are for {!r} attention alone"
+    WINDOW_BY_HOST = "a window of {} keys is for {!r} attention alone"
     MODEL_ARGUMENT = "only the model's own attention knows {}"
     UNKNOWN_TO_SDPA = (
         "transformers' sdpa attention knows no {}, which this model has: load it with "
