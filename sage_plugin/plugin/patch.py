@@ -216,7 +216,7 @@ def patch(
             all that no rule of the policy names.
         rotation: rotate input channels of these linears in blocks of up to so many (16 to 256; a
             linear takes the largest block that divides its channels), which spreads outliers: with
-            `"int8_row"` a third of the error. 0 for none.
+            `"int8_row"` half of the error or less. 0 for none.
         smoothing: a file of `sage policy smoothing`: input channels of these linears are divided by
             its factors, which even out outliers that are always in the same channels.
         keep_originals: keep the original weights, of linears in CPU memory, so that `unpatch` puts

@@ -37,6 +37,8 @@ SLOT = "_sage_linear"
 READ = FallbackReason(Fallback.LINEAR_READ)
 GRADIENT = FallbackReason(Fallback.GRADIENT)
 SUBCLASS = FallbackReason(Fallback.TENSOR_SUBCLASS)
+WITHOUT_WEIGHT = FallbackReason(Fallback.LINEAR_CLASS, "a linear whose weight is computed")
+"""By a parametrization or a pruning that came while it was patched."""
 MOST_READS = 2
 """Forwards that need an original, before the linear is left alone."""
 
@@ -102,7 +104,8 @@ class LinearLayer:
 
     def trace(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """A call in a graph, in plain torch operations."""
-        weight, quantized, sharding = module._parameters["weight"], self.quantized, self.sharding
+        weight = module._parameters.get("weight")
+        quantized, sharding = self.quantized, self.sharding
         own = x if sharding is None else sharding.own(x)
         blocked = quantized is None or not self.ready or own is None
         if not blocked and not compute.wants_gradient(x, weight, module.bias):
@@ -110,12 +113,12 @@ class LinearLayer:
             if sharding is None:
                 return compute.traced(x, quantized, module.bias, request)  # type: ignore[arg-type]
             return sharding.joined(compute.traced(own, quantized, sharding.bias(module), request))  # type: ignore[arg-type]
-        if self.waiting:
+        if self.waiting or self.freed:
             raise RuntimeError(
-                "a graph needs the original weight of a patched linear, which waits in CPU memory: "
-                "run it under torch.no_grad(), or call sage_plugin.unpatch() first"
+                "a graph needs the original weight of a patched linear, which waits in CPU memory "
+                "or was freed: run it under torch.no_grad(), or call sage_plugin.unpatch() first"
             )
-        return linear(x, weight, module.bias)  # type: ignore[arg-type]
+        return linear(x, module.weight if weight is None else weight, module.bias)
 
     def run(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """A call in eager mode."""
@@ -186,8 +189,9 @@ class LinearLayer:
             if self.state.options.strict:
                 raise UnsupportedInputError(f"{told} unless on_unsupported='error' forbids it")
             warn_once(logger, ("linear", reason), "%s (said once)", told)
-        weight = module._parameters["weight"]
-        assert weight is not None
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return linear(x, module.weight, module.bias)
         if reason is GRADIENT and self.left is None:  # an optimizer may write the weight
             self.bring_home(module)
             self._needed = GRADIENT
@@ -224,7 +228,11 @@ class LinearLayer:
         """Quantize the weight as it is, if a kernel runs where it is, and send it to wait."""
         with _lock:
             weight = _weight_of(module)
-            if not (self.freed or self.ready or self.left is not None or weight is None):
+            if self.freed or self.ready or self.left is not None:
+                return
+            if weight is None:
+                self.left = WITHOUT_WEIGHT
+            else:
                 self._quantize(module, weight)
 
     def check(self, module: nn.Module) -> None:
@@ -284,7 +292,7 @@ class LinearLayer:
             PatchError: the original was freed.
         """
         self.check_original()
-        weight = module._parameters["weight"]
+        weight = module._parameters.get("weight")
         if weight is not None and shard_of(weight) is not weight:
             self.bring_home(module)
 
@@ -316,7 +324,7 @@ class LinearLayer:
         """The parameters as they would be unpatched."""
         self.prepare_reading(module)
         made = dict(module._parameters)
-        weight = made["weight"]
+        weight = made.get("weight")
         if self.waiting and weight is not None and self.quantized is not None:
             at_home = weight.data.to(self.quantized.data.device)
             made["weight"] = nn.Parameter(at_home, requires_grad=weight.requires_grad)
@@ -332,7 +340,7 @@ class LinearLayer:
             module: the linear.
             fn: what `nn.Module._apply` moves or casts each tensor by.
         """
-        weight, quantized = module._parameters["weight"], self.quantized
+        weight, quantized = module._parameters.get("weight"), self.quantized
         away = weight is not None and quantized is not None and (self.waiting or self.freed)
         if not away or not self._only_moves(weight, quantized, fn):
             if self.waiting:
@@ -399,5 +407,5 @@ class LinearLayer:
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:
     """The original weight, or this process's shard of it, where the linear has one."""
-    weight = module._parameters["weight"]
+    weight = module._parameters.get("weight")
     return None if weight is None else shard_of(weight)
