@@ -220,8 +220,9 @@ class LinearPart:
         found = smoothing.of(name)
         if found is None:
             raise ConfigError(
-                f"{smoothing.path} has no factors of {name}: record it with `sage capture --op "
-                "linear` and write the file again, or leave it out with exclude= or a rule"
+                f"{smoothing.path} has no factors of {name}: record every linear (`sage capture "
+                "--op linear --max-captures N`) and write the file again, or leave it out with "
+                "exclude= or a rule"
             )
         if len(found) < weight.shape[1]:
             raise ConfigError(
