@@ -21,12 +21,16 @@ SHARDED = [
     *(Run("llama", k, spread.TP, on) for k, on in KERNELS.items()),
     Run("flux", "fav3_sage", spread.SHARDS, "fp8_row"),
 ]
+UNPATCHED = {run.model: Run(run.model, "", run.way) for run in SHARDED}
+"""Sums of 16-bit parts differ from those of one GPU without us too."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     pytest.importorskip("diffusers")
-    return spread.results(CASES + SHARDED, tmp_path_factory.mktemp("spread"), gpus=True)
+    return spread.results(
+        CASES + SHARDED + list(UNPATCHED.values()), tmp_path_factory.mktemp("spread"), gpus=True
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -57,8 +61,11 @@ def test_two_gpus_multiply_their_shards(case, found):
         alone = spread.forward(network, arguments).float().cpu()
     for out, rows, wrong in found[case.name]:
         assert not wrong
-        error, usual = ((x - exact).abs().mean() for x in (out.float(), alone))
-        assert error < 2 * usual + 5e-3 * exact.abs().mean()
+        (of_spreading, *_), _ = found[UNPATCHED[case.model].name]
+        error, usual, spread_error = (
+            (x.float() - exact).abs().mean() for x in (out, alone, of_spreading)
+        )
+        assert error < 2 * usual + 2 * spread_error + 1e-3 * exact.abs().mean()
         assert len(rows) == 2 + {"llama": 14, "flux": 17}[case.model] * bool(case.linears)
         for layer, calls, why in rows:
             calls.pop(spread.FUSED, None)

@@ -86,7 +86,10 @@ def build(model: str, device: str = "cpu", dtype: torch.dtype = torch.float32, s
             "txt_ids": torch.zeros(16, 3),
         }
     cast = {k: t.to(device, dtype if t.is_floating_point() else None) for k, t in arguments.items()}
-    return network.eval().to(device, dtype), cast
+    network.eval().to(device, dtype)
+    if model == "wan":  # angles stay in fp32, as they do where a model is loaded
+        network.rope = type(network.rope)(32, (1, 2, 2), 64).to(device)
+    return network, cast
 
 
 def language_model():
@@ -207,12 +210,15 @@ def _tensor_parallel(run: Run, folder: str, gpus: bool) -> tuple:
     if not run.kernel:
         return plain.cpu(), [], ""
     sage_plugin.patch(network, **run.options)
-    out, rows = forward(network, arguments), _rows(network)
+    forward(network, arguments)  # it may be compared with what is not fused, and give that
+    rows, out = _rows(network), forward(network, arguments)
     with_gradient = network(**arguments, return_dict=False)[0]
     again = forward(network, arguments)
     saved = {name: whole(value) for name, value in network.state_dict().items()}
     sage_plugin.unpatch(network)
-    alike = [torch.equal(saved[name], whole(before[name])) for name in before]  # every process
+    alike = [  # in every process; a patched model saves from CPU memory
+        torch.equal(saved[name].cpu(), whole(before[name]).cpu()) for name in before
+    ]
     as_it_should = {
         "with a gradient": float((with_gradient - plain).abs().max()) < (0.25 if gpus else 1e-4),
         "after a gradient": torch.equal(again, out),

@@ -53,6 +53,18 @@ SIGNATURES = {
     "Mistral Small 24B, 16k prompt": (1, 32, 8, 16_384, 128, True),
     "Llama 3.1 8B on 2 GPUs, 16k prompt": (1, 16, 4, 16_384, 128, True),
     "Phi-3 mini, 16k prompt": (1, 32, 32, 16_384, 96, True),
+    "Flux 1024x1024": (1, 24, 24, 4_608, 128, False),
+    "Qwen-Image 1328x1328": (1, 24, 24, 7_145, 128, False),
+    "Stable Diffusion 3.5 Large 1024x1024": (2, 38, 38, 4_429, 64, False),
+    "CogVideoX 1.5 5B 768p": (2, 48, 48, 45_106, 64, False),
+    "LTX-Video 768x512, 97 frames": (2, 32, 32, 4_992, 64, False),
+    "Llama 3.1 8B, 96k prompt": (1, 32, 8, 98_304, 128, True),
+    "Llama 3.1 70B, 16k prompt": (1, 64, 8, 16_384, 128, True),
+    "Llama 3.1 70B, 64k prompt": (1, 64, 8, 65_536, 128, True),
+    "Qwen3 32B, 16k prompt": (1, 64, 8, 16_384, 128, True),
+    "Qwen2.5 7B, 16k prompt": (1, 28, 4, 16_384, 128, True),
+    "gpt-oss 120B, 16k prompt": (1, 64, 8, 16_384, 64, True),
+    "Llama 3.2 1B, 16k prompt": (1, 32, 8, 16_384, 64, True),
     "GPT of 64 channels, 16k prompt": (2, 30, 30, 16_384, 64, True),
 }
 CARDS = ("nvidia-h200", "nvidia-h100-80gb-hbm3")

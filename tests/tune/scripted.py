@@ -108,6 +108,7 @@ class ScriptedRunner:
         self.fails_in_race = {} if fails_in_race is None else fails_in_race
         self.before = before
         self.screened: list[LaunchConfig] = []
+        self.studies: set[str] = set()
         self.raced: list[tuple[LaunchConfig, ...]] = []
         self.errors, self.too_large = errors, too_large
         self.batches: list[tuple[LaunchConfig | None, tuple[LaunchConfig, ...]]] = []
@@ -122,6 +123,7 @@ class ScriptedRunner:
 
     def judge(self, study: Study, config: LaunchConfig) -> Trial:
         self.before(len(self.screened))
+        self.studies.add(study.id)
         self.screened.append(config)
         status = self.fails.get(config, "ok")
         reason = "" if status == "ok" else f"{status} as the script says"

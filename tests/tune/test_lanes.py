@@ -53,7 +53,7 @@ def test_lanes_share_the_studies_and_each_stays_on_one(tmp_path):
     report = tune(plan, runners[0], more_lanes=runners[1:])
     assert [outcome.study.id for outcome in report.outcomes] == [study.id for study in studies]
     assert {entry.key.seq_q for entry in load.read(plan.registry_path).entries} == {*LENGTHS}
-    worked = [{study for study, _ in runner.prepared} for runner in runners]
+    worked = [runner.studies for runner in runners]
     assert all(worked)
     assert not worked[0] & worked[1]
     assert worked[0] | worked[1] == {study.id for study in studies}

@@ -14,7 +14,7 @@ from sage_plugin.tune.configs.session import tune
 from sage_plugin.tune.run import run_folder
 from sage_plugin.tune.run.ledger import Ledger
 from sage_plugin.tune.run.observer import Observer
-from sage_plugin.tune.search.search import ErrorLimit, SearchLimits
+from sage_plugin.tune.search.search import BATCH, ErrorLimit, SearchLimits
 from tests.registry import samples
 from tests.tune import scripted
 from tests.tune.scripted import ScriptedRunner, entries, faster
@@ -69,6 +69,22 @@ def test_what_the_compiler_says_is_in_the_table(tmp_path):
     with open(plan.run_folder / run_folder.TRIALS, newline="") as stream:
         rows = [row for row in csv.DictReader(stream) if row["stage"] == "screen"]
     assert {(r["registers"], r["spills"], r["smem_bytes"]) for r in rows} == {("168", "8", "4096")}
+
+
+@pytest.mark.parametrize("max_trials", [None, 3])
+def test_what_opens_the_next_study_is_compiled_while_one_is_timed(tmp_path, max_trials):
+    first, second = scripted.study(24), scripted.study(24, seq_q=2048)
+    plan = scripted.plan(tmp_path, first, second, limits=SearchLimits(max_trials=max_trials))
+    meanwhile = []
+
+    def before(count: int) -> None:
+        if count == 1:  # the first study is at its second config
+            meanwhile.extend(c for study, cs in runner.prepared for c in cs if study == second.id)
+
+    runner = ScriptedRunner(before=before)
+    tune(plan, runner)
+    assert len(meanwhile) == (max_trials or 1 + BATCH)
+    assert set(meanwhile) <= set(runner.screened[len(runner.screened) // 2 :])
 
 
 def test_a_default_that_nothing_beats_is_confirmed(tmp_path):

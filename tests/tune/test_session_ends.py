@@ -162,6 +162,18 @@ def test_a_budget_ends_a_batch_between_two_candidates(tmp_path, monkeypatch):
     assert len(runner.screened) == 4, "35 seconds are the screen's"
 
 
+def test_what_the_first_config_takes_to_start_and_compile_is_nobodys_share(tmp_path, monkeypatch):
+    first, second, now = scripted.study(32), scripted.study(32, seq_q=2048), [0.0]
+    monkeypatch.setattr("sage_plugin.tune.configs.study_search.time.monotonic", lambda: now[0])
+
+    def wait(count: int) -> None:
+        now[0] += 40.0 if count == 0 else 2.0
+
+    plan = scripted.plan(tmp_path, first, second, limits=SearchLimits(budget_s=60.0))
+    tried = [outcome.trials["ok"] for outcome in tune(plan, ScriptedRunner(before=wait)).outcomes]
+    assert tried == [1 + 4, 1 + 4], "7 seconds are the screen's, of a half of what was left"
+
+
 def test_ctrl_c_does_not_count_as_an_ended_session(tmp_path):
     study = scripted.study(3)
     plan = scripted.plan(tmp_path, study)

@@ -139,33 +139,45 @@ class _Session:
             with self._lock:
                 if not self._left:
                     return
-                budget_s = self._share()
                 study = self._left.popleft()
-            outcome = self._decided(study, runner, budget_s)
+                following = self._left[0] if self._left else None
+            lane = self._search(study, runner)
+            lane.prepare()
+            if following is not None:  # compilers have work while this study is timed
+                self._search(following, runner).prepare()
+            outcome = self._decided(lane)
             with self._lock:
                 self._done[study.id] = outcome
                 self.write()
             self.notebook.observer.study_finished(study, outcome.verdict)
 
-    def _decided(self, study: Study, runner: Runner, budget_s: float) -> Outcome:
+    def _search(self, study: Study, runner: Runner) -> StudySearch:
+        request, incumbent = self.plan.request, self._incumbent(study)
+        return StudySearch(study, runner, request, self.notebook, incumbent)
+
+    def _decided(self, lane: StudySearch) -> Outcome:
         """Search, race, decide and merge one study."""
-        request = self.plan.request
-        lane = StudySearch(study, runner, request, self.notebook, self._incumbent(study))
-        trials = lane.screen(budget_s)
+        study, trials = lane.study, lane.open()
+        budget_s = self._share()  # counted from here: to start and to compile takes nobody's share
+        lane.screen(trials, budget_s)
         finals = lane.race(trials, budget_s)
         verdict = promote.decide(
-            study, trials, finals, min_gain=request.min_gain, run=self.plan.run_folder.name
+            study,
+            trials,
+            finals,
+            min_gain=self.plan.request.min_gain,
+            run=self.plan.run_folder.name,
         )
         written = "" if verdict.entry is None else _merge(self.plan, (verdict.entry,))
         return outcome_of(lane.search, study, verdict, written, trials, finals)
 
     def _share(self) -> float:
-        """What a study may take of the time that is left."""
+        """What a study that is being searched may take of the time that is left."""
         budget_s = self.plan.request.limits.budget_s
         if budget_s is None:
             return float("inf")
         left_s = max(0.0, budget_s - (time.monotonic() - self._started))
-        return left_s / max(1.0, len(self._left) / self._lanes)
+        return left_s / max(1.0, (1 + len(self._left)) / self._lanes)
 
     def _incumbent(self, study: Study) -> AnyLaunch | None:
         """The config that a call like this gets now, if one was tuned for exactly this key."""

@@ -260,7 +260,8 @@ def _searched(
     runner = SimulatedRunner(recorded.trials, times, recorded.noise, seed)
     own = dataclasses.replace(request, seed=seed)
     search = StudySearch(recorded.study, runner, own, Notebook(Ledger(None), Observer()))
-    trials = search.screen()
+    trials = search.open()
+    search.screen(trials)
     finals = search.race(trials)
     verdict = promote.decide(recorded.study, trials, finals, min_gain=request.min_gain, run="")
     assert verdict.entry is not None

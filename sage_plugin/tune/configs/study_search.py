@@ -66,19 +66,29 @@ class StudySearch:
             study.space, incumbent, request.limits, request.error_limit, request.seed
         )
 
-    def screen(self, budget_s: float = float("inf")) -> Trials:
-        """Judge and briefly time configs until search, limits or time end."""
-        deadline = time.monotonic() + budget_s * (1 - RACE_SHARE)
-        former = self.notebook.ledger.trials(self.study.id, "screen")
-        trials = {c: trial for c, trial in former.items() if trial.status not in TRIED_AGAIN}
+    def prepare(self) -> None:
+        """Have the configs that open the search compiled, before it is this study's turn."""
+        known = self._known()
+        first = self.search.propose(known)
+        more = self.search.propose(known | self._pending(first), self._rank(known))
+        self.runner.prepare(self.study, [*first, *more])
+
+    def open(self) -> Trials:
+        """Judge and time what is measured whatever the limits, and add what is known before."""
+        trials = self._known()
         done, total = len(trials), self.search.expected
         self.notebook.observer.study_started(self.study, done=done, total=max(done, total))
-        while batch := self.search.propose(trials, self._rank(trials)):
-            mandatory = any(config in self.search.first for config in batch)
-            if trials and not mandatory and time.monotonic() > deadline:
-                break
-            self._try(batch, trials, float("inf") if mandatory else deadline)
+        if missing := [config for config in self.search.first if config not in trials]:
+            self._try(missing, trials, float("inf"))
         return trials
+
+    def screen(self, trials: Trials, budget_s: float = float("inf")) -> None:
+        """Judge and briefly time more configs until search, limits or time end."""
+        deadline = time.monotonic() + budget_s * (1 - RACE_SHARE)
+        while batch := self.search.propose(trials, self._rank(trials)):
+            if time.monotonic() > deadline:
+                break
+            self._try(batch, trials, deadline)
 
     def race(self, trials: Trials, budget_s: float = float("inf")) -> Trials:
         """Race the finalists; from the ledger where the same ones were raced before."""
@@ -116,8 +126,7 @@ class StudySearch:
 
     def _try(self, batch: Sequence[AnyLaunch], trials: Trials, deadline: float) -> None:
         """Judge a batch one by one until the time is up, and time together what passes."""
-        pending = {c: Trial(self.study.id, c, "screen", PENDING) for c in batch}
-        upcoming = self.search.propose(trials | pending)
+        upcoming = self.search.propose(trials | self._pending(batch))
         self.runner.prepare(self.study, [*batch, *upcoming])
         passed: list[Trial] = []
         for config in batch:
@@ -135,6 +144,14 @@ class StudySearch:
         for trial in self.runner.screen(self.study, passed, base):
             trials[trial.config] = self._note(trial)
             self.notebook.observer.trial_finished(self.study, trial)
+
+    def _known(self) -> Trials:
+        """What former sessions tried and need not try again."""
+        former = self.notebook.ledger.trials(self.study.id, "screen")
+        return {c: trial for c, trial in former.items() if trial.status not in TRIED_AGAIN}
+
+    def _pending(self, batch: Sequence[AnyLaunch]) -> Trials:
+        return {c: Trial(self.study.id, c, "screen", PENDING) for c in batch}
 
     def _judged(self, config: AnyLaunch) -> Trial:
         study, marker = self.study, self.notebook.marker
