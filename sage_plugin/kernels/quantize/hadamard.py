@@ -23,18 +23,14 @@ def rotated(x: torch.Tensor, block: int) -> torch.Tensor:
     """
     if not block:
         return x
-    # A compiler passes over a memo, and warns of it.
-    made = _sylvester if torch.compiler.is_compiling() else hadamard_matrix
-    matrix = made(block).to(x.device, x.dtype)
+    matrix = hadamard_matrix(block).to(x.device, x.dtype)
     return (x.unflatten(-1, (-1, block)) @ matrix).flatten(-2)
 
 
-def _sylvester(size: int) -> torch.Tensor:
+@functools.lru_cache(maxsize=16)
+def hadamard_matrix(size: int) -> torch.Tensor:
     """Sylvester's matrix over the root of its size: sign `(-1)^popcount(i & j)`, symmetric."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix / math.sqrt(size)
-
-
-hadamard_matrix = functools.lru_cache(maxsize=16)(_sylvester)
