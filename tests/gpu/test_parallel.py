@@ -19,10 +19,13 @@ KERNELS = {"fav2": "", "sage": "int8_row", "fav3_sage": "fp8_row"}
 CASES = [Run("wan", k, w, on) for k, on in KERNELS.items() for w in ("ulysses", "ring")]
 SHARDED = [
     *(Run("llama", k, spread.TP, on) for k, on in KERNELS.items()),
+    *(Run("mixtral", k, spread.TP, on) for k, on in KERNELS.items() if on),
     Run("flux", "fav3_sage", spread.SHARDS, "fp8_row"),
 ]
 UNPATCHED = {run.model: Run(run.model, "", run.way) for run in SHARDED}
 """Sums of 16-bit parts differ from those of one GPU without us too."""
+
+ON_LINEARS = {"llama": 14, "mixtral": 10, "flux": 17}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +54,8 @@ def test_two_gpus_give_the_output_of_one(case, found):
 
 @pytest.mark.parametrize("case", SHARDED, ids=lambda case: case.name)
 def test_two_gpus_multiply_their_shards(case, found):
-    if case.model == "llama":
-        network = spread.language_model().to("cuda:0", torch.bfloat16)
+    if case.model in spread.LANGUAGE_MODELS:
+        network = spread.LANGUAGE_MODELS[case.model]().to("cuda:0", torch.bfloat16)
         arguments = spread.sentence("cuda")
     else:
         network, arguments = spread.build(case.model, "cuda:0", torch.bfloat16, scale=6)
@@ -66,7 +69,7 @@ def test_two_gpus_multiply_their_shards(case, found):
             (x.float() - exact).abs().mean() for x in (out, alone, of_spreading)
         )
         assert error < 2 * usual + 2 * spread_error + 1e-3 * exact.abs().mean()
-        assert len(rows) == 2 + {"llama": 14, "flux": 17}[case.model] * bool(case.linears)
+        assert len(rows) == 2 + ON_LINEARS[case.model] * bool(case.linears)
         for layer, calls, why in rows:
             calls.pop(spread.FUSED, None)
             assert sum(calls.values()) == 1, layer

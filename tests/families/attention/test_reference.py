@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_plugin.accuracy import fingerprint as fingerprints
-from sage_plugin.accuracy.fingerprint import fingerprint
 from sage_plugin.families.attention import reference as references
 from sage_plugin.families.attention.reference import reference, sample_rows, visible_mean
 from sage_plugin.measure.inputs import self_attention, synthetic
@@ -75,27 +73,3 @@ def test_the_cache_is_bounded():
         q, k, v = synthetic(self_attention(1, 1, 4, 4), device="cpu", seed=seed)
         reference(q, k, v)
     assert len(references._CACHE) == references.CACHED
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
-def test_fingerprint_sees_value_position_shape_and_dtype(dtype):
-    a = torch.arange(24).to(dtype).view(2, 3, 4)
-    changed, swapped = a.clone(), a.clone()
-    changed[1, 2, 3] += 1
-    swapped[0, 0, 0], swapped[0, 0, 1] = a[0, 0, 1], a[0, 0, 0]
-    others = [changed, swapped, a.view(3, 2, 4), a.to(torch.int16), a.flip(0)]
-    assert len({fingerprint(x) for x in (a, *others)}) == 6
-
-
-def test_fingerprint_does_not_depend_on_how_much_is_looked_at_together(monkeypatch):
-    masks = [torch.rand(1, 1, 37, 41) > 0.5, torch.randn(2, 1, 37, 41)]
-    whole = [fingerprint(mask) for mask in masks]
-    monkeypatch.setattr(fingerprints, "CHUNK_ELEMENTS", 64)
-    assert [fingerprint(mask) for mask in masks] == whole
-    masks[0][0, 0, 36, 40] ^= True
-    assert fingerprint(masks[0]) != whole[0]
-
-
-def test_fingerprint_reads_a_strided_view_as_its_values():
-    a = torch.randn(2, 5, 3, 4)
-    assert fingerprint(a.transpose(1, 2)) == fingerprint(a.transpose(1, 2).contiguous())
