@@ -181,7 +181,9 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
             continue
         kernels = sorted({f"{one.key.kernel}:{one.key.variant}" for one in entries})
         calls = number_of(len(entries), "tuned call")
-        stale = sum(bool(staleness.changes(one, devices.toolchain())) for one in entries)
+        stale = sum(
+            bool(staleness.changes(one, devices.toolchain(one.key.family))) for one in entries
+        )
         other = f", {stale} with other software" if stale else ""
         yield f"{label}: {calls} of {', '.join(kernels)}{other} ({path})"
 
