@@ -180,9 +180,8 @@ class QkStream:
         norm, rope = self.norm, self.rope
         parts = () if norm is None else (("weight", norm.weight), ("bias", norm.bias))
         named = {f"the {part} of {name}_norm": one for part, one in parts if one is not None}
-        for what, one in (
-            named | ({} if rope is None else {"cos": rope.cos, "sin": rope.sin})
-        ).items():
+        named |= {} if rope is None else {"cos": rope.cos, "sin": rope.sin}
+        for what, one in named.items():
             if not isinstance(one, torch.Tensor) or not one.is_floating_point():
                 kind = one.dtype if isinstance(one, torch.Tensor) else type(one).__name__
                 raise UnsupportedInputError(f"{what} is {kind}; it needs a tensor of floats")
