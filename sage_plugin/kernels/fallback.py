@@ -15,6 +15,7 @@ class Fallback(Enum):
     # what `auto` leaves, as slower here
     TOO_SMALL = "so small a call is faster on the host's attention"
     DENSE_ADDITIVE_MASK = "an additive mask of rows and keys is faster on the host's attention"
+    WIDE_HEADS = "heads of over {} channels are faster on the host's attention"
     CPU = "on a CPU the host's attention is the fastest"
 
     # what no kernel takes
@@ -130,6 +131,7 @@ class Fallback(Enum):
 _LEFT_BY_AUTO = (
     Fallback.TOO_SMALL,
     Fallback.DENSE_ADDITIVE_MASK,
+    Fallback.WIDE_HEADS,
     Fallback.SMALL_LINEAR,
 )
 _ASKED_FOR = (

@@ -216,6 +216,16 @@ SHORTEST_CAUSAL = 7168
 times at 6,144, 1.07 to 1.09 at 8,192."""
 
 
+SHORTEST = 1200
+"""Tokens of any other call under which SDPA is faster on an H200, whatever the heads: with 512 keys
+0.69 and 0.67 times at 32,760 and 75,600 queries of 40 heads. From what a row costs and what a key
+saves there, both are equal at about as many."""
+
+MOST_CHANNELS = 128
+"""Channels of a head above which SDPA is faster on an H200, where no Hopper variant takes it: 3.4
+times at 256 channels and 16,384 causal tokens."""
+
+
 def fewest_operations(arch: str, head_dim: int) -> float:
     """Operations of a call under which SDPA is faster than quantisation and a kernel together.
 
@@ -232,7 +242,14 @@ def fewest_tokens(arch: str, *, causal: bool) -> int:
 
     As `fewest_operations`, which holds beside it.
     """
-    return SHORTEST_CAUSAL if causal and arch == HOPPER_ARCH else 0
+    if arch != HOPPER_ARCH:
+        return 0
+    return SHORTEST_CAUSAL if causal else SHORTEST
+
+
+def most_channels(arch: str) -> int | None:
+    """Channels of a head above which SDPA is faster, in calls that it takes; `None` if unknown."""
+    return MOST_CHANNELS if arch == HOPPER_ARCH else None
 
 
 def device_reason(kernel: str, facts: DeviceFacts) -> FallbackReason | None:

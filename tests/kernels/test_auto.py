@@ -7,6 +7,7 @@ import math
 import pytest
 
 from sage_plugin.kernels.attention import dispatch
+from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from tests.kernels.test_dispatch import _alone, decide  # noqa: F401
 
 
@@ -25,7 +26,7 @@ def test_auto_leaves_dense_additive_masks_to_the_host_and_a_named_kernel_takes_t
 
 
 @pytest.mark.parametrize(
-    ("dim", "fewest"), [(40, 5.5e10), (64, 5.5e10), (65, 1.5e11), (128, 1.5e11), (256, 1.5e11)]
+    ("dim", "fewest"), [(40, 5.5e10), (64, 5.5e10), (65, 1.5e11), (128, 1.5e11)]
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_auto_leaves_calls_of_few_operations_to_the_host_where_that_was_measured(
@@ -58,3 +59,17 @@ def test_auto_leaves_causal_calls_of_few_tokens_to_the_host_whatever_the_heads(d
     assert asked(7168).reason is None
     for more in ({"causal": False}, {"arch": "sm_89"}, {"kernel": "fav3_sage"}):
         assert asked(7167, **more).reason is None
+    assert asked(1199, causal=False, batch=64).reason == dispatch.TOO_SMALL
+    assert asked(1200, causal=False, batch=64).reason is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_auto_leaves_wide_heads_to_the_host_where_it_takes_the_call(causal):
+    def asked(dim, **more):
+        at = {"seq_q": 16384, "seq_k": 16384, "heads_q": 16, "heads_k": 8, "causal": causal}
+        return decide(**(at | {"head_dim": dim, "dv": dim} | more))
+
+    assert asked(256).reason == asked(129).reason == FallbackReason(Fallback.WIDE_HEADS, 128)
+    assert asked(128).reason is None
+    for more in ({"special": True}, {"arch": "sm_89"}, {"kernel": "fav3_sage"}):
+        assert asked(256, **more).reason is None

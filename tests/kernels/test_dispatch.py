@@ -128,7 +128,8 @@ def test_report_110_a_missing_triton_is_named(monkeypatch):
 
 @pytest.mark.parametrize("dim", [160, 192, 256])
 def test_report_18_large_heads_that_a_kernel_takes(dim):
-    assert decide(head_dim=dim, dv=dim).kernel == "fav3_sage"
+    assert decide("sm_89", head_dim=dim, dv=dim).kernel == "fav3_sage"
+    assert decide("sm_90", "fav3_sage", head_dim=dim, dv=dim).kernel == "fav3_sage"
 
 
 @pytest.mark.parametrize("dim", [257, 320, 384, 512])

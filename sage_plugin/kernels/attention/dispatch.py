@@ -27,6 +27,7 @@ from sage_plugin.kernels.support import (
     gpu_variant,
     hopper_reason,
     kernels_of,
+    most_channels,
 )
 from sage_plugin.schema import (
     KERNEL_ALIASES,
@@ -161,7 +162,7 @@ def decide(
     if variant != "emulation":
         reason = reason or device_reason(kernel, facts)
         if automatic:
-            reason = reason or _left_by_auto(shape, facts, additive)
+            reason = reason or _left_by_auto(shape, facts, additive, special)
         if reason is None and kernel != "torch":
             reason, variant = _gpu_variant(kernel, variant, shape, facts, special)
     if reason is not None:
@@ -203,7 +204,9 @@ def call_key(shape: CallShape, decision: Decision) -> CallKey:
     )
 
 
-def _left_by_auto(shape: CallShape, facts: DeviceFacts, additive: bool) -> FallbackReason | None:
+def _left_by_auto(
+    shape: CallShape, facts: DeviceFacts, additive: bool, special: bool
+) -> FallbackReason | None:
     """Why `auto` leaves a call that a kernel could take to the host's attention, or `None`."""
     if additive and shape.mask_kind == "dense":
         return DENSE_ADDITIVE_MASK
@@ -211,6 +214,9 @@ def _left_by_auto(shape: CallShape, facts: DeviceFacts, additive: bool) -> Fallb
         return TOO_SMALL
     if _operations(shape) < fewest_operations(facts.arch, shape.head_dim):
         return TOO_SMALL
+    widest = most_channels(facts.arch)
+    if widest is not None and shape.head_dim > widest and not special:
+        return FallbackReason(Fallback.WIDE_HEADS, widest)
     return None
 
 
