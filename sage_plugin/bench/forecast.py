@@ -19,6 +19,10 @@ EMULATION = 6.0
 
 CHECKED_CALLS = 2
 
+WEIGHT_VALUE_S = 1e-7
+"""Seconds that a kernel takes for each number of a weight, to draw, quantize and judge it (measured
+on a Xeon): next to nothing but for the experts of a whole mixture."""
+
 
 def cpu_seconds(cases: Iterable[ReplayInputs], kernels: Iterable[tuple[str, str]]) -> float:
     """Predict the seconds of all cases on this CPU, to a factor of two or three."""
@@ -32,6 +36,7 @@ def cpu_seconds(cases: Iterable[ReplayInputs], kernels: Iterable[tuple[str, str]
         rounds_s = min(CPU_LIMITS.budget_s, CPU_LIMITS.max_samples * round_s)
         timed = CPU_LIMITS.warmup * round_s + max(2 * round_s, rounds_s)
         total += timed + CHECKED_CALLS * once * sum(slower)
+        total += WEIGHT_VALUE_S * case.family.weight_values(case.saved_shape) * len(slower)
     return total
 
 

@@ -12,6 +12,9 @@ from sage_plugin.kernels.fallback import Fallback
 from sage_plugin.plugin.context import CallEvent
 from sage_plugin.schema import CallShape
 
+UNTOLD = (Fallback.PACKED_BY_HOST, Fallback.WINDOW_BY_HOST)
+"""Why a call is another than its tensors and its mask tell."""
+
 
 @dataclass(frozen=True, slots=True)
 class CanonicalCall:
@@ -42,9 +45,10 @@ def canonical(event: CallEvent) -> CanonicalCall | str:
     """The call in canonical form, or the reason why it cannot be recorded.
 
     K and V whose heads are one head expanded (stride 0) come back as that one head.
-    Sequences that are packed without a mask are attention of each, which tensors alone do not tell.
+    Sequences that are packed without a mask are attention of each, and a window without one hides
+    keys, which tensors alone do not tell.
     """
-    if event.blocked is not None and event.blocked.cause is Fallback.PACKED_BY_HOST:
+    if event.blocked is not None and event.blocked.cause in UNTOLD:
         return str(event.blocked)
     tensors = (event.q, event.k, event.v)
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):

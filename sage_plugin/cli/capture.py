@@ -285,9 +285,19 @@ def _report(summary: CaptureSummary, out: Path, options: CaptureOptions) -> None
     ]
     lines += _parts(out, options)
     for op in summary.ops:
-        of_op = "" if op == ATTENTION else f" --op {op}"
-        lines.append(f"Next: sage tune {shlex.quote(str(out))}{of_op}")
+        lines.append(f"Next: {_next_with(op, shlex.quote(str(out)))}")
     say(*lines)
+
+
+def _next_with(op: str, out: str) -> str:
+    """The command to run on captures: an emulation other than attention's has nothing to tune."""
+    from sage_plugin import device as devices
+
+    if op == ATTENTION:
+        return f"sage tune {out}"
+    if devices.chosen(None)[1].kind == "cpu":
+        return f"sage bench {out} --op {op}; sage tune {out} --op {op} where there is a GPU"
+    return f"sage tune {out} --op {op}"
 
 
 def _parts(out: Path, options: CaptureOptions) -> list[str]:

@@ -89,7 +89,7 @@ def _plan(text: str, facts: DeviceFacts, seq_len: list[str], card: str | None) -
 
 
 def _plan_of_model(path: Path, facts: DeviceFacts, seq_len: list[str]) -> RunPlan:
-    from sage_plugin.plugin.patch import checked_options
+    from sage_plugin.plugin.options.checked import checked_options
     from sage_plugin.plugin.plan.model_calls import CallWishes, calls_of, read_config
     from sage_plugin.plugin.plan.run_plan import RunPlan, planned
 
@@ -181,7 +181,9 @@ def _configs(facts: DeviceFacts) -> Iterator[str]:
             continue
         kernels = sorted({f"{one.key.kernel}:{one.key.variant}" for one in entries})
         calls = number_of(len(entries), "tuned call")
-        stale = sum(bool(staleness.changes(one, devices.toolchain())) for one in entries)
+        stale = sum(
+            bool(staleness.changes(one, devices.toolchain(one.key.family))) for one in entries
+        )
         other = f", {stale} with other software" if stale else ""
         yield f"{label}: {calls} of {', '.join(kernels)}{other} ({path})"
 

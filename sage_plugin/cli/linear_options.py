@@ -76,7 +76,8 @@ class LinearCallOptions:
             return True
         shared = {"--tp-size"} if op == PAGED_ATTENTION else set()
         if given := [option for option in self.given() if option not in shared]:
-            raise UsageError(f"{given[0]} belongs to linears: add --op linear")
+            way = "leave it out" if op == PAGED_ATTENTION else "add --op linear"
+            raise UsageError(f"{given[0]} belongs to linears: {way}")
         return False
 
     def draws(self, recorded: Path | None) -> bool:

@@ -139,6 +139,7 @@ class Family:
         describe_key: a key in a few words.
         lines: a shape or a key on a few short lines.
         flops: operations of a call of a shape, without its mask.
+        weight_values: numbers of the weights of a shape, which a replay quantizes before its calls.
         tuned: the one backend whose launch configs are tuned; `None` for all.
     """
 
@@ -160,6 +161,7 @@ class Family:
     describe_key: Callable[[Any], str]
     lines: Callable[[Any], str]
     flops: Callable[[Any], int]
+    weight_values: Callable[[Any], int] = lambda shape: 0
     tuned: str | None = None
 
     def default_launch(self, key: Any, facts: DeviceFacts) -> Any:  # noqa: ANN401

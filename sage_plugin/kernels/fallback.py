@@ -85,6 +85,7 @@ class Fallback(Enum):
     EAGER_IS_NOT_SOFTMAX = "the model's eager attention does more than softmax"
     IMPLEMENTATION = "masks and arguments of {!r} attention are its own"
     PACKED_BY_HOST = "sequences are packed, and their ends are for {!r} attention alone"
+    WINDOW_BY_HOST = "a window of {} keys is for {!r} attention alone"
     MODEL_ARGUMENT = "only the model's own attention knows {}"
     UNKNOWN_TO_SDPA = (
         "transformers' sdpa attention knows no {}, which this model has: load it with "
@@ -102,6 +103,7 @@ class Fallback(Enum):
     LINEAR_OFFLOADED = "{} moves its weight at every call"
     LINEAR_READ = "the model reads its weight beside calling it"
     LINEAR_DEVICE = "the input is on another device than the weight"
+    LINEAR_SMOOTHING = "it has {} input channels here, and smoothing factors of {}"
     LINEAR_NEW = "came in after patch; call refresh"
     EXPERTS_KERNEL = "{} multiplies no groups"
     EXPERTS_NORM = "a norm follows its experts"

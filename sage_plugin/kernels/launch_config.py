@@ -171,7 +171,9 @@ def _look_up(
             found.source,
             f"{found.label}: {found.path}",
             _saved_ms(found.entry, key),
-            () if key.variant in NO_SPEEDS else staleness.changes(found.entry, device.toolchain()),
+            ()
+            if key.variant in NO_SPEEDS
+            else staleness.changes(found.entry, device.toolchain(key.family)),
         )
     else:
         base = ResolvedConfig(rules.default(key, facts), "default", f"default of {facts.arch}")

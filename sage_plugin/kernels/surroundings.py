@@ -39,6 +39,11 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
+def autocasts(device: torch.device) -> bool:
+    """Return whether autocast is on for operations of a device; it is nowhere on `meta`."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Keep autocast out of an implementation; nothing where it is off."""
     if not torch.is_autocast_enabled(device.type):

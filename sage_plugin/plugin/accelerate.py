@@ -9,7 +9,7 @@ from typing import Self
 
 from torch import nn
 
-from sage_plugin.errors import number_of
+from sage_plugin.errors import UsageError, number_of
 from sage_plugin.plugin.component import Component
 from sage_plugin.plugin.experts.layer import ExpertsLayer
 from sage_plugin.plugin.hosts.diffusers import attention_modules
@@ -87,6 +87,7 @@ def accelerate(
     Raises:
         PatchError: there is nothing to patch.
         ConfigError: the policy is no sound one, or one of another model.
+        UsageError: another argument is out of range.
 
     Example:
         >>> import torch, sage_plugin
@@ -97,6 +98,11 @@ def accelerate(
         model (ModuleDict): 1 attention layer on kernel 'auto'
           linears: none taken; 4 left: projections into and out of the blocks stay in 16 bit
     """
+    if not isinstance(compile, bool):
+        raise UsageError(
+            f"compile is {compile!r}; give True or False, and call .compile() of the blocks "
+            "yourself for other modes"
+        )
     rules = None if policy is None else chosen_policy(policy)
     ruled = rules is not None and any(rule.op in LINEARS for rule in rules.rules)
     handle = patch(obj, policy=rules, linears=None if ruled else "auto")
@@ -137,7 +143,7 @@ def _taken(part: Component) -> str:
     """Which linears and experts of a component run on what, and why the others do not."""
     layers: list[LinearLayer | ExpertsLayer] = list(part.linears.layers.values())
     layers += part.experts.layers.values()
-    kernels = Counter(x.quantized.kernel for x in layers if x.quantized is not None)
+    kernels = Counter(x.quantized.label for x in layers if x.quantized is not None)
     told = ", ".join(f"{count} on {kernel}" for kernel, count in kernels.items()) or "none taken"
     saved = sum(layer.saved_bytes() for layer in layers)
     if saved > 0:

@@ -23,6 +23,7 @@ from sage_plugin.kernels.contract import Decision
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.plugin.counts import LayerCounts
+from sage_plugin.plugin.linears.smoothing import Smoothing
 from sage_plugin.plugin.policy.rules import LINEARS, Policy
 from sage_plugin.plugin.prologue.unfused import Unfused
 from sage_plugin.plugin.steps.forward import ForwardCounter
@@ -84,6 +85,9 @@ class PatchOptions:
         include: globs of layer paths to patch, `None` for all.
         policy: rules that choose the kernel of each call, `None` where `kernel` does.
         linears: kernel of the linears that no rule of the policy names, `None` to leave them.
+        rotation: most input channels of a block that linears no rule names rotate, 0 for none.
+        smoothing: factors of linears' inputs, `None` where there is no file of them.
+        smooth_linears: whether linears that no rule names are smoothed too.
         requests: what shall compute a call where no policy chooses, without and with grouped heads.
         of_linears: the same for a linear, whose weight says the kernel.
     """
@@ -99,6 +103,9 @@ class PatchOptions:
     policy: Policy | None = None
     linears: str | None = None
     keep_originals: bool = True
+    rotation: int = 0
+    smoothing: Smoothing | None = None
+    smooth_linears: bool = False
     requests: tuple[KernelRequest, KernelRequest] = field(init=False, compare=False, repr=False)
     of_linears: BackendRequest = field(init=False, compare=False, repr=False)
 

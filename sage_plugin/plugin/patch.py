@@ -14,18 +14,16 @@ from typing import Literal, Self, overload
 
 from torch import nn
 
-from sage_plugin.errors import ConfigError, PatchError, UsageError
-from sage_plugin.kernels.attention import dispatch
+from sage_plugin.errors import ConfigError, PatchError
 from sage_plugin.plugin import policy_op as routed
 from sage_plugin.plugin.component import Component, lock
 from sage_plugin.plugin.context import LayerContext, Listener, PatchOptions, PatchState
 from sage_plugin.plugin.hosts.diffusers import choose
-from sage_plugin.plugin.linears.options import checked_linears
+from sage_plugin.plugin.options.checked import MIN_SEQ, checked_options
 from sage_plugin.plugin.owners import modules_of, part_of, parts_of
 from sage_plugin.plugin.plan.run_plan import RunPlan, plan_of
 from sage_plugin.plugin.policy.fit import fitting_rules
 from sage_plugin.plugin.policy.rules import ATTENTION, LINEAR, Policy
-from sage_plugin.plugin.policy.rules import chosen as chosen_policy
 from sage_plugin.plugin.report import PluginReport, joined, report_of
 from sage_plugin.plugin.steps.caller import schedulers_of
 from sage_plugin.plugin.steps.tracker import StepTracker
@@ -33,8 +31,16 @@ from sage_plugin.schema import GROUPED_LINEAR
 
 logger = logging.getLogger(__name__)
 
-MIN_SEQ = 1024
-ON_UNSUPPORTED = ("fallback", "error")
+__all__ = [
+    "MIN_SEQ",
+    "InnerHandle",
+    "PatchHandle",
+    "handle_of",
+    "patch",
+    "patched",
+    "refresh",
+    "unpatch",
+]
 
 
 class PatchHandle:
@@ -167,6 +173,8 @@ def patch(
     check_finite: bool = False,
     policy: str | os.PathLike[str] | Policy | None = None,
     linears: str | None = None,
+    rotation: int = 0,
+    smoothing: str | os.PathLike[str] | None = None,
     keep_originals: bool = True,
 ) -> PatchHandle:
     """Run attention, and if asked linears, of a pipeline or of a model, on our kernels.
@@ -200,6 +208,11 @@ def patch(
             named kernel is emulated, `"auto"` does nothing. Embedders, modulation, linears of norms
             and projections around the blocks stay; experts of mixtures are taken too. `None` leaves
             all that no rule of the policy names.
+        rotation: rotate input channels of these linears in blocks of up to so many (16 to 256; a
+            linear takes the largest block that divides its channels), which spreads outliers: with
+            `"int8_row"` half of the error or less. 0 for none.
+        smoothing: a file of `sage policy smoothing`: input channels of these linears are divided by
+            its factors, which even out outliers that are always in the same channels.
         keep_originals: keep the original weights, of linears in CPU memory, so that `unpatch` puts
             them back to the bit and the model can be saved and copied. `False` frees them:
             `unpatch` raises.
@@ -211,7 +224,7 @@ def patch(
         PatchError: `obj` has no attention that can be patched, or none that the arguments choose.
         UnknownKernelError: no kernel or variant of that name.
         ConfigError: `config_dir` is not a folder, or `policy` no sound one, or one of another
-            model.
+            model; or `smoothing` has no factors of a linear.
         UsageError: another argument is out of range.
 
     Example:
@@ -224,7 +237,7 @@ def patch(
     """
     options = checked_options(
         kernel, variant, config_dir, include, exclude, min_seq, on_unsupported, check_finite,
-        policy, linears, keep_originals,
+        policy, linears, keep_originals, rotation, smoothing,
     )  # fmt: skip
     chosen = choose(obj, components)
     tracker = _tracker_for(obj, options.policy)
@@ -324,6 +337,8 @@ def patched(
     check_finite: bool = False,
     policy: str | os.PathLike[str] | Policy | None = None,
     linears: str | None = None,
+    rotation: int = 0,
+    smoothing: str | os.PathLike[str] | None = None,
 ) -> Iterator[PatchHandle]:
     """`patch` for the duration of a `with` block; arguments and errors are those of `patch`.
 
@@ -342,7 +357,7 @@ def patched(
         1
     """
     if components is not None and not isinstance(components, str):
-        components = tuple(components)
+        components = tuple(components) if isinstance(components, Iterable) else components
     chosen = choose(obj, components)
     before = {
         name: (part.state.options, part.counts())
@@ -352,7 +367,8 @@ def patched(
     handle = patch(
         obj, kernel=kernel, variant=variant, config_dir=config_dir, components=components,
         include=include, exclude=exclude, min_seq=min_seq, on_unsupported=on_unsupported,
-        check_finite=check_finite, policy=policy, linears=linears,
+        check_finite=check_finite, policy=policy, linears=linears, rotation=rotation,
+        smoothing=smoothing,
     )  # fmt: skip
     inner = InnerHandle(handle) if before else None
     try:
@@ -384,51 +400,6 @@ def handle_of(obj: object) -> PatchHandle | None:
     """
     parts = (part_of(module) for module in modules_of(obj))
     return next((part.handle for part in parts if part is not None), None)
-
-
-def checked_options(
-    kernel: str = "auto",
-    variant: str = "auto",
-    config_dir: str | os.PathLike[str] | None = None,
-    include: str | Iterable[str] | None = None,
-    exclude: str | Iterable[str] | None = None,
-    min_seq: int = MIN_SEQ,
-    on_unsupported: str = "fallback",
-    check_finite: bool = False,
-    policy: str | os.PathLike[str] | Policy | None = None,
-    linears: str | None = None,
-    keep_originals: bool = True,
-) -> PatchOptions:
-    """The options of a patch, checked; errors are those of `patch`."""
-    text = kernel if ":" in kernel or variant == "auto" else f"{kernel}:{variant}"
-    kernel, variant = dispatch.parse_kernel(text)
-    if config_dir is not None:
-        config_dir = os.path.expanduser(config_dir)
-        if not os.path.isdir(config_dir):
-            raise ConfigError(f"config_dir {os.fspath(config_dir)!r} is not a folder")
-    if min_seq < 0:
-        raise UsageError(f"min_seq is {min_seq}; it is a number of tokens, 0 or more")
-    if on_unsupported not in ON_UNSUPPORTED:
-        raise UsageError(
-            f"on_unsupported is {on_unsupported!r}; choose one of {', '.join(ON_UNSUPPORTED)}"
-        )
-    if policy is not None and (kernel, variant) != ("auto", "auto"):
-        raise UsageError(
-            f"kernel {kernel!r} and a policy were given; a policy names the kernels itself"
-        )
-    return PatchOptions(
-        policy=None if policy is None else chosen_policy(policy),
-        kernel=kernel,
-        variant=variant,
-        config_dir=None if config_dir is None else os.fspath(config_dir),
-        min_seq=min_seq,
-        strict=on_unsupported == "error",
-        check_finite=bool(check_finite),
-        include=None if include is None else _globs(include),
-        exclude=_globs(exclude or ()),
-        linears=checked_linears(linears),
-        keep_originals=bool(keep_originals),
-    )
 
 
 def _tracker_for(obj: object, policy: Policy | None) -> StepTracker | None:
@@ -463,10 +434,6 @@ def _check_policy_of(parts: list[Component], policy: Policy | None) -> None:
     }
     models = (type(part.module).__name__ for part in parts)
     fitting_rules(policy, models, names, others="sage_plugin.continuous_batching()")
-
-
-def _globs(patterns: str | Iterable[str]) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def _nothing_chosen(parts: list[Component], options: PatchOptions) -> str:

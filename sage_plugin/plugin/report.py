@@ -177,7 +177,7 @@ def _idle_rules(parts: list[Component]) -> Iterator[str]:
         for number, rule in enumerate(policy.rules, start=1):
             if number not in met and rule.op != PAGED_ATTENTION:
                 steps = f" at steps {rule.steps}" if rule.steps else ""
-                yield f"rule {number} ({rule.kernel} on {', '.join(rule.layers)}{steps})"
+                yield f"rule {number} ({rule.label} on {', '.join(rule.layers)}{steps})"
 
 
 def joined(reports: Iterable[PluginReport]) -> PluginReport:

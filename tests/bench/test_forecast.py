@@ -9,6 +9,8 @@ from sage_plugin.bench.compare import CPU_LIMITS
 from sage_plugin.bench.forecast import PATIENCE_S, cpu_seconds
 from sage_plugin.bench.suite import captured
 from sage_plugin.measure.inputs import presets, self_attention
+from sage_plugin.replay.inputs import ReplayInputs
+from sage_plugin.schema import LinearShape
 from tests.bench.folders import SHAPE, drawn, write
 
 
@@ -41,6 +43,15 @@ def test_a_capture_is_predicted_by_its_saved_heads(tmp_path, monkeypatch):
     part = captured(write(tmp_path / "part", SHAPE, heads=(0,))).cases
     seconds = [cpu_seconds(c, [("sdpa", "auto")]) for c in (whole, part)]
     assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.01)
+
+
+def test_the_weights_of_a_mixture_take_their_time():
+    one, many = (
+        ReplayInputs(LinearShape(64, 2048, 1536, "bfloat16", groups=groups)) for groups in (1, 128)
+    )
+    kernels = [("int8_row", "auto"), ("fp8_row", "auto")]
+    assert cpu_seconds([one], kernels) < 10
+    assert cpu_seconds([many], kernels) > PATIENCE_S
 
 
 def test_the_interpreter_is_known_to_be_slow():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sage_plugin.demo.quality import quality
-from sage_plugin.plugin.patch import checked_options
+from sage_plugin.plugin.options.checked import checked_options
 
 
 def test_a_line_has_the_means_over_clips_and_the_worst_frame(monkeypatch: pytest.MonkeyPatch):

@@ -191,7 +191,8 @@ def test_every_family_is_measured_again_and_exported(on_gpu, monkeypatch):
         path = load.file_path("c", samples.FACTS.slug, family)
         assert f"Configs: {path}" in done.stdout
         (entry,) = load.read(path).entries
-        assert (entry.evidence.toolchain, entry.evidence.confirmed) == (device.toolchain(), True)
+        now = device.toolchain(family)
+        assert (entry.evidence.toolchain, entry.evidence.confirmed) == (now, True)
     made = sage(f"configs export --format gmm --config-dir c --as {samples.FACTS.slug} --out tiles")
     assert made.exit_code == 0, made.stderr
     assert [path.name for path in Path("tiles").iterdir()] == ["m1024_k512_n1024_g8.json"]

@@ -117,7 +117,9 @@ def test_recorded_linears_are_compared_and_tuned_on_their_own_tensors(request, t
     told = " ".join(done.stdout.split())
     assert "Counted 21 attention and linear calls" in told
     assert "hold 24 of 80 rows" in told
-    assert "Next: sage tune both --op linear" in told
+    assert (
+        "Next: sage bench both --op linear; sage tune both --op linear where there is a GPU" in told
+    )
     done = sage("bench", "both", "--op", "linear", "--kernel", "int8_row", "--compare-to-ref",
                 "bf16", "--csv", "rows.csv")  # fmt: skip
     assert done.exit_code == 0, done.output

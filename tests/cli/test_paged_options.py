@@ -44,7 +44,10 @@ def test_devices_share_heads(tp: int, heads: tuple[int, int]) -> None:
     [
         (["--page-size", "64"], "--page-size belongs to paged attention"),
         (["--op", "paged_attention"], "needs --max-model-len"),
-        (["--op", "paged_attention", "--batch-sizes", "4"], "--batch-sizes belongs to linears"),
+        (
+            ["--op", "paged_attention", "--batch-sizes", "4"],
+            "--batch-sizes belongs to linears: leave it out",
+        ),
         (["--op", "paged_attention", "--num-frames", "4"], "--num-frames belongs to attention"),
         (["--op", "paged_attention", "--max-model-len", "64", "--causal"], "--causal belongs to"),
         (["--op", "paged_attention", "--max-model-len", "64", "folder"], "or the captures folder"),

@@ -256,6 +256,16 @@ def test_compilers_see_plain_operations():
 
 WRONG = {
     "kind": (lambda: QkNorm("batch"), "choose 'layer' or 'rms'"),
+    "no norm": (lambda: _prepared(k_norm=torch.nn.RMSNorm(8)), "k_norm is RMSNorm; give a sage_pl"),
+    "no tables": (lambda: _prepared(rope=([1], [2])), "cos is list; it needs a tensor of floats"),
+    "integers": (
+        lambda: _prepared(q_norm=QkNorm("rms", torch.ones(8, dtype=torch.int32))),
+        r"the weight of q_norm is torch\.int32",
+    ),
+    "device": (
+        lambda: _prepared(rope=(torch.ones(6, 8), torch.ones(6, 8, device="meta"))),
+        "sin is on meta and q on cpu",
+    ),
     "weight": (lambda: _prepared(q_norm=QkNorm("rms", torch.ones(16))), r"needs \(8,\)"),
     "bias": (lambda: _prepared(k_norm=QkNorm("rms", None, torch.ones(8), 1, True)), r"needs \(16"),
     "rows": (lambda: _prepared(rope=(torch.ones(7, 4), torch.ones(7, 4))), "as many rows"),

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("diffusers")
 
 import sage_plugin
+from sage_plugin.errors import UsageError
 from sage_plugin.plugin.linears.module import QuantizedLinear
 from sage_plugin.plugin.policy.rules import Policy, Rule
 from tests.plugin.tiny import tiny
@@ -45,6 +46,11 @@ def test_a_policy_of_both_ops_is_patched_told_and_undone():
     acceleration.undo()
     assert torch.equal(model.run(), plain)
     assert not any(isinstance(m, QuantizedLinear) for m in model.module.modules())
+
+
+def test_a_mode_of_the_compiler_is_refused():
+    with pytest.raises(UsageError, match="compile is 'max-autotune'; give True or False"):
+        sage_plugin.accelerate(tiny("cogx").module, compile="max-autotune")
 
 
 def test_what_was_compiled_before_stays_so():

@@ -171,6 +171,12 @@ def test_what_8_bits_are_not_for_is_refused(model: nn.Module) -> None:
         pytest.raises(UnsupportedInputError, match=r"cpu_offload_space is 1.0; 8-bit caches"),
     ):
         generated(model, cpu_offload_space=1.0)
+    for wrong, words in (
+        (None, "NoneType has no generate_batch of transformers"),
+        (type(model), "type has no generate_batch"),
+    ):
+        with pytest.raises(PatchError, match=words):
+            sage_plugin.continuous_batching(wrong)
     for given, sentence in (
         ({"cache": "int4"}, "cache is 'int4'; choose one of auto, fp8, int8"),
         ({"cache": "fp8", "kernel": "qk_int8"}, "kernel 'qk_int8' quantizes queries as the cache"),

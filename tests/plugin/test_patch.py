@@ -339,7 +339,16 @@ def test_bad_arguments_are_refused_at_patch_time():
         (UnknownKernelError, r"'hoper'.*portable.*hopper.*emulation", {"variant": "hoper"}),
         (UnknownKernelError, "'nope'", {"kernel": "sage:nope"}),
         (ConfigError, "'/nowhere' is not a folder", {"config_dir": "/nowhere"}),
+        (UsageError, "kernel is None; it needs to be text", {"kernel": None}),
+        (UsageError, "config_dir is 3; it needs to be a path", {"config_dir": 3}),
         (UsageError, "min_seq is -1", {"min_seq": -1}),
+        (UsageError, "min_seq is '8'", {"min_seq": "8"}),
+        (UsageError, "check_finite is 'no'; it needs to be True or", {"check_finite": "no"}),
+        (UsageError, "keep_originals is 0; it needs", {"keep_originals": 0}),
+        (UsageError, "include is 3; it is a glob", {"include": 3}),
+        (UsageError, r"exclude is \[3\]; it is a glob", {"exclude": [3]}),
+        (PatchError, "components is 3; it is a component's name", {"components": 3}),
+        (ConfigError, "policy is list; give a file", {"policy": [1]}),
         (UsageError, "'warn'.*fallback, error", {"on_unsupported": "warn"}),
     ):
         with pytest.raises(error, match=words):

@@ -8,7 +8,7 @@ import pytest
 
 import sage_plugin
 from sage_plugin.kernels.attention import dispatch
-from sage_plugin.plugin.patch import checked_options
+from sage_plugin.plugin.options.checked import checked_options
 from sage_plugin.plugin.plan.model_calls import calls_of
 from sage_plugin.plugin.plan.run_plan import NO_RULE, RunPlan, planned
 from sage_plugin.plugin.policy.rules import Policy, Rule

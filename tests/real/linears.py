@@ -76,12 +76,12 @@ def perplexity(tokenizer: Any, values: torch.Tensor, tokens: int) -> float:
 
 
 @contextlib.contextmanager
-def on_kernel(network: Any, kernel: str) -> Iterator[int]:
+def on_kernel(network: Any, kernel: str, **options: Any) -> Iterator[int]:
     """Patch the linears of a model and leave its attention as it is, in a `with` block.
 
     Gives how many of them are quantized.
     """
-    with sage_plugin.patched(network, kernel="sdpa", linears=kernel) as handle:
+    with sage_plugin.patched(network, kernel="sdpa", linears=kernel, **options) as handle:
         yield sum(row.kernel == kernel for row in handle.report().linears)
 
 

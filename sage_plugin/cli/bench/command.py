@@ -265,7 +265,12 @@ def _say_next(
             "Next: sage capture, to compare the kernels on your model's own tensors", to_stderr=True
         )
     elif not any(row.config_source for row in rows):
-        say(f"Next: sage bench {place}, without --kernel, to compare all", to_stderr=True)
+        told = (
+            f"sage bench {place}, without --kernel, to compare all"
+            if op == ATTENTION
+            else "the same on the GPU that your model runs on"
+        )
+        say(f"Next: {told}", to_stderr=True)
     elif not any(row.config_source in ("exact", "near", "env") for row in rows):
         say(f"Next: sage tune {place}, since all configs are defaults", to_stderr=True)
     else:

@@ -80,7 +80,9 @@ def _stale(files: Sequence[Path]) -> Iterator[str]:
 
     for file in files:
         entries = load.read(file).entries
-        reasons = [staleness.changes(entry, devices.toolchain()) for entry in entries]
+        reasons = [
+            staleness.changes(entry, devices.toolchain(entry.key.family)) for entry in entries
+        ]
         counts = Counter(what for changes in reasons for what in changes)
         if counts:
             causes = "; ".join(f"{what} ({count})" for what, count in counts.items())

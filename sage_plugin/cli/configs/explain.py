@@ -117,7 +117,8 @@ def _explain_key(
     if found.stale:
         say("Next: sage configs revalidate, which measures it again")
     elif found.source in ("exact", "env"):
-        say("Next: sage bench, to see what it is worth")
+        of_op = "" if isinstance(shape, CallShape) else f" --op {family.name}"
+        say(f"Next: sage bench{of_op}, to see what it is worth")
     else:
         say(f"Next: {_tune_command(key, shape, config_dir)}")
 

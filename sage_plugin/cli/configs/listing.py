@@ -76,7 +76,7 @@ def _table(file: RegistryFile) -> Group:
 
     def origin(entry: AnyEntry) -> str:
         kind = "synthetic" if entry.evidence.synthetic else "captures"
-        stale = ", stale" if staleness.changes(entry, devices.toolchain()) else ""
+        stale = ", stale" if staleness.changes(entry, devices.toolchain(entry.key.family)) else ""
         triton = entry.evidence.toolchain.triton or "-"
         return f"{kind} {entry.evidence.date}\ntriton {triton}{stale}"
 

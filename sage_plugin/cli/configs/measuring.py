@@ -167,5 +167,5 @@ def _in_use(facts: DeviceFacts, config_dir: Path | None, stale: bool) -> Iterato
             if entry.key in seen:
                 continue
             seen.add(entry.key)
-            if not stale or staleness.changes(entry, devices.toolchain()):
+            if not stale or staleness.changes(entry, devices.toolchain(entry.key.family)):
                 yield held(entry, str(path))

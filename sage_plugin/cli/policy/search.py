@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,10 @@ class PolicyOptions:
     sensitivity: Annotated[
         Path | None, typer.Option(help="Weights of errors, from sage policy sensitivity.")
     ] = None
+    smoothing: Annotated[
+        Path | None,
+        typer.Option(help="Factors of sage policy smoothing, to try linears with too."),
+    ] = None
     kernels: Annotated[
         list[str] | None,
         typer.Option(
@@ -126,7 +131,11 @@ def command(
     if dry_run:
         say("Next: the same command without --dry-run")
         return
-    files.write_atomically(output, found.policy.text())
+    policy = found.policy
+    if policy.smoothing:
+        beside = os.path.relpath(policy.smoothing, output.absolute().parent)
+        policy = dataclasses.replace(policy, smoothing=beside)
+    files.write_atomically(output, policy.text())
     say(f"Wrote {output}. Next: sage policy prove {shlex.quote(str(output))}")
 
 
@@ -153,7 +162,8 @@ def _rules_table(found: PolicySearchResult) -> Group:
     from rich.console import Group
 
     def kernel(rule: Rule) -> str:
-        return "\n".join([rule.kernel, *(f"{name}={v}" for name, v in rule.launch.items())])
+        words = rule.label.split("+")
+        return "\n".join([*words, *(f"{name}={v}" for name, v in rule.launch.items())])
 
     def layers(rule: Rule) -> str:
         return rule.layers[0] if len(rule.layers) == 1 else f"{len(rule.layers)} layers"

@@ -19,6 +19,16 @@ def flops(shape: LinearShape) -> int:
     return 2 * shape.rows * shape.in_features * shape.out_features
 
 
+def weight_values(shape: LinearShape) -> int:
+    """Count the numbers of the weights.
+
+    Example:
+        >>> weight_values(LinearShape(2, 3, 4, "bfloat16", groups=5))
+        60
+    """
+    return max(1, shape.groups) * shape.in_features * shape.out_features
+
+
 def moved_bytes(shape: LinearShape) -> int:
     """Count the bytes that a linear in the dtype of its input moves at least.
 
@@ -27,8 +37,7 @@ def moved_bytes(shape: LinearShape) -> int:
         52
     """
     values = shape.rows * (shape.in_features + shape.out_features)
-    weights = max(1, shape.groups) * shape.in_features * shape.out_features
-    return BYTES[shape.dtype] * (values + weights)
+    return BYTES[shape.dtype] * (values + weight_values(shape))
 
 
 def output_bytes(shape: LinearShape) -> int:

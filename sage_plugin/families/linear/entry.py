@@ -132,5 +132,6 @@ LINEAR_FAMILY = Family(
     describe_key=labels.describe_key,
     lines=labels.lines,
     flops=cost.flops,
+    weight_values=cost.weight_values,
     tuned=TUNED,
 )

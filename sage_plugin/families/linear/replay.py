@@ -16,11 +16,12 @@ from sage_plugin.capture.record import LinearCapture
 from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.families.family import ReplayCall, SplitCall
 from sage_plugin.families.linear import cost
+from sage_plugin.families.linear.balance import Balance
 from sage_plugin.kernels.contract import HOST, Decision
 from sage_plugin.kernels.linear.api import linear
 from sage_plugin.kernels.linear.call import LinearCall
 from sage_plugin.kernels.linear.executor import LinearExecutor, host_linear, resolve
-from sage_plugin.kernels.linear.weight import quantize_weight
+from sage_plugin.kernels.linear.weight import QuantizedWeight
 from sage_plugin.kernels.resolver import BackendRequest
 from sage_plugin.measure.inputs import drawer, torch_dtype
 from sage_plugin.schema import DeviceFacts, LinearLaunch, LinearShape
@@ -43,12 +44,18 @@ class LinearReplay(ReplayCall):
         weight: (N, K).
         bias: (N,), or `None`.
         shape: their shape.
+        balance: what is done to input channels, nothing if `None`.
     """
 
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     shape: LinearShape
+    balance: Balance | None = None
+
+    def balanced(self, balance: Balance) -> LinearReplay:
+        """Return the same call with its input channels rotated or smoothed."""
+        return dataclasses.replace(self, balance=balance)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,7 +72,7 @@ class LinearReplay(ReplayCall):
         if shape == self.shape:
             return self
         rows = torch.arange(shape.rows, device=self.x.device) % self.x.shape[0]
-        return LinearReplay(self.x[rows], self.weight, self.bias, shape)
+        return LinearReplay(self.x[rows], self.weight, self.bias, shape, self.balance)
 
     def exact(self, rows: torch.Tensor | None = None) -> ExactRows:
         """Compute rows of the output in fp64, the same of each block of rows."""
@@ -93,8 +100,11 @@ class LinearReplay(ReplayCall):
             tensors = (self.x, self.weight, self.bias)
             wide = [None if t is None else t.float() if exact else t for t in tensors]
             return host_linear(*wide)  # type: ignore[arg-type]
+        weight: torch.Tensor | QuantizedWeight = self.weight
+        if self.balance is not None:
+            weight = self.balance.quantized(self.weight, decision.kernel)
         return linear(
-            self.x, self.weight, self.bias, kernel=decision.kernel, backend=decision.variant,
+            self.x, weight, self.bias, kernel=decision.kernel, backend=decision.variant,
             out_dtype=dtype, launch=config,
         )  # fmt: skip
 
@@ -159,7 +169,8 @@ class LinearReplay(ReplayCall):
         return host_linear(self.x, self.weight, self.bias)
 
     def _resolved(self, decision: Decision, config: LinearLaunch | None) -> tuple[Any, Any]:
-        weight = quantize_weight(self.weight, decision.kernel)
+        balance = self.balance or Balance()
+        weight = balance.quantized(self.weight, decision.kernel)
         call = LinearCall(self.x, weight, self.bias)
         executor = resolve(call, BackendRequest(decision.kernel, decision.variant, config))
         assert isinstance(executor, LinearExecutor), "it was decided that the kernel takes it"

@@ -53,7 +53,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
 
 def check_heads(heads_q: int, heads_k: int) -> None:
     """Refuse query heads that do not form equal groups, one for each key head."""
-    if heads_k == 0 or heads_q % heads_k != 0:
+    if heads_k == 0 or heads_q == 0 or heads_q % heads_k != 0:
         raise UnsupportedInputError(
             f"{heads_q} query heads do not divide into {heads_k} key heads; "
             "repeat K and V to a divisor of the query heads"
@@ -147,7 +147,10 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
     """Return the factor of the scores, `1/sqrt(D)` for `None`."""
     if scale is None:
         return 1.0 / math.sqrt(max(1, head_dim))
-    factor = float(scale)
+    try:
+        factor = float(scale)
+    except (TypeError, ValueError):
+        factor = math.nan
     if not -math.inf < factor < math.inf:
         raise UnsupportedInputError(f"scale is {scale!r}; it needs a finite number, or None")
     return factor

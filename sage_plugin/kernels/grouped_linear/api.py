@@ -66,6 +66,8 @@ def grouped_linear(
     """
     call = GroupedLinearCall(x, weights, group_sizes, bias, out_dtype)
     request = BackendRequest(kernel, backend, launch)
+    if any(one is None for one in call[:3]):
+        check_call(call)
     if not are_plain(x, call.matrices, group_sizes, bias):
         return _through_torch(call, request)
     return run(call, request)

@@ -8,7 +8,7 @@ import torch
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.grouped_linear.weight import GroupedWeight
-from sage_plugin.kernels.linear.call import FLOATS
+from sage_plugin.kernels.linear.call import FLOATS, check_tensors
 from sage_plugin.kernels.linear.rows.quantized import QuantizedRows
 from sage_plugin.kernels.surroundings import wants_gradient
 from sage_plugin.schema import LinearKey
@@ -86,9 +86,16 @@ def check_call(call: GroupedLinearCall) -> None:
     """
     x, weights, sizes, bias = call.data, call.matrices, call.group_sizes, call.bias
     named = {"x": x, "weights": weights, "group_sizes": sizes, "bias": bias}
-    for name, tensor in named.items():
-        if not isinstance(tensor, torch.Tensor) and not (name == "bias" and tensor is None):
-            raise UnsupportedInputError(f"{name} is {type(tensor).__name__}; give a torch.Tensor")
+    check_tensors(**named)
+    for name, tensor, quantized in (
+        ("x", x, isinstance(call.x, QuantizedRows)),
+        ("weights", weights, isinstance(call.weights, GroupedWeight)),
+    ):
+        if tensor.dtype not in FLOATS and not quantized:
+            raise UnsupportedInputError(
+                f"{name} is {tensor.dtype}; cast it to one of torch.float16, torch.bfloat16, "
+                "torch.float32"
+            )
     if weights.dim() != 3 or x.dim() != 2 or x.shape[1] != weights.shape[2]:
         raise UnsupportedInputError(
             f"x {tuple(x.shape)} and weights {tuple(weights.shape)} do not fit together: they need "

@@ -89,9 +89,21 @@ def host_grouped_linear(call: GroupedLinearCall) -> torch.Tensor:
         if n or k:
             x = torch.nn.functional.pad(x, (0, k))
             matrices = torch.nn.functional.pad(matrices, (0, k, 0, n))
+        x, matrices = (_in_steps(tensor, step) for tensor in (x, matrices))
         out = torch.nn.functional.grouped_mm(x, matrices.transpose(1, 2), offs=ends)
         out = finished_groups(out[:, :out_features], ends, bias)
     return out if out_dtype is None else out.to(out_dtype)
+
+
+def _in_steps(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """A tensor as torch's grouped product takes it: one dense dimension, other strides in steps."""
+    *batch, rows, columns = tensor.stride()
+    if rows == 1:
+        rows, columns, width = columns, rows, tensor.shape[-2]
+    else:
+        width = tensor.shape[-1]
+    dense = columns == 1 and rows >= width and not any(one % step for one in (*batch, rows))
+    return tensor if dense else tensor.contiguous()
 
 
 def run(call: GroupedLinearCall, request: BackendRequest) -> torch.Tensor:

@@ -48,6 +48,11 @@ class Experts:
         return self.up.kernel
 
     @property
+    def label(self) -> str:
+        """The same, as reports name it: experts are neither rotated nor smoothed."""
+        return self.kernel
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the 8-bit weights."""
         return self.up.nbytes + self.down.nbytes

@@ -8,7 +8,7 @@ import torch
 
 from sage_plugin.errors import UnknownKernelError, UnsupportedInputError
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
-from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
+from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight, shape_or_type
 from sage_plugin.kernels.linear.weight_memo import quantized_once
 from sage_plugin.schema import GROUPED_LINEAR_KERNELS
 
@@ -93,9 +93,7 @@ def _check(weights: torch.Tensor, kernel: str) -> None:
             f"kernel {kernel!r} quantizes no grouped linear; choose one of {', '.join(quantized)}"
         )
     if not isinstance(weights, torch.Tensor) or weights.dim() != 3 or weights.numel() == 0:
-        given = (
-            tuple(weights.shape) if isinstance(weights, torch.Tensor) else type(weights).__name__
-        )
         raise UnsupportedInputError(
-            f"weights is {given}; it needs three dimensions, (groups, out_features, in_features)"
+            f"weights is {shape_or_type(weights)}; it needs three dimensions, (groups, "
+            "out_features, in_features)"
         )

@@ -7,9 +7,19 @@ import torch
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.fallback import FallbackReason
 from sage_plugin.kernels.linear.activation import can_be_remembered, quantize_norm
-from sage_plugin.kernels.linear.call import LinearCall, check_call
-from sage_plugin.kernels.linear.executor import host_linear, resolve
-from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
+from sage_plugin.kernels.linear.call import (
+    LinearCall,
+    check_call,
+    check_tensors,
+)
+from sage_plugin.kernels.linear.executor import host_linear, resolve, run_by_torch
+from sage_plugin.kernels.linear.rows.prologue import (
+    NO_PROLOGUE,
+    NORMS,
+    Prologue,
+    check_prologue,
+    prologued,
+)
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
 from sage_plugin.kernels.resolver import BackendRequest
@@ -71,8 +81,9 @@ def linear(
     """
     call = LinearCall(x, weight, bias, out_dtype)
     others: tuple[torch.Tensor | None, ...] = ()
-    if prologue is not NO_PROLOGUE:
-        prologue.check(x)
+    if x is None or weight is None or prologue is not NO_PROLOGUE:
+        check_call(call)
+        check_prologue(prologue, x)
         others = prologue.tensors()
         if wants_gradient(*others):
             x, others, prologue = _made(x, prologue), (), NO_PROLOGUE
@@ -88,8 +99,7 @@ def linear(
             f"kernel {name!r} cannot take this call: {resolved}; use kernel='auto' with the "
             "original weight for torch's own linear"
         )
-    assert isinstance(weight, torch.Tensor)
-    return host_linear(_made(x, prologue), weight, bias, out_dtype)
+    return run_by_torch(call, prologue)
 
 
 def apply(
@@ -146,12 +156,37 @@ def normalized(x: torch.Tensor, norm: Prologue, reader: QuantizedWeight) -> torc
         >>> sage_plugin.linear(y, weight).shape
         torch.Size([4, 64])
     """
-    norm.check(x)
+    _check_norm(x, norm, reader)
     tensors = (x, *norm.tensors())
     eager = are_plain(*tensors) and not wants_gradient(*tensors) and can_be_remembered(x)
     if not eager or x.numel() == 0:
         return _made(x, norm)
     return quantize_norm(x, norm, reader, x.dtype)
+
+
+def _check_norm(x: torch.Tensor, norm: Prologue, reader: QuantizedWeight) -> None:
+    """Raise unless a norm fits its input, and a reader its output.
+
+    Raises:
+        UnsupportedInputError: naming the argument that does not fit.
+    """
+    check_tensors(x=x, bias=None)
+    check_prologue(norm, x)
+    if norm.kind not in NORMS:
+        raise UnsupportedInputError(
+            f"norm is {norm.kind!r}; choose one of {', '.join(NORMS)}, and give others to the "
+            "prologue of linear()"
+        )
+    if not isinstance(reader, QuantizedWeight):
+        raise UnsupportedInputError(
+            f"reader is {type(reader).__name__}; give what quantize_weight made of the weight of a "
+            "linear that reads the output"
+        )
+    if x.shape[-1] != reader.in_features:
+        raise UnsupportedInputError(
+            f"reader has {reader.in_features} in_features and x {tuple(x.shape)} has "
+            f"{x.shape[-1]} channels; give the weight of a linear that reads the output"
+        )
 
 
 def _made(x: torch.Tensor, prologue: Prologue) -> torch.Tensor:
@@ -169,7 +204,7 @@ def _through_torch(call: LinearCall, kernel: str, prologue: Prologue) -> torch.T
     if isinstance(weight, QuantizedWeight):
         return apply(x, weight, bias, out_dtype, prologue)
     if kernel in ("auto", "bf16"):
-        return host_linear(_made(x, prologue), weight, bias, out_dtype)
+        return run_by_torch(call, prologue)
     if call.needs_grad:
         raise UnsupportedInputError(
             f"kernel {kernel!r} cannot take this call: a gradient is needed; use kernel='auto'"

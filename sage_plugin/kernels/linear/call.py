@@ -8,7 +8,7 @@ import torch
 
 from sage_plugin.errors import UnsupportedInputError
 from sage_plugin.kernels.linear.weight import QuantizedWeight
-from sage_plugin.kernels.surroundings import wants_gradient
+from sage_plugin.kernels.surroundings import autocasts, wants_gradient
 from sage_plugin.schema import LinearKey
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -73,6 +73,23 @@ class LinearCall(NamedTuple):
         return LinearKey(kernel, backend, in_features, out_features, dtype, self.rows)
 
 
+def check_tensors(*, bias: object, **needed: object) -> None:
+    """Raise unless all are dense tensors, and the bias one of floats or `None`.
+
+    Raises:
+        UnsupportedInputError: naming the argument that is not.
+    """
+    for name, tensor in (*needed.items(), *(() if bias is None else (("bias", bias),))):
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedInputError(f"{name} is {type(tensor).__name__}; give a torch.Tensor")
+        if tensor.layout is not torch.strided:
+            raise UnsupportedInputError(
+                f"{name} is a tensor of layout {tensor.layout}; call .to_dense() on it"
+            )
+    if isinstance(bias, torch.Tensor) and not bias.is_floating_point():
+        raise UnsupportedInputError(f"bias is {bias.dtype}; it needs a floating type")
+
+
 def check_call(call: LinearCall) -> None:
     """Raise unless the tensors of a call fit together.
 
@@ -80,9 +97,7 @@ def check_call(call: LinearCall) -> None:
         UnsupportedInputError: naming the argument that does not fit.
     """
     x, matrix, bias = call.x, call.matrix, call.bias
-    for name, tensor in (("x", x), ("weight", matrix), ("bias", bias)):
-        if not isinstance(tensor, torch.Tensor) and not (name == "bias" and tensor is None):
-            raise UnsupportedInputError(f"{name} is {type(tensor).__name__}; give a torch.Tensor")
+    check_tensors(x=x, weight=matrix, bias=bias)
     if matrix.dim() != 2 or x.dim() < 1 or x.shape[-1] != matrix.shape[1]:
         raise UnsupportedInputError(
             f"x {tuple(x.shape)} and weight {tuple(matrix.shape)} do not fit together: the last "
@@ -103,4 +118,20 @@ def check_call(call: LinearCall) -> None:
     if out_dtype is not None and out_dtype not in FLOATS:
         raise UnsupportedInputError(
             f"out_dtype is {out_dtype}; choose one of torch.float16, torch.bfloat16, torch.float32"
+        )
+
+
+def check_dtypes(call: LinearCall) -> None:
+    """Raise unless torch's own linear takes the dtypes of a call, which autocast makes equal.
+
+    Raises:
+        UnsupportedInputError: they differ.
+    """
+    x, matrix, bias = call.x, call.matrix, call.bias
+    dtypes = {"x": x.dtype, "weight": matrix.dtype} | ({} if bias is None else {"bias": bias.dtype})
+    if len(set(dtypes.values())) > 1 and not autocasts(x.device):
+        told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise UnsupportedInputError(
+            f"torch's own linear takes tensors of one dtype, and these are {told}; cast them with "
+            ".to()"
         )

@@ -13,7 +13,7 @@ from sage_plugin.kernels.launch_config import Memo
 from sage_plugin.kernels.linear.activation import quantize_rows
 from sage_plugin.kernels.linear.backends.emulation import LinearEmulation
 from sage_plugin.kernels.linear.backends.torch_products import TorchProducts
-from sage_plugin.kernels.linear.call import LinearCall, check_call
+from sage_plugin.kernels.linear.call import LinearCall, check_call, check_dtypes
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.launch_space import RULES
 from sage_plugin.kernels.linear.quantizer import RowQuantizer, quantizer_of
@@ -74,10 +74,7 @@ class LinearExecutor(ProductExecutor[LinearBackend]):
         """Run a call of this key, on what a prologue makes of its input."""
         backend, x, weight = self.backend, call.x, call.weight
         if backend is None:
-            assert isinstance(weight, torch.Tensor)
-            if prologue is not NO_PROLOGUE:
-                x = prologued(x, prologue).to(x.dtype)
-            return host_linear(x, weight, call.bias, call.out_dtype)
+            return run_by_torch(call, prologue)
         if not isinstance(weight, QuantizedWeight):
             weight = quantized_once(weight, self.decision.kernel, quantize_weight)
         with on_device(x.device), without_autocast(x.device):
@@ -92,6 +89,21 @@ class LinearExecutor(ProductExecutor[LinearBackend]):
         if prologue is NO_PROLOGUE:
             return quantize_rows(call.x, weight.row_format, weight.smooth, self.quantizer)
         return self.quantizer(call.x, weight.row_format, weight.smooth, prologue)
+
+
+def run_by_torch(call: LinearCall, prologue: Prologue = NO_PROLOGUE) -> torch.Tensor:
+    """Run a call with its original weight on torch's own linear; traceable.
+
+    Raises:
+        UnsupportedInputError: torch's linear does not take its dtypes.
+    """
+    x, weight, bias, out_dtype = call
+    assert isinstance(weight, torch.Tensor)
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        check_dtypes(call)
+    if prologue is not NO_PROLOGUE:
+        x = prologued(x, prologue).to(x.dtype)
+    return host_linear(x, weight, bias, out_dtype)
 
 
 def host_linear(

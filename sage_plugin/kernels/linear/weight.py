@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_plugin import device
 from sage_plugin.errors import UnsupportedInputError
@@ -77,6 +78,12 @@ class QuantizedWeight:
         return self.data.shape[0]
 
     @property
+    def label(self) -> str:
+        """Kernel, and what is done to input channels before: `int8_row+rotation=64`."""
+        rotation = f"+rotation={self.rotation}" if self.rotation else ""
+        return f"{self.kernel}{rotation}{'' if self.smooth is None else '+smoothing=true'}"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors() if tensor is not None)
@@ -87,11 +94,9 @@ class QuantizedWeight:
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the weight on a device."""
-        data, scale, smooth, offset, sums = (
-            None if tensor is None else tensor.to(device) for tensor in self.tensors()
-        )
-        assert data is not None
-        assert scale is not None
+        data, scale = self.data.to(device), self.scale.to(device)
+        offset, sums = (None if one is None else one.to(device) for one in (self.offset, self.sums))
+        smooth = None if self.smooth is None else smooth_on(data.device, self.smooth)
         return QuantizedWeight(data, scale, self.kernel, smooth, self.rotation, offset, sums)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -107,6 +112,33 @@ class QuantizedWeight:
             values = values + self.offset[:, None]
         values = rotated(values, self.rotation)
         return (values if self.smooth is None else values / self.smooth).to(dtype)
+
+
+def shape_or_type(given: object) -> str:
+    """Tell what was given in place of a tensor that fits.
+
+    Example:
+        >>> shape_or_type(torch.ones(2, 3)), shape_or_type([1.0])
+        ('(2, 3)', 'list')
+    """
+    return str(tuple(given.shape)) if isinstance(given, torch.Tensor) else type(given).__name__
+
+
+_elsewhere: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Factors of smoothing on other devices. Rows are remembered by the very tensor of factors, so that
+linears that share it share their quantized input too, wherever they go."""
+
+
+def smooth_on(device: torch.device, smooth: torch.Tensor) -> torch.Tensor:
+    """Return factors of smoothing on a device, the same fp32 tensor for each linear with them."""
+    if smooth.dtype != torch.float32 or smooth.requires_grad or not smooth.is_contiguous():
+        smooth = smooth.detach().float().contiguous()
+    if smooth.device == device:
+        return smooth
+    places: dict[torch.device, torch.Tensor] = _elsewhere.setdefault(smooth, {})
+    if device not in places:
+        places[device] = smooth.to(device)
+    return places[device]
 
 
 def _is_best_by_torch(data: torch.Tensor) -> bool:
@@ -144,13 +176,14 @@ def quantize_weight(
         2176
     """
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or weight.numel() == 0:
-        given = tuple(weight.shape) if isinstance(weight, torch.Tensor) else type(weight).__name__
         raise UnsupportedInputError(
-            f"weight is {given}; it needs two dimensions, (out_features, in_features)"
+            f"weight is {shape_or_type(weight)}; it needs two dimensions, (out_features, "
+            "in_features)"
         )
-    if not weight.is_floating_point():
+    if not weight.is_floating_point() or weight.layout is not torch.strided:
         raise UnsupportedInputError(
-            f"weight is {weight.dtype}; only floating types can be quantized"
+            f"weight is {weight.dtype} of layout {weight.layout}; only dense floating tensors can "
+            "be quantized"
         )
     facts = device.facts_of(weight.device.type, weight.device.index)
     fp8 = getattr(torch, facts.fp8_dtype or "float8_e4m3fn")
@@ -159,12 +192,12 @@ def quantize_weight(
     if rotation and channels % rotation:
         raise UnsupportedInputError(f"rotation {rotation} does not divide {channels} in_features")
     if smooth is not None:
-        if smooth.shape != (channels,):
+        if not isinstance(smooth, torch.Tensor) or smooth.shape != (channels,):
             raise UnsupportedInputError(
-                f"smooth is {tuple(smooth.shape)}; it needs one factor for each of {channels} "
-                "in_features"
+                f"smooth is {shape_or_type(smooth)}; it needs a tensor of one factor for each of "
+                f"{channels} in_features"
             )
-        smooth = smooth.detach().to(weight.device, torch.float32).contiguous()
+        smooth = smooth_on(weight.device, smooth)
         if not ((smooth > 0.0) & smooth.isfinite()).all():
             raise UnsupportedInputError("smooth has factors that are not above 0 and finite")
     with torch.no_grad():
@@ -214,12 +247,18 @@ def smoothing(
         >>> smoothing(torch.tensor([4.0, 1.0]), torch.tensor([[1.0, 1.0]]))
         tensor([2., 1.])
     """
-    if largest.shape != weight.shape[1:] or not 0.0 <= strength <= 1.0:
+    tensors = isinstance(largest, torch.Tensor) and isinstance(weight, torch.Tensor)
+    if not tensors or largest.shape != weight.shape[1:] or not 0.0 <= strength <= 1.0:
         raise UnsupportedInputError(
-            f"largest is {tuple(largest.shape)}, weight {tuple(weight.shape)} and strength "
+            f"largest is {shape_or_type(largest)}, weight {shape_or_type(weight)} and strength "
             f"{strength}; they need to be (K,), (N, K) and between 0 and 1"
         )
     of_input = largest.detach().float()
+    if not ((of_input >= 0.0) & of_input.isfinite()).all():
+        raise UnsupportedInputError(
+            "largest has magnitudes that are below 0 or not finite; give x.abs().amax(0) of "
+            "inputs that are finite"
+        )
     of_weight = weight.detach().abs().amax(0).to(of_input)
     factors = of_input**strength / of_weight ** (1.0 - strength)
     return torch.where((of_input > 0.0) & (of_weight > 0.0), factors, 1.0)

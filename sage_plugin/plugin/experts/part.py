@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -15,8 +16,11 @@ from sage_plugin.plugin.experts.eligible import find_experts
 from sage_plugin.plugin.experts.layer import ExpertsLayer, layer_in
 from sage_plugin.plugin.experts.module import put_back, swap
 
-Wanted = Callable[[str], "tuple[str, int] | FallbackReason"]
-"""Kernel and rule of the experts at a path, or why they run as ever."""
+if TYPE_CHECKING:
+    from sage_plugin.plugin.linears.part import LinearChoice
+
+Wanted = Callable[[str], "LinearChoice | FallbackReason"]
+"""What the experts at a path run on, or why they run as ever; none are rotated or smoothed."""
 
 
 class ExpertsPart:
@@ -47,14 +51,14 @@ class ExpertsPart:
         chosen = {path: w for path, w in wanted.items() if not isinstance(w, FallbackReason)}
         former = {id(module): (layer, module) for layer, module in self._patched().values()}
         layers = {}
-        for path, (kernel, rule) in chosen.items():
-            module = found[path]
+        for path, choice in chosen.items():
+            module, keep = found[path], options.keep_originals
             layer = self._own(path, module)
-            if layer is not None and (layer.kernel, layer.keep) == (kernel, options.keep_originals):
+            if layer is not None and (layer.kernel, layer.keep) == (choice.kernel, keep):
                 del former[id(module)]
             else:
-                layer = ExpertsLayer("", self.state, kernel, keep=options.keep_originals)
-            layer.rule, layers[path] = rule, layer
+                layer = ExpertsLayer("", self.state, choice.kernel, keep=keep)
+            layer.rule, layers[path] = choice.rule, layer
         for layer, _ in former.values():
             layer.check_original()
         for _, module in former.values():

@@ -150,7 +150,7 @@ def continuous_batching(
         UsageError: another argument is out of range.
     """
     parse_kernel(kernel)
-    configs = list(_configs(model))
+    configs = list(_configs(model)) if isinstance(model, nn.Module) else []
     if not callable(getattr(model, "generate_batch", None)) or not configs:
         raise PatchError(
             f"{type(model).__name__} has no generate_batch of transformers; continuous batching "

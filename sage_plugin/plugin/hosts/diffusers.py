@@ -16,6 +16,7 @@ from sage_plugin.errors import PatchError
 from sage_plugin.plugin import retarget
 from sage_plugin.plugin.context import WRAPPER, LayerContext, layer_path, layer_with
 from sage_plugin.plugin.hosts import transformers
+from sage_plugin.plugin.options.texts import texts
 from sage_plugin.plugin.prologue import norms
 from sage_plugin.plugin.redirect import NO_CALL
 from sage_plugin.plugin.twin import (
@@ -71,7 +72,9 @@ def choose(obj: object, wanted: Iterable[str] | None) -> dict[str, nn.Module]:
         if not found:
             raise PatchError(_nothing_to_patch(obj))
         return found
-    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    names = texts(wanted)
+    if names is None:
+        raise PatchError(f"components is {wanted!r}; it is a component's name, or a list of them")
     if not names:
         raise PatchError("components is empty; name one or more, or leave it out for the denoisers")
     known = {_name_of(obj): unwrapped(obj)} if isinstance(obj, nn.Module) else components(obj)

@@ -28,7 +28,7 @@ from sage_plugin.plugin.experts.named import NamedExperts
 from sage_plugin.plugin.hosts import transformers_dispatch as interface
 from sage_plugin.plugin.hosts.transformers_dispatch import NAME, UNKNOWN_TO_SDPA
 from sage_plugin.plugin.linears import report as of_linears
-from sage_plugin.plugin.patch import MIN_SEQ, checked_options
+from sage_plugin.plugin.options.checked import MIN_SEQ, checked_options
 from sage_plugin.plugin.report import PluginReport, row_of
 
 logger = logging.getLogger(__name__)

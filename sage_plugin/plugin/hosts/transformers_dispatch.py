@@ -127,6 +127,8 @@ def attention(
 
     implementation = "sdpa" if implementation == NAME else implementation
     blocked = _obstacle(original, implementation, others)
+    if blocked is not None and blocked.cause is Fallback.IMPLEMENTATION:
+        blocked = _untold(implementation, query, key, attention_mask, others) or blocked
     if _wants_weights(module, others):
         blocked = WEIGHTS
     blocked = route.ARGUMENTS if rest else blocked
@@ -177,6 +179,38 @@ def _obstacle(
     if implementation == "eager" and not _is_softmax(original, sinks is not None):
         return OWN_EAGER
     return None
+
+
+def _untold(
+    implementation: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    others: dict[str, Any],
+) -> FallbackReason | None:
+    """Why tensors and mask do not tell what attention of the flash kind computes, `None` if so.
+
+    Positions are looked at for listeners alone, since that waits for the device; what they have to
+    be to mean packed sequences is transformers' `_is_packed_sequence`.
+    """
+    frame = STACK.frames[-1] if STACK.frames else None
+    if torch.compiler.is_compiling() or frame is None or frame.layer is None:
+        return None
+    window = others.get("sliding_window")
+    if isinstance(window, int) and window < key.shape[2]:
+        return FallbackReason(Fallback.WINDOW_BY_HOST, (window, implementation))
+    positions = others.get("position_ids")
+    if (
+        not frame.layer.state.listeners
+        or attention_mask is not None
+        or query.shape[0] != 1
+        or not isinstance(positions, torch.Tensor)
+        or positions.dim() > 2
+    ):
+        return None
+    steps = positions.flatten().diff()
+    packed = steps.numel() > 0 and bool((steps != 1).any())
+    return FallbackReason(Fallback.PACKED_BY_HOST, implementation) if packed else None
 
 
 def _wants_weights(module: torch.nn.Module, others: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from sage_plugin.kernels.linear.call import LinearCall
 from sage_plugin.kernels.linear.dispatch import decide
 from sage_plugin.kernels.linear.executor import resolve
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue
+from sage_plugin.kernels.linear.rows.row_format import rotation_of
 from sage_plugin.kernels.linear.traced import traced_linear
 from sage_plugin.kernels.linear.weight import QuantizedWeight, quantize_weight
 from sage_plugin.kernels.resolver import BackendRequest
@@ -27,6 +28,7 @@ __all__ = [
     "kernel_on",
     "quantize_norm",
     "quantize_weight",
+    "rotation_of",
     "run",
     "traced",
     "wants_gradient",

@@ -37,6 +37,8 @@ SLOT = "_sage_linear"
 READ = FallbackReason(Fallback.LINEAR_READ)
 GRADIENT = FallbackReason(Fallback.GRADIENT)
 SUBCLASS = FallbackReason(Fallback.TENSOR_SUBCLASS)
+WITHOUT_WEIGHT = FallbackReason(Fallback.LINEAR_CLASS, "a linear whose weight is computed")
+"""By a parametrization or a pruning that came while it was patched."""
 MOST_READS = 2
 """Forwards that need an original, before the linear is left alone."""
 
@@ -55,6 +57,8 @@ class LinearLayer:
         kernel: kernel by name, or `"auto"`.
         rule: number of the policy's rule that chose the kernel, 0 where none did.
         keep: whether the original is kept.
+        rotation: most input channels of a block that is rotated, 0 for none.
+        smooth: what its input channels are divided by, `None` for none.
         quantized: the 8-bit weight; `None` where a kernel has not run yet, and once somebody read
             the original, which may have been written since.
         ready: whether a kernel runs `quantized` where it is.
@@ -71,6 +75,8 @@ class LinearLayer:
     kernel: str
     rule: int
     keep: bool
+    rotation: int = 0
+    smooth: torch.Tensor | None = None
     quantized: QuantizedWeight | None = None
     ready: bool = False
     waiting: bool = False
@@ -98,7 +104,8 @@ class LinearLayer:
 
     def trace(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """A call in a graph, in plain torch operations."""
-        weight, quantized, sharding = module._parameters["weight"], self.quantized, self.sharding
+        weight = module._parameters.get("weight")
+        quantized, sharding = self.quantized, self.sharding
         own = x if sharding is None else sharding.own(x)
         blocked = quantized is None or not self.ready or own is None
         if not blocked and not compute.wants_gradient(x, weight, module.bias):
@@ -106,12 +113,12 @@ class LinearLayer:
             if sharding is None:
                 return compute.traced(x, quantized, module.bias, request)  # type: ignore[arg-type]
             return sharding.joined(compute.traced(own, quantized, sharding.bias(module), request))  # type: ignore[arg-type]
-        if self.waiting:
+        if self.waiting or self.freed:
             raise RuntimeError(
-                "a graph needs the original weight of a patched linear, which waits in CPU memory: "
-                "run it under torch.no_grad(), or call sage_plugin.unpatch() first"
+                "a graph needs the original weight of a patched linear, which waits in CPU memory "
+                "or was freed: run it under torch.no_grad(), or call sage_plugin.unpatch() first"
             )
-        return linear(x, weight, module.bias)  # type: ignore[arg-type]
+        return linear(x, module.weight if weight is None else weight, module.bias)
 
     def run(self, module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         """A call in eager mode."""
@@ -182,8 +189,9 @@ class LinearLayer:
             if self.state.options.strict:
                 raise UnsupportedInputError(f"{told} unless on_unsupported='error' forbids it")
             warn_once(logger, ("linear", reason), "%s (said once)", told)
-        weight = module._parameters["weight"]
-        assert weight is not None
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return linear(x, module.weight, module.bias)
         if reason is GRADIENT and self.left is None:  # an optimizer may write the weight
             self.bring_home(module)
             self._needed = GRADIENT
@@ -220,7 +228,11 @@ class LinearLayer:
         """Quantize the weight as it is, if a kernel runs where it is, and send it to wait."""
         with _lock:
             weight = _weight_of(module)
-            if not (self.freed or self.ready or self.left is not None or weight is None):
+            if self.freed or self.ready or self.left is not None:
+                return
+            if weight is None:
+                self.left = WITHOUT_WEIGHT
+            else:
                 self._quantize(module, weight)
 
     def check(self, module: nn.Module) -> None:
@@ -236,7 +248,10 @@ class LinearLayer:
             self._send_away(weight)
 
     def _quantize(self, module: nn.Module, weight: torch.Tensor) -> None:
+        channels, smooth = weight.shape[1], self.smooth
         kernel = compute.kernel_for(weight, self.kernel)
+        if smooth is not None and len(smooth) != channels:  # of a shard of its channels
+            kernel = FallbackReason(Fallback.LINEAR_SMOOTHING, (channels, len(smooth)))
         if isinstance(kernel, FallbackReason):
             self._fetch(module)
             self.left, self.quantized = kernel, None
@@ -247,7 +262,9 @@ class LinearLayer:
                 self.left = self._needed
                 return
         self._needed, self._dtype, self._version = None, weight.dtype, weight._version
-        self.quantized, self.ready = compute.quantize_weight(weight, kernel), True
+        rotation = compute.rotation_of(channels, self.rotation)
+        self.quantized = compute.quantize_weight(weight, kernel, smooth=smooth, rotation=rotation)
+        self.ready = True
         if self.keep:
             self._send_away(weight)
         else:
@@ -275,7 +292,7 @@ class LinearLayer:
             PatchError: the original was freed.
         """
         self.check_original()
-        weight = module._parameters["weight"]
+        weight = module._parameters.get("weight")
         if weight is not None and shard_of(weight) is not weight:
             self.bring_home(module)
 
@@ -307,7 +324,7 @@ class LinearLayer:
         """The parameters as they would be unpatched."""
         self.prepare_reading(module)
         made = dict(module._parameters)
-        weight = made["weight"]
+        weight = made.get("weight")
         if self.waiting and weight is not None and self.quantized is not None:
             at_home = weight.data.to(self.quantized.data.device)
             made["weight"] = nn.Parameter(at_home, requires_grad=weight.requires_grad)
@@ -323,7 +340,7 @@ class LinearLayer:
             module: the linear.
             fn: what `nn.Module._apply` moves or casts each tensor by.
         """
-        weight, quantized = module._parameters["weight"], self.quantized
+        weight, quantized = module._parameters.get("weight"), self.quantized
         away = weight is not None and quantized is not None and (self.waiting or self.freed)
         if not away or not self._only_moves(weight, quantized, fn):
             if self.waiting:
@@ -390,5 +407,5 @@ class LinearLayer:
 
 def _weight_of(module: nn.Module) -> torch.Tensor | None:
     """The original weight, or this process's shard of it, where the linear has one."""
-    weight = module._parameters["weight"]
+    weight = module._parameters.get("weight")
     return None if weight is None else shard_of(weight)

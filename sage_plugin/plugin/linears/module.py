@@ -16,6 +16,8 @@ from torch.nn.functional import linear
 from sage_plugin.plugin.linears.layer import SLOT, LinearLayer
 from sage_plugin.plugin.twin import ORIGINAL
 
+WEIGHT = "weight"
+
 
 class QuantizedLinear(nn.Linear):
     """A linear that multiplies 8-bit values; copies and pickles of it are plain linears."""
@@ -29,13 +31,20 @@ class QuantizedLinear(nn.Linear):
         """
         if not torch.compiler.is_compiling() and (layer := _layer(self)) is not None:
             layer.bring_home(self)
-        weight: nn.Parameter = self._parameters["weight"]  # type: ignore[assignment]
-        return weight
+        for place in (self._parameters, vars(self)):
+            if WEIGHT in place:
+                weight: nn.Parameter = place[WEIGHT]  # type: ignore[assignment]
+                return weight
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute 'weight'")
 
     def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
         """Take note of another weight."""
-        if name == "weight" and (layer := _layer(self)) is not None:
-            layer.forget(self)
+        if name == WEIGHT:
+            if (layer := _layer(self)) is not None:
+                layer.forget(self)
+            if WEIGHT not in self._parameters and not isinstance(value, nn.Parameter):
+                vars(self)[WEIGHT] = value  # as pruning leaves it; a property would take no value
+                return
         super().__setattr__(name, value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
-from sage_plugin.errors import PatchError
+from sage_plugin.errors import ConfigError, PatchError
 from sage_plugin.kernels.fallback import Fallback, FallbackReason
 from sage_plugin.plugin.context import PatchOptions, PatchState
 from sage_plugin.plugin.counts import LayerCounts
@@ -24,6 +26,22 @@ from sage_plugin.plugin.twin import plain_class
 EXCLUDED = FallbackReason(Fallback.LINEAR_EXCLUDED)
 NO_RULE = FallbackReason(Fallback.POLICY_WITHOUT_RULE)
 NEW = FallbackReason(Fallback.LINEAR_NEW)
+
+
+class LinearChoice(NamedTuple):
+    """What a linear runs on.
+
+    Attributes:
+        kernel: by name, or `"auto"`.
+        rule: number of the policy's rule that chose it, 0 where none did.
+        rotation: most input channels of a block that is rotated, 0 for none.
+        smoothed: whether its input channels are divided by factors.
+    """
+
+    kernel: str
+    rule: int = 0
+    rotation: int = 0
+    smoothed: bool = False
 
 
 class LinearPart:
@@ -52,6 +70,7 @@ class LinearPart:
 
         Raises:
             PatchError: one whose original was freed would have to be put back.
+            ConfigError: one that is to be smoothed has no factors.
         """
         options, attention = self.state.options, list(attention)
         found = {}
@@ -65,17 +84,16 @@ class LinearPart:
             if isinstance(wanted, FallbackReason):
                 self.left[path] = wanted
                 continue
+            smooth = self._factors(path, one.module) if wanted.smoothed else None
             known = former.get(id(one.module))
-            if known is not None and (known.kernel, known.keep) == (
-                wanted[0],
-                options.keep_originals,
-            ):
+            if known is not None and _same(known, wanted, smooth, keep=options.keep_originals):
                 del former[id(one.module)]
-                known.rule, layers[path] = wanted[1], known
+                known.rule, layers[path] = wanted.rule, known
             else:
                 layers[path] = LinearLayer(
-                    "", one.role, self.state, *wanted, keep=options.keep_originals
-                )
+                    "", one.role, self.state, wanted.kernel, wanted.rule, options.keep_originals,
+                    wanted.rotation, smooth,
+                )  # fmt: skip
         for layer in former.values():
             layer.check_original()
         for layer in former.values():
@@ -162,14 +180,14 @@ class LinearPart:
 
     def _wanted(
         self, path: str, one: FoundLinear, options: PatchOptions
-    ) -> tuple[str, int] | FallbackReason:
-        """Kernel and rule of a linear, or why it runs as ever."""
+    ) -> LinearChoice | FallbackReason:
+        """What a linear runs on, or why it runs as ever."""
         return self.kernel_at(path, options) if one.reason is None else one.reason
 
     def kernel_at(
         self, path: str, options: PatchOptions, ops: tuple[str, ...] = (LINEAR,)
-    ) -> tuple[str, int] | FallbackReason:
-        """Return kernel and rule of what lies at a path, or why it runs as ever.
+    ) -> LinearChoice | FallbackReason:
+        """Return what a linear at a path runs on, or why it runs as ever.
 
         Args:
             path: inside the component.
@@ -182,10 +200,36 @@ class LinearPart:
         rules = () if options.policy is None else options.policy.rules
         for number, rule in enumerate(rules, start=1):
             if rule.op in ops and rule.names(name):
-                stays = rule.kernel == BASELINE
-                reason = FallbackReason(Fallback.POLICY, number)
-                return reason if stays else (rule.kernel, number)
-        return NO_RULE if options.linears is None else (options.linears, 0)
+                if rule.kernel == BASELINE:
+                    return FallbackReason(Fallback.POLICY, number)
+                return LinearChoice(rule.kernel, number, rule.rotation, rule.smoothing)
+        if options.linears is None:
+            return NO_RULE
+        return LinearChoice(options.linears, 0, options.rotation, options.smooth_linears)
+
+    def _factors(self, path: str, module: nn.Module) -> torch.Tensor:
+        """The smoothing factors of a linear.
+
+        Raises:
+            ConfigError: the file has none, or those of a linear of another width.
+        """
+        smoothing, weight = self.state.options.smoothing, module._parameters["weight"]
+        assert smoothing is not None, "it was checked with the options"
+        assert weight is not None
+        name = f"{self.state.component}.{plain_path(path)}"
+        found = smoothing.of(name)
+        if found is None:
+            raise ConfigError(
+                f"{smoothing.path} has no factors of {name}: record every linear (`sage capture "
+                "--op linear --max-captures N`) and write the file again, or leave it out with "
+                "exclude= or a rule"
+            )
+        if len(found) < weight.shape[1]:
+            raise ConfigError(
+                f"{smoothing.path} has {len(found)} factors of {name}, which has "
+                f"{weight.shape[1]} input channels: the file is of another model"
+            )
+        return found
 
     def _check_owner(self, path: str, module: nn.Module) -> None:
         """Raise where another patch has a linear.
@@ -212,6 +256,17 @@ class LinearPart:
         return (options.include is None or matches(options.include)) and not matches(
             options.exclude
         )
+
+
+def _same(
+    known: LinearLayer, wanted: LinearChoice, smooth: torch.Tensor | None, *, keep: bool
+) -> bool:
+    """Whether a linear has the weight that is wanted."""
+    if (known.kernel, known.rotation, known.keep) != (wanted.kernel, wanted.rotation, keep):
+        return False
+    if known.smooth is None or smooth is None:
+        return known.smooth is smooth
+    return torch.equal(known.smooth, smooth)
 
 
 def put_back(layer: LinearLayer) -> None:

@@ -30,6 +30,7 @@ class LinearReport:
         saved_ms: milliseconds saved over torch's own linear, by the times that the configs were
             tuned with; 0 where none were.
         timed_calls: how many of the calls that is the sum of.
+        label: the kernel with what is done to input channels before, `int8_row+rotation=64`.
     """
 
     layer: str
@@ -42,6 +43,7 @@ class LinearReport:
     config_sources: dict[str, int] = field(default_factory=dict)
     saved_ms: float = 0.0
     timed_calls: int = 0
+    label: str = ""
 
     def kernel_calls(self) -> int:
         """Calls that multiplied 8-bit values."""
@@ -66,6 +68,7 @@ def row_of(layer: LinearLayer | ExpertsLayer) -> LinearReport:
         dict(counts.config_sources),
         counts.saved_ms,
         counts.timed_calls,
+        "" if layer.quantized is None else layer.quantized.label,
     )
 
 
@@ -74,7 +77,7 @@ def text_of(rows: Sequence[LinearReport], left: Mapping[str, str]) -> Iterator[s
     if not rows and not left:
         return
     on_kernel = [row for row in rows if row.kernel is not None]
-    by_kernel = Counter(str(row.kernel) for row in on_kernel)
+    by_kernel = Counter(row.label for row in on_kernel)
     told = ", ".join(f"{count} on {kernel}" for kernel, count in by_kernel.items()) or "none taken"
     count = len(rows) + len(left)
     yield f"{count} linears: {told}; their weights take {_memory(rows)} of their device"

@@ -5,6 +5,7 @@ A call that no rule fits stays with the host's attention.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 from sage_plugin import files
 from sage_plugin.errors import ConfigError, UnknownKernelError, did_you_mean
 from sage_plugin.kernels.attention.dispatch import parse_kernel
+from sage_plugin.kernels.linear.rows.row_format import ROTATIONS
 from sage_plugin.paged_records import PAGED_ATTENTION, PAGED_KERNELS
 from sage_plugin.plugin.policy.step_range import Band
 from sage_plugin.schema import (
@@ -65,6 +67,10 @@ class Rule(JsonRecord):
         saved_ms: predicted milliseconds that the rule saves a run, `None` where nobody predicted.
         error: predicted error of its worst call.
         captures: captures that the predictions rest on.
+        rotation: of a rule of linears, most input channels of a block that is rotated (QuaRot): a
+            linear takes the largest block that divides its channels; 0 for none.
+        smoothing: of a rule of linears, whether channels are divided by the factors of the policy's
+            file (SmoothQuant).
         op: `"attention"`, `"linear"` for linear layers and experts, `"grouped_linear"` for experts
             alone, or `"paged_attention"` for `continuous_batching`. All but attention have one
             kernel for all steps, of `KERNELS_OF`, or `auto`.
@@ -80,6 +86,14 @@ class Rule(JsonRecord):
     error: float | None = None
     captures: tuple[str, ...] = ()
     op: str = ATTENTION
+    rotation: int = 0
+    smoothing: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its kernel, with what a linear does to channels before it: `int8_row+rotation=64`."""
+        rotation = f"+rotation={self.rotation}" if self.rotation else ""
+        return f"{self.kernel}{rotation}{'+smoothing=true' if self.smoothing else ''}"
 
     @property
     def band(self) -> Band:
@@ -169,6 +183,8 @@ class Policy(JsonRecord):
         model: class of the model that it was made for, empty for any.
         note: a sentence for people.
         prediction: what its search predicted, `None` if it was not searched.
+        smoothing: file of smoothing factors for the rules that smooth; of a policy that was read,
+            relative to its file.
     """
 
     schema_version: int
@@ -176,6 +192,12 @@ class Policy(JsonRecord):
     model: str = ""
     note: str = ""
     prediction: Prediction | None = None
+    smoothing: str = ""
+
+    @property
+    def smooths(self) -> bool:
+        """Whether a rule needs factors of smoothing."""
+        return any(rule.smoothing for rule in self.rules)
 
     @property
     def needs_total(self) -> bool:
@@ -196,6 +218,7 @@ class Policy(JsonRecord):
             "model": self.model,
             "note": self.note,
             "prediction": prediction,
+            "smoothing": self.smoothing,
         }
         lines = ",\n".join(f"  {json.dumps(rule)}" for rule in rules)
         body = ", ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items() if v)
@@ -231,6 +254,11 @@ def chosen(policy: str | os.PathLike[str] | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return checked(policy, "policy")
+    if not isinstance(policy, str | os.PathLike):
+        raise ConfigError(
+            f"policy is {type(policy).__name__}; give a file, one of {', '.join(PRESETS)}, or a "
+            "sage_plugin.plugin.policy.rules.Policy"
+        )
     if isinstance(policy, str) and policy in PRESETS:
         return Policy(SCHEMA_VERSION, PRESETS[policy])
     path = Path(os.path.expanduser(policy))
@@ -280,6 +308,9 @@ def read(path: Path) -> Policy:
         policy = Policy.from_json(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if policy.smoothing:
+        beside = path.parent / Path(policy.smoothing).expanduser()
+        policy = dataclasses.replace(policy, smoothing=str(beside))
     return checked(policy, str(path))
 
 
@@ -357,6 +388,13 @@ def _wrong_with(rule: Rule) -> str:
 
 
 def _wrong_kernel(rule: Rule) -> str:
+    if (rule.rotation or rule.smoothing) and (rule.op != LINEAR or rule.kernel == BASELINE):
+        return (
+            f"{'rotation' if rule.rotation else 'smoothing'} belongs to rules of linears that are "
+            f"quantized, and this one is of {rule.op} with kernel {rule.kernel!r}"
+        )
+    if rule.rotation not in ROTATIONS:
+        return f"rotation is {rule.rotation}; choose one of {', '.join(map(str, ROTATIONS))}"
     if rule.op == ATTENTION:
         if rule.kernel != "auto":
             try:

@@ -177,7 +177,7 @@ def _study(
         timer=_timer(request, device, facts).of_space(len(space)),
         device=device,
         facts=facts,
-        toolchain=devices.toolchain(),
+        toolchain=devices.toolchain(key.family),
     )
 
 

@@ -6,7 +6,7 @@ Each measurement is a line of a ledger, so that a search that was interrupted go
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sage_plugin import device as devices
@@ -16,7 +16,10 @@ from sage_plugin.capture.store.reader import CaptureFolder
 from sage_plugin.errors import CaptureError
 from sage_plugin.families import family
 from sage_plugin.families.family import ReplayCall
+from sage_plugin.families.linear.balance import Balance
+from sage_plugin.families.linear.replay import LinearReplay
 from sage_plugin.measure.timing import TimingLimits, measure
+from sage_plugin.plugin.linears.smoothing import Smoothing
 from sage_plugin.plugin.policy.rules import BASELINES
 from sage_plugin.replay.inputs import ReplayInputs, runs
 from sage_plugin.schema import (
@@ -50,12 +53,18 @@ class PolicyEvidence:
     """
 
     def __init__(
-        self, captures: CaptureFolder, device: str, config_dir: str | None, ledger: Path
+        self,
+        captures: CaptureFolder,
+        device: str,
+        config_dir: str | None,
+        ledger: Path,
+        smoothing: Smoothing | None = None,
     ) -> None:
         self.facts: DeviceFacts = devices.facts(device)
         self._folder, self._device, self._config_dir = str(captures.path), device, config_dir
         self._ledger = Ledger(ledger)
         self._identity = [self.facts.to_json(), devices.toolchain().to_json()]
+        self._smoothing = smoothing
         self._loaded: tuple[str, ReplayCall] | None = None
 
     def error(self, record: CaptureRecord, option: Option) -> float | str:
@@ -63,10 +72,14 @@ class PolicyEvidence:
         runnable = option.runnable(record.shape, self.facts, self._config_dir)
         if isinstance(runnable, str):
             return runnable
-        study = digest([ERRORS, record.sha256, runnable[0].label, self._identity])
+        balance = self._balance(option, record)
+        if isinstance(balance, str):
+            return balance
+        of_channels = [] if balance is None else [option.label, balance.digest()]
+        study = digest([ERRORS, record.sha256, runnable[0].label, *of_channels, self._identity])
         trial = self._ledger.trials(study, ERRORS).get(self._noted(record.shape, runnable))
         if trial is None or trial.status == "run_error":  # which may have had another cause
-            trial = self._ledger.append(self._judged(study, record, runnable))
+            trial = self._ledger.append(self._judged(study, record, runnable, balance))
         if trial.status != "ok" or trial.errors is None:
             return trial.reason
         error = trial.errors.worst_head_centred_rel_l1
@@ -80,7 +93,12 @@ class PolicyEvidence:
         All are timed interleaved, with quantisation; what cannot run is left out.
         """
         runnable = {o.label: o.runnable(shape, self.facts, self._config_dir) for o in options}
-        able = {label: r for label, r in runnable.items() if not isinstance(r, str)}
+        balances = {o.label: self._balance(o, record) for o in options}
+        able = {
+            label: r
+            for label, r in runnable.items()
+            if not isinstance(r, str) and not isinstance(balances[label], str)
+        }
         wanted = sorted(
             (label, decision.label, "" if config is None else config.text())
             for label, (decision, config) in able.items()
@@ -89,14 +107,34 @@ class PolicyEvidence:
         known = list(self._ledger.trials(study, TIMES).values())
         if not able:
             return {}
-        trial = known[0] if known else self._ledger.append(self._timed(study, shape, record, able))
+        trial = (
+            known[0]
+            if known
+            else self._ledger.append(self._timed(study, shape, record, able, balances))
+        )
         return {name.removeprefix(MS): ms for name, ms in trial.extra.items()}
 
-    def _judged(self, study: str, record: CaptureRecord, runnable: Runnable) -> Trial:
+    def _balance(self, option: Option, record: CaptureRecord | None) -> Balance | str | None:
+        """What an option does to the input channels of a linear, or why it cannot.
+
+        Without a record, whose factors are known, channels are divided by 1, in the same time.
+        """
+        if not (option.rotation or option.smoothing):
+            return None
+        if not option.smoothing or record is None:
+            return Balance(option.rotation)
+        smooth = None if self._smoothing is None else self._smoothing.of(record.layer)
+        if smooth is None:
+            return f"there are no smoothing factors of {record.layer}"
+        return Balance(option.rotation, smooth)
+
+    def _judged(
+        self, study: str, record: CaptureRecord, runnable: Runnable, balance: Balance | None
+    ) -> Trial:
         decision, config = runnable
         noted = self._noted(record.shape, runnable)
         try:
-            errors = self._saved(record).errors(decision, config)
+            errors = balanced(self._saved(record), balance).errors(decision, config)
         except (RuntimeError, ValueError) as error:  # one option must not end the search
             if isinstance(error, CaptureError):
                 raise
@@ -123,13 +161,14 @@ class PolicyEvidence:
         shape: AnyShape,
         record: CaptureRecord | None,
         able: dict[str, Runnable],
+        balances: Mapping[str, Balance | str | None],
     ) -> Trial:
         """One trial that holds the medians of all options."""
         self._loaded = None
         drawn = ReplayInputs(shape)
         inputs = drawn if record is None else self._inputs(record)
         timed = inputs.timed(inputs.load(self._device), self._device)
-        calls = {label: timed.whole(*one) for label, one in able.items()}
+        calls = {label: balanced(timed, balances[label]).whole(*one) for label, one in able.items()}
         calls = {BASELINES[shape.family]: timed.whole(), **calls}
         calls = {label: call for label, call in calls.items() if runs(call)}
         samples = measure(calls, device=self._device, limits=TIMING) if calls else {}
@@ -145,3 +184,11 @@ class PolicyEvidence:
         one = family(shape.family)
         noted: AnyLaunch = one.default_launch(one.call_key(shape, decision), self.facts)
         return noted
+
+
+def balanced(call: ReplayCall, balance: Balance | str | None) -> ReplayCall:
+    """Return a call whose input channels are balanced, where an option does that to linears."""
+    if not isinstance(balance, Balance):
+        return call
+    assert isinstance(call, LinearReplay), "only linears are balanced"
+    return call.balanced(balance)

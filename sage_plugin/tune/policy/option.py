@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from sage_plugin.errors import ConfigError, UsageError
 from sage_plugin.families import Family, family
 from sage_plugin.kernels.contract import Decision
+from sage_plugin.kernels.linear.rows.row_format import ROTATIONS
 from sage_plugin.plugin.policy.rules import BASELINES, TUNABLE
 from sage_plugin.schema import (
     ATTENTION,
@@ -21,9 +22,14 @@ from sage_plugin.schema import (
     LinearLaunch,
 )
 
-TYPES: dict[str, type] = typing.get_type_hints(LaunchConfig)
+TYPES: dict[str, type] = {
+    name: kind for name, kind in typing.get_type_hints(LaunchConfig).items() if name in TUNABLE
+}
+OF_LINEARS: dict[str, type] = {"rotation": int, "smoothing": bool}
+"""What a rule says of linears' input channels."""
 MAX_DIGITS = 6
 QUANTIZED = ("sage", "fav3_sage", "fav3_fp8")
+INT8 = ("int8_row",)
 
 
 Runnable = tuple[Decision, LaunchConfig | LinearLaunch | None]
@@ -33,12 +39,13 @@ no launch config."""
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A kernel with changed fields, such as `fav3_sage+hadamard`.
+    """A kernel with changed fields, such as `fav3_sage+hadamard` or `int8_row+rotation=256`.
 
     Attributes:
         kernel: kernel name.
         variant: variant name, or `"auto"`.
-        launch: names and values of the changed fields, sorted by name.
+        launch: names and values of the changed fields, sorted by name: of attention's launch
+            config, of linears what a rule says of their input channels.
         op: op family that it is of.
 
     Example:
@@ -76,25 +83,41 @@ class Option:
                 f"--kernel {name!r}: a policy chooses among kernels by name; what the model has of "
                 "its own is always among them"
             )
-        if op == LINEAR and (parts or variant != "auto"):
+        if op == LINEAR and variant != "auto":
             raise UsageError(
-                f"--kernel {text!r}: a rule of linears has a kernel alone; write {kernel}"
+                f"--kernel {text!r}: a rule of linears names no backend; write {kernel}"
             )
+        known, of = (OF_LINEARS, "linears") if op == LINEAR else (TYPES, "launch configs")
         launch = {}
         for part in parts:
             field, _, value = part.partition("=")
-            if field not in TUNABLE:
+            if field not in known:
                 raise UsageError(
-                    f"--kernel {text!r}: launch configs have no field {field!r}; they have "
-                    f"{', '.join(sorted(TUNABLE))}"
+                    f"--kernel {text!r}: {of} have no field {field!r}; they have "
+                    f"{', '.join(sorted(known))}"
                 )
-            launch[field] = _value(text, field, value)
-        return cls(kernel, variant, tuple(sorted(launch.items())), op)
+            launch[field] = _value(text, field, value, known[field])
+        option = cls(kernel, variant, tuple(sorted(launch.items())), op)
+        if op == LINEAR and option.rotation not in ROTATIONS:
+            raise UsageError(
+                f"--kernel {text!r}: rotation is one of {', '.join(map(str, ROTATIONS))}"
+            )
+        return option
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The changed fields as a rule holds them."""
-        return dict(self.launch)
+        """The changed fields of attention's launch config, as a rule holds them."""
+        return {} if self.op == LINEAR else dict(self.launch)
+
+    @property
+    def rotation(self) -> int:
+        """Most input channels of a block of a linear that is rotated, 0 for none."""
+        return dict(self.launch).get("rotation", 0) if self.op == LINEAR else 0
+
+    @property
+    def smoothing(self) -> bool:
+        """Whether input channels of a linear are divided by factors."""
+        return self.op == LINEAR and dict(self.launch).get("smoothing", False)
 
     @property
     def name(self) -> str:
@@ -127,26 +150,37 @@ class Option:
         return (decision, config) if reason is None else reason
 
 
-def default_options(facts: DeviceFacts, shape: AnyShape) -> tuple[Option, ...]:
-    """List the kernels that a device runs, the quantized ones of attention also with Q, K rotated.
+def default_options(
+    facts: DeviceFacts, shape: AnyShape, *, smoothing: bool = False
+) -> tuple[Option, ...]:
+    """List the kernels that a device runs, and some with the outliers of channels spread.
 
-    A rotation spreads outliers over a head's channels: it costs time and saves error.
+    A rotation, of Q and K or of a linear's input, spreads outliers over channels: it costs time and
+    saves error, with linears that of INT8.
+
+    Args:
+        facts: the device.
+        shape: of a call of the op family.
+        smoothing: whether there are factors of smoothing, which linears are tried with.
     """
     op = shape.family
     names = [k for k in family(op).kernels_of(facts) if k not in ("torch", BASELINES[op])]
     if not isinstance(shape, CallShape):
-        return tuple(Option(kernel, op=op) for kernel in names)
-    rotated = shape.head_dim & -shape.head_dim  # the greatest power of two that divides it
+        plain = [Option(kernel, op=op) for kernel in names]
+        blocks, factors = (("rotation", ROTATIONS[-1]),), (("smoothing", True),)
+        rotated = [replace(one, launch=blocks) for one in plain if one.kernel in INT8]
+        smooth = [replace(one, launch=factors) for one in plain if smoothing]
+        return (*plain, *rotated, *smooth)
+    block = shape.head_dim & -shape.head_dim  # the greatest power of two that divides it
     options = []
     for kernel in names:
         options.append(Option(kernel))
-        if kernel in QUANTIZED and rotated > 1:
-            options.append(Option(kernel, launch=(("hadamard", rotated),)))
+        if kernel in QUANTIZED and block > 1:
+            options.append(Option(kernel, launch=(("hadamard", block),)))
     return tuple(options)
 
 
-def _value(text: str, field: str, value: str) -> int | bool | str:
-    kind = TYPES[field]
+def _value(text: str, field: str, value: str, kind: type) -> int | bool | str:
     if kind is bool and value in ("true", "false"):
         return value == "true"
     if kind is int and value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sage_plugin.errors import UsageError
-from sage_plugin.plugin.patch import MIN_SEQ
+from sage_plugin.plugin.options.checked import MIN_SEQ
 from sage_plugin.tune.configs.plan import RUNS
 from sage_plugin.tune.run import run_folder
 
@@ -30,6 +30,7 @@ class PolicyRequest:
     captures_per_cell: int = 3
     times: tuple[Path, ...] = ()
     sensitivity: Path | None = None
+    smoothing: Path | None = None
     runs_dir: Path = RUNS
     run_name: str | None = None
     fresh: bool = False

@@ -73,4 +73,6 @@ def _rule(option: Option, grid: Grid, first: int, last: int, members: Picks) -> 
         error=round(max(pick.error for _, pick in members), 6),
         captures=tuple(sorted({file for _, pick in members for file in pick.captures})),
         op=grid.op,
+        rotation=option.rotation,
+        smoothing=option.smoothing,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,8 @@ from sage_plugin import files
 from sage_plugin.capture.selection.reduce import pick
 from sage_plugin.capture.store.reader import CaptureFolder, open_captures
 from sage_plugin.errors import CaptureError, TuningError, UsageError
-from sage_plugin.plugin.patch import MIN_SEQ
+from sage_plugin.plugin.linears.smoothing import read as read_smoothing
+from sage_plugin.plugin.options.checked import MIN_SEQ
 from sage_plugin.plugin.policy.rules import (
     BASELINES,
     HOST,
@@ -192,13 +194,15 @@ def search(
     if request.times:
         device, elsewhere = times_file.read(*request.times)
     measured = None if request.sensitivity is None else sensitivity_file.read(request.sensitivity)
+    smoothing = None if request.smoothing is None else read_smoothing(request.smoothing)
     options = _options(request, facts, grids, elsewhere)
     folder = request.runs_dir / (request.run_name or _run_name(captures, facts))
     config_dir = None if request.config_dir is None else str(request.config_dir)
     with run_folder.claimed(folder):
         if request.fresh:
             run_folder.set_aside(folder)
-        evidence = PolicyEvidence(captures, str(place), config_dir, folder / run_folder.LEDGER)
+        ledger = folder / run_folder.LEDGER
+        evidence = PolicyEvidence(captures, str(place), config_dir, ledger, smoothing)
         running = _Search(request, captures, grids, options, evidence, elsewhere, progress)
         running.notes += captures.problems
         if others := sorted({r.family for r in captures.records} - set(SEARCHED)):
@@ -229,8 +233,11 @@ def search(
         assignment = problem.most_saved(request.max_error or 0.0)
     files.write_json(folder / run_folder.RESULTS, problem.to_json(assignment))
     prediction = _prediction(problem, assignment, grids, options, device)
+    policy = _policy(captures, problem, assignment, grids, options, prediction)
+    if policy.smooths:
+        policy = dataclasses.replace(policy, smoothing=str(Path(smoothing.path).resolve()))  # type: ignore[union-attr]  # it was asked for
     return PolicySearchResult(
-        policy=_policy(captures, problem, assignment, grids, options, prediction),
+        policy=policy,
         prediction=prediction,
         problem=problem,
         assignment=assignment,
@@ -271,8 +278,16 @@ def _options(
 ) -> tuple[Option, ...]:
     """The options that were asked for, or all of the device; with files of times, those in them."""
     asked = tuple(dict.fromkeys(Option.parse(text) for text in request.kernels))
+    smoothing = request.smoothing is not None
+    if not smoothing and (needs := [option.label for option in asked if option.smoothing]):
+        raise UsageError(
+            f"--kernel {needs[0]}: give its factors with --smoothing, as `sage policy smoothing "
+            f"{request.folder}` writes them"
+        )
     options = asked or tuple(
-        option for grid in grids for option in default_options(facts, grid.shapes[0])
+        option
+        for grid in grids
+        for option in default_options(facts, grid.shapes[0], smoothing=smoothing)
     )
     if elsewhere is None:
         return options

@@ -113,9 +113,31 @@ def test_a_gradient_flows_through_torchs_own_product() -> None:
         sage_plugin.grouped_linear(tensors[0], tensors[1], sizes, kernel="fp8_row")
 
 
+@pytest.mark.parametrize("kernel", ["auto", "bf16", "int8_row"])
+@pytest.mark.parametrize("lie", ["turned", "sliced", "repeated"])
+def test_strides_are_free(lie: str, kernel: str) -> None:
+    x, weights, sizes, _ = drawn(CASES["spread"], torch.float32)
+    x, weights = x.nan_to_num(0.0), weights.nan_to_num(0.0)
+    if lie == "turned":
+        views = x.t().contiguous().t(), weights.transpose(1, 2).contiguous().transpose(1, 2)
+    elif lie == "sliced":
+        views = (torch.cat((one, one[..., :3]), -1)[..., : x.shape[1]] for one in (x, weights))
+    else:
+        x, weights = x[:1].expand_as(x), weights[:1].expand_as(weights)
+        views = x, weights
+    out = sage_plugin.grouped_linear(*views, sizes, kernel=kernel)
+    expected = sage_plugin.grouped_linear(x.clone(), weights.clone(), sizes, kernel=kernel)
+    torch.testing.assert_close(out, expected)
+
+
 X, WEIGHTS, SIZES, BIAS = drawn(CASES["spread"])
 WRONG = {
     "x is list": ({"x": [1]}, "x is list"),
+    "no weights": ({"weights": None}, "weights is NoneType"),
+    "sparse": ({"x": X.float().to_sparse()}, "x is a tensor of layout torch.sparse_coo"),
+    "doubles": ({"x": X.double()}, "x is torch.float64; cast it to one of torch.float16"),
+    "8-bit weights": ({"weights": WEIGHTS.to(torch.int8)}, "weights is torch.int8; cast it to"),
+    "bias of integers": ({"bias": BIAS.int()}, "bias is torch.int32; it needs a floating type"),
     "channels": ({"x": X[:, :7]}, "do not fit together"),
     "dimensions": ({"weights": WEIGHTS[0]}, "do not fit together"),
     "int64 sizes": ({"group_sizes": SIZES.long()}, "one torch.int32 for each of 5 groups"),
@@ -128,7 +150,7 @@ WRONG = {
         {"weights": quantize_weights(WEIGHTS, "int8_row"), "kernel": "fp8_row"},
         "cannot multiply weights of 'int8_row'",
     ),
-    "integers": ({"x": X.int(), "kernel": "fp8_row"}, "dtype int32 is not supported"),
+    "integers": ({"x": X.int(), "kernel": "fp8_row"}, "x is torch.int32; cast it"),
     "torch's product": ({"kernel": "fp8_row", "backend": "torch"}, "torch has no product"),
     "kernel": ({"kernel": "fp8_tensor"}, "kernel 'fp8_tensor' is not known"),
     "backend": ({"kernel": "bf16", "backend": "cuda"}, "backend 'cuda' is not known"),

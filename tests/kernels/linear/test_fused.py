@@ -108,6 +108,23 @@ def test_a_prologue_that_does_not_fit_is_refused(prologue: Prologue, message: st
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"norm": Prologue("gelu")}, "norm is 'gelu'; choose one of layer_norm, rms_norm"),
+        ({"norm": "rms_norm"}, "prologue is 'rms_norm'; give a sage_plugin.Prologue"),
+        ({"reader": weight}, "reader is Tensor; give what quantize_weight made"),
+        ({"x": x[..., :16]}, f"reader has {IN} in_features and x {(*x.shape[:-1], 16)} has 16"),
+        ({"x": [1.0]}, "x is list"),
+    ],
+)
+def test_a_norm_or_a_reader_that_does_not_fit_is_refused(changed, message: str) -> None:
+    given = {"x": x, "norm": Prologue("rms_norm"), "reader": quantize_weight(weight, "int8_row")}
+    with pytest.raises(UnsupportedInputError) as caught:
+        normalized(**given | changed)
+    assert message in str(caught.value)
+
+
 def test_torchs_own_linear_has_what_comes_before() -> None:
     for kernel in ("auto", "bf16"):
         out = linear(x, weight, bias, kernel=kernel, prologue=NORM)

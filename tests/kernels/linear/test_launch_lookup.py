@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from sage_plugin.kernels.linear.executor import resolve
 from sage_plugin.kernels.linear.launch_space import (
     RULES,
     default_launch,
+    find_launch,
     search_space,
     tune_command,
 )
@@ -91,6 +93,8 @@ def test_an_illegal_config_is_passed_over_or_refused(tmp_path, monkeypatch) -> N
     assert launch_of() == default_launch(KEY, CPU)
     with pytest.raises(UnsupportedInputError, match="block_k 48"):
         launch_of(launch=TUNED.replaced(block_k=48))
+    with pytest.raises(UnsupportedInputError, match=r"launch is dict; give a sage_plugin\.schema"):
+        launch_of(launch={"block_k": 64})
     wrong = {'{"block_k": 48}': "block_k 48", '{"pv_flush": 1}': "pv_flush", "1": "int"}
     for text, says in wrong.items():
         monkeypatch.setenv("SAGE_PLUGIN_LINEAR_LAUNCH", text)
@@ -120,3 +124,14 @@ def test_what_is_searched_begins_with_the_default_and_describes_no_odd_rows() ->
         assert space[0] == default_launch(key, FACTS)
         assert {config.loads for config in space} == {loads}
         assert len(set(space)) == len(space) > 30
+
+
+@pytest.mark.parametrize(("sources", "stale"), [("linear", False), ("attention", True)])
+def test_a_config_goes_by_the_sources_of_its_own_op_family(tmp_path, sources, stale) -> None:
+    entry = linear_entry(KEY, TUNED)
+    by = dataclasses.replace(entry.evidence, toolchain=device.toolchain(sources))
+    path = load.file_path(tmp_path, CPU.slug, "linear")
+    own = dataclasses.replace(entry, evidence=by)
+    merge(path, [own], family="linear", facts=CPU, toolchain=TOOLCHAIN)
+    found = find_launch(KEY, CPU, config_dir=str(tmp_path))
+    assert found.stale == (("the kernels were edited since",) if stale else ())

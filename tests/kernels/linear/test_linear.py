@@ -157,6 +157,15 @@ WRONG = (
     ({"weight": torch.ones(OUT)}, "do not fit together"),
     ({"bias": torch.ones(3)}, "bias is (3,)"),
     ({"x": 3}, "x is int"),
+    ({"x": None}, "x is NoneType"),
+    ({"weight": None}, "weight is NoneType"),
+    ({"x": torch.ones(2, IN).to_sparse()}, "x is a tensor of layout torch.sparse_coo"),
+    ({"bias": torch.ones(OUT, dtype=torch.int32)}, "bias is torch.int32"),
+    ({"x": torch.ones(2, IN).int(), "kernel": "auto"}, "of one dtype, and these are x torch.int32"),
+    ({"weight": torch.ones(OUT, IN).half(), "kernel": "bf16"}, "weight torch.float16, bias torch"),
+    ({"bias": torch.ones(OUT).half(), "kernel": "bf16"}, "bias torch.float16; cast them"),
+    ({"prologue": "gelu"}, "prologue is 'gelu'; give a sage_plugin.Prologue"),
+    ({"x": [1.0], "prologue": sage_plugin.Prologue("gelu")}, "x is list"),
     ({"out_dtype": torch.int8}, "out_dtype is torch.int8"),
     ({"x": torch.ones(2, IN, dtype=torch.float64)}, "dtype float64 is not supported"),
     ({"x": torch.ones(2, IN, requires_grad=True)}, "a gradient is needed"),
@@ -171,6 +180,21 @@ def test_what_does_not_fit_is_refused_by_name(changed, message: str) -> None:
     with pytest.raises(UnsupportedInputError) as caught:
         sage_plugin.linear(**given)
     assert message in str(caught.value)
+
+
+def test_dtypes_that_autocast_makes_equal_are_those_of_no_mistake() -> None:
+    x, weight, bias = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sage_plugin.linear(x, weight.bfloat16(), bias)
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kernel", ["bf16", "fp8_row", "fp8_tensor", "int8_row"])
+def test_one_row_may_have_no_dimension_of_rows(kernel: str) -> None:
+    x, weight, bias = inputs()
+    alone = sage_plugin.linear(x[0, 0], weight, bias, kernel=kernel)
+    expected = sage_plugin.linear(x[0, :1], weight, bias, kernel=kernel)
+    torch.testing.assert_close(alone, expected[0])
 
 
 @pytest.mark.parametrize("names", [{"kernel": "sage"}, {"backend": "hopper", "kernel": "fp8_row"}])

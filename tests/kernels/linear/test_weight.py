@@ -86,7 +86,9 @@ WRONG = (
     ({"kernel": "bf16"}, UnknownKernelError, "fp8_row"),
     ({"rotation": 48}, UnsupportedInputError, "rotation 48"),
     ({"rotation": 64, "weight": torch.ones(4, 96)}, UnsupportedInputError, "does not divide"),
+    ({"weight": torch.ones(4, 4).to_sparse()}, UnsupportedInputError, "of layout torch.sparse"),
     ({"smooth": torch.ones(3)}, UnsupportedInputError, "smooth is (3,)"),
+    ({"smooth": [1.0]}, UnsupportedInputError, "smooth is list"),
     ({"smooth": torch.zeros(64)}, UnsupportedInputError, "above 0"),
     ({"asymmetric": True}, UnsupportedInputError, "int8_row"),
 )
@@ -96,6 +98,21 @@ WRONG = (
 def test_what_cannot_be_quantized_is_refused(changed, kind, message: str) -> None:
     with pytest.raises(kind) as caught:
         quantize_weight(**{"weight": torch.ones(4, 64), "kernel": "fp8_row"} | changed)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("largest", "message"),
+    [
+        ([1.0], "largest is list"),
+        (torch.ones(3), "largest is (3,)"),
+        (-torch.ones(64), "below 0 or not finite"),
+        (torch.full((64,), torch.nan), "below 0 or not finite"),
+    ],
+)
+def test_magnitudes_that_are_none_are_refused(largest, message: str) -> None:
+    with pytest.raises(UnsupportedInputError) as caught:
+        smoothing(largest, torch.ones(4, 64))
     assert message in str(caught.value)
 
 

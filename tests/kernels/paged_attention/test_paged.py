@@ -69,6 +69,8 @@ WRONG = {
     "q is list": {"q": [1.0]},
     "do not fit together": {"q": torch.zeros(4, 4, 32)},
     "do not divide into": {"q": torch.zeros(4, 3, 64)},
+    "0 query heads do not divide into 2": {"q": torch.zeros(4, 0, 64)},
+    "scale is 'x'; it needs a finite number": {"scale": "x"},
     "page_table is torch.float32": {"page_table": torch.zeros(4, 5)},
     "for B sequences": {"kv_lens": torch.zeros(3, dtype=torch.int32)},
     "kv_lens is strided": {"kv_lens": torch.zeros(8, dtype=torch.int32)[::2]},

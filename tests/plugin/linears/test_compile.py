@@ -114,3 +114,11 @@ def test_lengths_may_be_dynamic():
         out = model.run(compiled, hidden_states=latents)
         assert close(out, eager)
     assert counter.frame_count == 1
+
+
+def test_a_graph_that_needs_a_freed_weight_says_so():
+    model = tiny("cogx")
+    sage_plugin.patch(model.module, **PATCH, keep_originals=False)
+    compiled = torch.compile(model.module, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"or was freed: run it under torch\.no_grad\(\)"):
+        compiled(**model.inputs)

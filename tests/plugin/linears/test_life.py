@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("diffusers")
 
 from torch import nn
 from torch.nn.functional import linear
+from torch.nn.utils import prune
 
 import sage_plugin
 from sage_plugin.errors import ConfigError, PatchError, UnknownKernelError, UnsupportedInputError
@@ -374,3 +376,33 @@ def test_the_report_tells_linears_by_role():
         "  left: 5, modulation and linears of norms stay in 16 bit",
         "  left: 1, projections into and out of the blocks stay in 16 bit",
     ]
+
+
+@pytest.mark.usefixtures("_originals")
+@pytest.mark.parametrize("way", ["weight_norm", "pruned", "spectral"])
+@pytest.mark.parametrize("asked", ["patched", "refreshed"])
+def test_a_weight_that_is_computed_from_now_on_is_left_alone(way, asked):
+    def change(module):
+        if way == "pruned":
+            prune.l1_unstructured(module, "weight", amount=0.5)
+        elif way == "spectral":
+            torch.manual_seed(1)
+            nn.utils.parametrizations.spectral_norm(module)
+        else:
+            nn.utils.parametrizations.weight_norm(module)
+
+    plain = tiny("cogx")
+    change(query_of(plain))
+    model, handle = patched_cogx()
+    first = model.run()
+    change(query_of(model))
+    if asked == "refreshed":
+        sage_plugin.refresh(model.module)
+    x = torch.randn(3, 5, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(query_of(model)(x), query_of(plain)(x), rtol=0, atol=0)
+    assert not torch.equal(model.run(), first) or way == "weight_norm"
+    assert re.search("computed|not torch's own", handle.report().linears_left[QUERY])
+    handle.unpatch()
+    assert torch.equal(model.run(), plain.run())
+    torch.testing.assert_close(query_of(model).weight, query_of(plain).weight, rtol=0, atol=0)

@@ -87,7 +87,7 @@ def test_named_kernels_choose_the_op_families(folder, tmp_path):
     assert {rule.op for rule in found.policy.rules} == {"linear"}
     assert found.prediction.calls == 0
     assert found.problem.words == "linears"
-    with pytest.raises(UsageError, match="a rule of linears has a kernel alone"):
+    with pytest.raises(UsageError, match="a rule of linears names no backend"):
         search(request(folder, kernels=("fp8_row:torch",)))
     recordings.write(tmp_path / "attention_alone")
     alone = request(folder, kernels=("fp8_row",))

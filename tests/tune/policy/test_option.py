@@ -37,6 +37,31 @@ def test_a_label_is_read_back_and_makes_a_sound_rule(kernel, fields, smooth):
     checked(Policy(1, (Rule(option.name, launch=option.fields),)), "the option")
 
 
+@pytest.mark.parametrize(
+    "text", ["int8_row", "fp8_row+rotation=64", "int8_row+rotation=256+smoothing=true"]
+)
+def test_a_label_of_linears_is_read_back_and_makes_a_sound_rule(text):
+    option = Option.parse(text)
+    assert (option.label, option.op, option.fields) == (text, "linear", {})
+    rule = Rule(option.name, op="linear", rotation=option.rotation, smoothing=option.smoothing)
+    assert rule.label == text
+    checked(Policy(1, (rule,)), "the option")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("int8_row+hadamard=64", "linears have no field 'hadamard'; they have rotation, smoothing"),
+        ("int8_row+rotation=24", "rotation is one of 0, 16"),
+        ("int8_row+rotation=true", "rotation takes a whole number"),
+        ("int8_row+smoothing=1", "smoothing takes true or false"),
+    ],
+)
+def test_what_no_linear_has_is_refused(text, words):
+    with pytest.raises(UsageError, match=words):
+        Option.parse(text)
+
+
 def test_an_alias_is_the_kernel_that_it_names():
     assert Option.parse("qk_int8+hadamard=32").label == "sage+hadamard=32"
 

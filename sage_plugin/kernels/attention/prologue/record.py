@@ -164,10 +164,32 @@ class QkStream:
     def check(self, name: str) -> None:
         """Refuse a norm or tables that do not fit the tokens."""
         batch, tokens, heads, head_dim = self.source.shape
+        if self.norm is not None and not isinstance(self.norm, QkNorm):
+            raise UnsupportedInputError(
+                f"{name}_norm is {type(self.norm).__name__}; give a sage_plugin.QkNorm, such as "
+                "QkNorm('rms', weight, eps=1e-6)"
+            )
+        self._check_tensors(name)
         if self.norm is not None:
             self.norm.check(heads, head_dim, f"{name}_norm")
         if self.rope is not None:
             self.rope.check((batch, tokens, heads, head_dim), name)
+
+    def _check_tensors(self, name: str) -> None:
+        """Refuse what is no tensor of floats beside the tokens."""
+        norm, rope = self.norm, self.rope
+        parts = () if norm is None else (("weight", norm.weight), ("bias", norm.bias))
+        named = {f"the {part} of {name}_norm": one for part, one in parts if one is not None}
+        named |= {} if rope is None else {"cos": rope.cos, "sin": rope.sin}
+        for what, one in named.items():
+            if not isinstance(one, torch.Tensor) or not one.is_floating_point():
+                kind = one.dtype if isinstance(one, torch.Tensor) else type(one).__name__
+                raise UnsupportedInputError(f"{what} is {kind}; it needs a tensor of floats")
+            if one.device != self.source.device:
+                raise UnsupportedInputError(
+                    f"{what} is on {one.device} and {name} on {self.source.device}; move them to "
+                    "one device"
+                )
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that take part."""

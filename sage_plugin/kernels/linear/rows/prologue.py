@@ -75,6 +75,19 @@ class Prologue:
 NO_PROLOGUE = Prologue()
 
 
+def check_prologue(prologue: object, x: torch.Tensor) -> None:
+    """Raise unless something is a prologue that fits an input.
+
+    Raises:
+        UnsupportedInputError: naming what does not fit.
+    """
+    if not isinstance(prologue, Prologue):
+        raise UnsupportedInputError(
+            f"prologue is {prologue!r}; give a sage_plugin.Prologue, such as Prologue('gelu')"
+        )
+    prologue.check(x)
+
+
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
     return len(shape) <= len(to) and all(
         one in (1, other) for one, other in zip(reversed(shape), reversed(to), strict=False)

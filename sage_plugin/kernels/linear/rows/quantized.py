@@ -10,8 +10,10 @@ import torch
 from sage_plugin.kernels.linear.rows.prologue import NO_PROLOGUE, Prologue, prologued
 from sage_plugin.kernels.linear.rows.row_format import RowFormat
 from sage_plugin.kernels.quantize.emulation import round_to
-from sage_plugin.kernels.quantize.hadamard import rotated
+from sage_plugin.kernels.quantize.hadamard import hadamard_matrix, rotated
 from sage_plugin.kernels.quantize.recipe import TINY
+
+make_matrix = hadamard_matrix.__wrapped__
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,12 +49,11 @@ class QuantizedRows:
         """Return the same as `(M, K)` with `(M, 1)` numbers."""
         if self.data.dim() == 2:
             return self
+        data = self.data[None] if self.data.dim() == 1 else self.data.flatten(0, -2)
         scale = self.scale if self.scale.dim() == 0 else self.scale.reshape(-1, 1)
         if self.offset is None or self.sums is None:
-            return QuantizedRows(self.data.flatten(0, -2), scale)
-        return QuantizedRows(
-            self.data.flatten(0, -2), scale, self.offset.reshape(-1, 1), self.sums.reshape(-1, 1)
-        )
+            return QuantizedRows(data, scale)
+        return QuantizedRows(data, scale, self.offset.reshape(-1, 1), self.sums.reshape(-1, 1))
 
 
 def quantized_rows(
@@ -82,7 +83,7 @@ def quantized_rows(
         kept.copy_(y)
     if smooth is not None:
         y = y / smooth
-    y = rotated(y, form.rotation)
+    y = _turned(y, form.rotation)
     if form.asymmetric:
         return _asymmetric(y, form)
     amax = y.abs().amax(-1, keepdim=True)
@@ -95,6 +96,14 @@ def quantized_rows(
     values = round_to(y * (form.limit / largest), form.dtype)
     poisoned = torch.full_like(values, math.nan, dtype=torch.float32).to(form.dtype)
     return QuantizedRows(torch.where(finite, values, poisoned), largest / form.limit)
+
+
+def _turned(y: torch.Tensor, block: int) -> torch.Tensor:
+    """Rotate channels; a compiler passes over the memo of the matrix, and warns of it."""
+    if not block or not torch.compiler.is_compiling():
+        return rotated(y, block)
+    matrix = make_matrix(block).to(y.device, y.dtype)
+    return (y.unflatten(-1, (-1, block)) @ matrix).flatten(-2)
 
 
 def _asymmetric(y: torch.Tensor, form: RowFormat) -> QuantizedRows:

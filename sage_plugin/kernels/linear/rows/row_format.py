@@ -75,3 +75,17 @@ def row_format(
     return RowFormat(
         torch.int8 if kernel == "int8_row" else fp8, kernel == "fp8_tensor", rotation, asymmetric
     )
+
+
+def rotation_of(channels: int, most: int) -> int:
+    """Return the largest block of rotated channels that divides K, 0 if none does.
+
+    Args:
+        channels: K.
+        most: channels of a block at most.
+
+    Example:
+        >>> rotation_of(576, 256), rotation_of(3072, 128), rotation_of(20, 256)
+        (64, 128, 0)
+    """
+    return max(block for block in ROTATIONS if block <= most and channels % max(block, 1) == 0)

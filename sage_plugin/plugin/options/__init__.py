@@ -1,0 +1,1 @@
+"""The arguments of `patch`, checked before anything is touched."""
