@@ -70,9 +70,14 @@ def _on_cat(function: Function, tensors: Sequence[object], dim: int = 0, **kwarg
 
 
 def _on_cast(function: Function, x: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """A cast to what a tensor is already gives the tensor itself."""
+    """A cast to what a tensor is already gives the tensor itself; one like it needs no values."""
+    if not isinstance(x, DeferredTensor):
+        like = args[0] if len(args) == 1 and not kwargs else None
+        if type(x) is torch.Tensor and isinstance(like, DeferredTensor):
+            return x.to(device=like.device, dtype=like.dtype)
+        return NotImplemented
     targets = (*args, *kwargs.values())
-    if not isinstance(x, DeferredTensor) or not kwargs.keys() <= {"dtype", "device"}:
+    if not kwargs.keys() <= {"dtype", "device"}:
         return NotImplemented
     kinds = {torch.dtype: x.dtype, torch.device: x.device}
     same = all(

@@ -163,8 +163,17 @@ def span_of(x: Pending, index: object) -> tuple[Pending, int, int] | None:
     if not isinstance(tokens, slice) or any(part != slice(None) for part in whole):
         return None
     along = x.along(axis)
-    begin, end, step = (0, 0, 0) if along is None else tokens.indices(x.shape[axis])
-    return None if along is None or step != 1 or begin >= end else (along, begin, end)
+    if along is None or tokens.step not in (None, 1):
+        return None
+    begin, end = (_bound(at, x.shape[axis]) for at in (tokens.start or 0, tokens.stop))
+    return None if begin >= end else (along, begin, end)
+
+
+def _bound(at: int | None, size: int) -> int:
+    """Where a slice begins or ends; a compiler traces this, and has no `slice.indices`."""
+    if at is None:
+        return size
+    return max(at + size, 0) if at < 0 else min(at, size)
 
 
 def sliced(x: Pending, index: object) -> Pending | None:

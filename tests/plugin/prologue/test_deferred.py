@@ -220,3 +220,13 @@ def test_nothing_is_kept_alive():
         assert ref() is None
     finally:
         gc.enable()
+
+
+def test_a_cast_like_one_that_waits_leaves_it_waiting() -> None:
+    """As Wan casts attention's output to the dtype of Q."""
+    tape, x = Tape(), source()
+    waits = deferred(tape, x)
+    made = x.double().type_as(waits)
+    assert type(made) is torch.Tensor
+    assert torch.equal(made, x)
+    assert is_waiting(waits)
