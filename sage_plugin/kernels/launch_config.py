@@ -50,6 +50,7 @@ class LaunchRules:
     """The launch configs of an op family.
 
     Attributes:
+        kind: their class.
         default: the architecture's default config of a key.
         search: configs to search for a key, legal or not, the default first.
         illegal_reason: why a config cannot run a key on a device, or `None`.
@@ -59,6 +60,7 @@ class LaunchRules:
         counted: whether reports of patched models count calls without a tuned config.
     """
 
+    kind: type
     default: Callable[[Any, DeviceFacts], Any]
     search: Callable[[Any, DeviceFacts], tuple[Any, ...]]
     illegal_reason: Callable[[Any, Any, DeviceFacts], str | None]

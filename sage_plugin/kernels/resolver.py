@@ -157,11 +157,10 @@ def check_launch(launch: AnyLaunch, key: AnyKey, facts: DeviceFacts, rules: Laun
     Raises:
         UnsupportedInputError: it cannot.
     """
-    wanted = type(rules.default(key, facts))
-    if not isinstance(launch, wanted):
+    if not isinstance(launch, rules.kind):
         raise UnsupportedInputError(
-            f"launch is {type(launch).__name__}; give a sage_plugin.schema.{wanted.__name__}, or "
-            "leave it out for the config that is found"
+            f"launch is {type(launch).__name__}; give a sage_plugin.schema.{rules.kind.__name__}, "
+            "or leave it out for the config that is found"
         )
     if reason := rules.illegal_reason(launch, key, facts):
         raise UnsupportedInputError(f"launch config {launch.text()} cannot run here: {reason}")

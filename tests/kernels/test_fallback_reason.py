@@ -49,5 +49,5 @@ def test_what_strict_mode_lets_pass():
     assert {cause for cause in Fallback if cause.asked_for} == {
         Fallback.DISABLED, Fallback.NOT_FINITE, Fallback.DENSE_ADDITIVE_MASK, Fallback.TOO_SMALL,
         Fallback.SMALL_LINEAR, Fallback.SHORTER_THAN_MIN_SEQ, Fallback.POLICY,
-        Fallback.POLICY_WITHOUT_RULE,
+        Fallback.POLICY_WITHOUT_RULE, Fallback.WIDE_HEADS,
     }  # fmt: skip

@@ -176,6 +176,7 @@ def _words(key: CallKey) -> tuple[str, ...]:
 
 
 RULES = LaunchRules(
+    LaunchConfig,
     default_launch,
     search_space,
     illegal_reason,

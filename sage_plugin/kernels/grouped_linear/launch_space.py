@@ -49,7 +49,13 @@ def _words(key: LinearKey) -> tuple[str, ...]:
 
 
 RULES = LaunchRules(
-    default_launch, search_space, illegal_reason, tune_command, _words, "backend='emulation'"
+    LinearLaunch,
+    default_launch,
+    search_space,
+    illegal_reason,
+    tune_command,
+    _words,
+    "backend='emulation'",
 )
 find_launch = RULES.find
 

@@ -89,6 +89,7 @@ def _words(key: LinearKey) -> tuple[str, ...]:
 
 
 RULES = LaunchRules(
+    LinearLaunch,
     default_launch,
     search_space,
     illegal_reason,

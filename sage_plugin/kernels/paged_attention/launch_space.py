@@ -101,6 +101,7 @@ def _words(key: PagedKey) -> tuple[str, ...]:
 
 
 RULES = LaunchRules(
+    PagedLaunch,
     default_launch,
     search_space,
     illegal_reason,
