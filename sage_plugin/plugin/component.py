@@ -20,7 +20,7 @@ from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
 from sage_plugin.plugin.counts import ComponentCounts, LayerCounts
 from sage_plugin.plugin.experts.part import ExpertsPart
 from sage_plugin.plugin.hosts import diffusers, transformers
-from sage_plugin.plugin.hosts.diffusers import attention_modules
+from sage_plugin.plugin.hosts.diffusers import attention_modules, passed_over
 from sage_plugin.plugin.linears.part import LinearPart
 from sage_plugin.plugin.policy.rules import LINEARS
 from sage_plugin.plugin.twin import layer_of, original_class, original_of
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXCLUDED = "left out by include or exclude"
+OF_TRANSFORMERS = "in a model of transformers inside of this one; patch that by itself"
 REPLACED = "processors were replaced"
 NEW = "came in after patch; call refresh"
 
@@ -216,7 +217,9 @@ class Component:
             for path, (module, _) in self._found().items()
             if id(module) not in patched and (name := self._full(path)) not in self.skipped
         }
-        return self.skipped | new
+        module = self.module
+        inside = () if module is None else map(self._full, passed_over(module))
+        return self.skipped | new | dict.fromkeys(inside, OF_TRANSFORMERS)
 
     def linears_left(self) -> dict[str, str]:
         """Linears and experts of the module, as it is now, that run as ever, and why."""

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 
 import pytest
+import torch
 from torch import nn
 
 import sage_plugin
@@ -20,6 +21,7 @@ from sage_plugin.plugin import report_text
 from sage_plugin.plugin.patch import patch, patched, unpatch
 from sage_plugin.plugin.report import LayerReport, PluginReport
 from sage_plugin.registry import store
+from tests.plugin.tiny import tiny
 from tests.plugin.toys import Direct, ThreeCalls, ToyAttention, qkv
 from tests.registry import samples
 
@@ -297,3 +299,20 @@ def test_report_70_the_first_forward_of_a_patch_logs_one_line(caplog):
     model(*qkv())
     last = line.replace("3 on sage:emulation", "3 on the model's own attention")
     assert lines() == [line, last]
+
+
+def test_a_model_of_transformers_beside_a_denoiser_is_said_to_be_left_and_can_be_patched():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
+        num_hidden_layers=2, vocab_size=32,
+    )  # fmt: skip
+    llm = transformers.LlamaModel(config).eval()
+    both = nn.ModuleDict({"dit": tiny("wan").module, "llm": llm})
+    handle = patch(both, kernel="sage", min_seq=0)
+    left = [path for path in handle.report().skipped if ".llm." in path]
+    assert left == [f"model.llm.layers.{i}.self_attn" for i in range(2)]
+    own = patch(llm, kernel="sage", min_seq=0)
+    with torch.no_grad():
+        llm(input_ids=torch.arange(16)[None], use_cache=False)
+    assert own.report().kernel_calls() == 2
