@@ -87,6 +87,7 @@ SWEPT = (
     # Whole runs and builds of which `make test` has another one.
     "tests/benchmarks/test_step_times.py::test_report_77",
     "tests/benchmarks/test_parallel_programs.py::test_two_processes",
+    "tests/capture/test_recorder.py::test_a_killed_process",
     "tests/capture/test_recorder.py::test_compiled_models",
     "tests/cli/test_demo.py::test_a_policy_takes",
     "tests/cli/test_policy_prove.py::test_the_whole_path",
@@ -116,6 +117,8 @@ SWEPT = (
     "tests/plugin/test_continuous_batching.py::test_caches_of_8_bits_tell_nearly_the_same[24-int8-auto",
     "tests/plugin/test_continuous_batching.py::test_caches_of_8_bits_tell_nearly_the_same[64-",
     "tests/plugin/test_names.py::test_a_language_model_compiles",
+    "tests/plugin/test_policy.py::test_a_graph_outlives",
+    "tests/plugin/test_refresh.py::test_report_103_refresh_mends",
     "tests/tune/test_simulate.py::test_noise_leads",
 )
 """How the ids of tests begin that `make test-slow` runs and `make test` does not."""
