@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "safetensors")
 HEAD_DIMS = (64, 128)
+WIDEST = 256
+"""The most channels of a head that a kernel takes."""
 HEADS = 24
 EMULATED = "emulated in plain torch: right numbers, no speed"
 
@@ -192,19 +194,20 @@ def _auto(facts: DeviceFacts) -> Iterator[str]:
     from sage_plugin.kernels import support
     from sage_plugin.kernels.attention import dispatch
 
-    for dim in HEAD_DIMS:
+    for dim in (*HEAD_DIMS, WIDEST):
         (large,) = ShapeOptions(seq_len=[f"{2**16}"], num_heads=HEADS, head_dim=dim).shapes()
         decision = dispatch.decide(large, facts)
         line = f"{dim} channels: {decision.label}"
         line += "" if decision.reason is None else f", since {decision.reason}"
         small = dataclasses.replace(large, seq_q=1, seq_k=1)
-        if dispatch.decide(small, facts).reason == dispatch.TOO_SMALL:
+        left = dispatch.decide(small, facts).reason
+        if decision.reason is None and left == dispatch.TOO_SMALL:
             fewest = support.fewest_operations(facts.arch, dim)
-            causal = support.fewest_tokens(facts.arch, causal=True)
+            causal, others = (support.fewest_tokens(facts.arch, causal=c) for c in (True, False))
             tokens = round((fewest / (4 * HEADS * dim)) ** 0.5, -2)
             line += (
-                f"; calls under {fewest:.2g} operations, {tokens:.0f} tokens of {HEADS} heads, and "
-                f"causal ones under {causal} tokens are the host's"
+                f"; calls under {fewest:.2g} operations, {tokens:.0f} tokens of {HEADS} heads, "
+                f"those under {others} tokens and causal ones under {causal} tokens are the host's"
             )
         yield line
 

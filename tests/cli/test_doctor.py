@@ -41,7 +41,9 @@ def test_a_hopper_runs_every_kernel_and_small_calls_are_the_host_s(monkeypatch):
     (wide,) = [line for line in lines if line.startswith("128 channels: ")]
     assert wide.startswith("128 channels: fav3_sage:hopper; calls under 1.5e+11 operations, ")
     assert "3500 tokens of 24 heads" in wide
-    assert "causal ones under 7168 tokens are the host" in wide
+    assert "those under 1200 tokens and causal ones under 7168 tokens are the host" in wide
+    (wider,) = [line for line in lines if line.startswith("256 channels: ")]
+    assert wider.endswith("since heads of over 128 channels are faster on the host's attention")
 
 
 @pytest.mark.parametrize(
