@@ -20,7 +20,7 @@ from sage_plugin.plugin.context import LayerContext, PatchOptions, PatchState
 from sage_plugin.plugin.counts import ComponentCounts, LayerCounts
 from sage_plugin.plugin.experts.part import ExpertsPart
 from sage_plugin.plugin.hosts import diffusers, transformers
-from sage_plugin.plugin.hosts.diffusers import attention_modules, passed_over
+from sage_plugin.plugin.hosts.diffusers import attention_modules
 from sage_plugin.plugin.linears.part import LinearPart
 from sage_plugin.plugin.policy.rules import LINEARS
 from sage_plugin.plugin.twin import layer_of, original_class, original_of
@@ -211,15 +211,19 @@ class Component:
 
     def left_out(self) -> dict[str, str]:
         """Attention layers of the module, as it is now, that are not patched, and why."""
-        patched = {id(layer.attention) for layer in self.layers.values()}
+        patched, found = {id(layer.attention) for layer in self.layers.values()}, self._found()
         new = {
             name: NEW
-            for path, (module, _) in self._found().items()
+            for path, (module, _) in found.items()
             if id(module) not in patched and (name := self._full(path)) not in self.skipped
         }
-        module = self.module
-        inside = () if module is None else map(self._full, passed_over(module))
-        return self.skipped | new | dict.fromkeys(inside, OF_TRANSFORMERS)
+        root = self.module
+        inside = {
+            self._full(path): OF_TRANSFORMERS
+            for path, _, _ in (() if root is None else transformers.attention_modules(root))
+            if path not in found
+        }
+        return self.skipped | new | inside
 
     def linears_left(self) -> dict[str, str]:
         """Linears and experts of the module, as it is now, that run as ever, and why."""

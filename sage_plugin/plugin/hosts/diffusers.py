@@ -131,14 +131,6 @@ def attention_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]
         yield from transformers.attention_modules(root)
 
 
-def passed_over(root: nn.Module) -> Iterator[str]:
-    """Paths of attention of transformers' models that lie in a denoiser of diffusers."""
-    known = {module for _, module, _ in attention_modules(root)}
-    for path, module, _ in transformers.attention_modules(root):
-        if module not in known:
-            yield path
-
-
 def _with_processors(root: nn.Module) -> Iterator[tuple[str, nn.Module, object]]:
     passed_over: list[str] = []
     for path, module in root.named_modules():
