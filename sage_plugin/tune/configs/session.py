@@ -142,7 +142,7 @@ class _Session:
                 study = self._left.popleft()
                 following = self._left[0] if self._left else None
             lane = self._search(study, runner)
-            lane.prepare()
+            lane.prepare()  # before what can wait
             if following is not None:  # compilers have work while this study is timed
                 self._search(following, runner).prepare()
             outcome = self._decided(lane)

@@ -69,9 +69,7 @@ class StudySearch:
     def prepare(self) -> None:
         """Have the configs that open the search compiled, before it is this study's turn."""
         known = self._known()
-        first = self.search.propose(known)
-        more = self.search.propose(known | self._pending(first), self._rank(known))
-        self.runner.prepare(self.study, [*first, *more])
+        self._prepare(self.search.propose(known), known)
 
     def open(self) -> Trials:
         """Judge and time what is measured whatever the limits, and add what is known before."""
@@ -126,8 +124,7 @@ class StudySearch:
 
     def _try(self, batch: Sequence[AnyLaunch], trials: Trials, deadline: float) -> None:
         """Judge a batch one by one until the time is up, and time together what passes."""
-        upcoming = self.search.propose(trials | self._pending(batch))
-        self.runner.prepare(self.study, [*batch, *upcoming])
+        self._prepare(batch, trials)
         passed: list[Trial] = []
         for config in batch:
             if passed and time.monotonic() > deadline:
@@ -150,8 +147,11 @@ class StudySearch:
         former = self.notebook.ledger.trials(self.study.id, "screen")
         return {c: trial for c, trial in former.items() if trial.status not in TRIED_AGAIN}
 
-    def _pending(self, batch: Sequence[AnyLaunch]) -> Trials:
-        return {c: Trial(self.study.id, c, "screen", PENDING) for c in batch}
+    def _prepare(self, batch: Sequence[AnyLaunch], trials: Trials) -> None:
+        """Have a batch compiled, and what would be tried behind it as far as is known now."""
+        pending = {c: Trial(self.study.id, c, "screen", PENDING) for c in batch}
+        upcoming = self.search.propose(trials | pending, self._rank(trials))
+        self.runner.prepare(self.study, [*batch, *upcoming])
 
     def _judged(self, config: AnyLaunch) -> Trial:
         study, marker = self.study, self.notebook.marker
